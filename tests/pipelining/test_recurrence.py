@@ -1,0 +1,164 @@
+"""ScheduleAsync2BW against a single-process loop of the recurrence, over real processes."""
+
+import itertools
+
+import pytest
+import torch
+from torch.distributed.pipelining import PipelineStage
+
+from tests.support.processes import WorkerPool
+from tests.support.recurrence import build_blocks, build_data, loss_fn, run_recurrence
+from titan_async.pipelining import ScheduleAsync2BW
+from titan_async.pipelining.weight_versions import WeightVersions
+
+BATCHES = 6
+EXACT = 1e-12
+
+
+def sgd(module):
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def adamw(module):
+    return torch.optim.AdamW(module.parameters(), lr=0.05)
+
+
+def fused_adamw(module):
+    return torch.optim.AdamW(module.parameters(), lr=0.05, fused=True)
+
+
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "fused_adamw": fused_adamw}
+
+
+def pipeline(
+    rank,
+    group,
+    optimizer,
+    n_microbatches,
+    batches=BATCHES,
+    backend=None,
+    recompute=False,
+    drain_after=(),
+    evaluate_after=(),
+    share_one_buffer=False,
+):
+    """Train on this rank's stage; returns its weights, the losses, and the compiled graphs it made."""
+    num_stages = group.size()
+    blocks = build_blocks(num_stages, recompute=recompute)
+    module = torch.nn.Sequential()
+    module.add_module(str(rank), blocks[rank])
+    torch._dynamo.reset()
+    if backend:
+        blocks[rank].compile(backend=backend)
+    stage = PipelineStage(module, rank, num_stages, torch.device("cpu"), group=group)
+    schedule = ScheduleAsync2BW(stage, n_microbatches, loss_fn=loss_fn)
+    update = OPTIMIZERS[optimizer](module)
+    inputs, targets = build_data(batches, n_microbatches)
+    preserve = WeightVersions.preserve
+    if share_one_buffer:
+        WeightVersions.preserve = lambda self, version: None
+    losses, graphs = [], []
+
+    def apply_gradient():
+        if schedule.gradient_ready:
+            update.step()
+            update.zero_grad()
+        else:
+            assert all(p.grad is None for p in module.parameters())
+
+    try:
+        for b in range(batches):
+            step_losses = []
+            args = (inputs[b].flatten(0, 1),) if stage.is_first else ()
+            target = targets[b].flatten(0, 1) if stage.is_last else None
+            schedule.step(*args, target=target, losses=step_losses)
+            losses.append([loss.item() for loss in step_losses])
+            apply_gradient()
+            if b in drain_after or b in evaluate_after or b == batches - 1:
+                assert schedule.drain()
+                apply_gradient()
+                assert not schedule.drain()
+            if b in evaluate_after:
+                with torch.no_grad():
+                    schedule.eval(*args, target=target, losses=[])
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    finally:
+        WeightVersions.preserve = preserve
+    return {k: v.clone() for k, v in module.state_dict().items()}, losses, graphs
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = WorkerPool(4)
+    yield pool
+    pool.close()
+
+
+def difference(results, expected):
+    weights, losses = expected
+    worst = 0.0
+    seen = set()
+    for found, _, _ in results:
+        for name, value in found.items():
+            seen.add(name)
+            worst = max(worst, float((value - weights[name]).abs().max()))
+    assert seen == set(weights)
+    for found, wanted in zip(results[-1][1], losses, strict=True):
+        assert len(found) == len(wanted)
+        worst = max(worst, max(abs(a - b) for a, b in zip(found, wanted, strict=True)))
+    return worst
+
+
+def expected(num_stages, m, optimizer, batches=BATCHES, delay=1):
+    return run_recurrence(num_stages, m, batches, OPTIMIZERS[optimizer], delay=delay)
+
+
+SHAPES = [(d, m) for d in (1, 2, 4) for m in sorted({d, d + 1, 8})]
+
+
+@pytest.mark.parametrize(("optimizer", "shape"), list(itertools.product(OPTIMIZERS, SHAPES)))
+def test_weights_and_losses_equal_the_recurrence(pool, optimizer, shape):
+    d, m = shape
+    results = pool.run(d, pipeline, optimizer, m)
+    assert difference(results, expected(d, m, optimizer)) < EXACT
+    assert difference(results, expected(d, m, optimizer, delay=0)) > 1e-4
+
+
+@pytest.mark.parametrize("d", [1, 2, 4])
+def test_compiled_equals_the_recurrence_without_recompiling(pool, d):
+    m = d + 1
+    results = pool.run(d, pipeline, "adamw", m, batches=8, backend="aot_eager")
+    assert difference(results, expected(d, m, "adamw", batches=8)) < EXACT
+    for _, _, graphs in results:
+        assert graphs[-1] == graphs[0], "a weight version caused a recompilation"
+
+
+def test_compiled_by_inductor_equals_the_recurrence(pool):
+    results = pool.run(2, pipeline, "fused_adamw", 3, backend="inductor", timeout=300)
+    assert difference(results, expected(2, 3, "fused_adamw")) < EXACT
+
+
+@pytest.mark.parametrize("d", [2, 4])
+def test_recomputation_sees_the_weights_of_its_forward(pool, d):
+    results = pool.run(d, pipeline, "fused_adamw", d, recompute=True)
+    assert difference(results, expected(d, d, "fused_adamw")) < EXACT
+
+
+@pytest.mark.parametrize("d", [1, 2, 4])
+@pytest.mark.parametrize("stops", [(0,), (1,), (2, 3), (0, 1, 2, 3, 4)])
+def test_draining_does_not_change_the_trajectory(pool, d, stops):
+    results = pool.run(d, pipeline, "adamw", d, drain_after=stops)
+    assert difference(results, expected(d, d, "adamw")) < EXACT
+
+
+@pytest.mark.parametrize("d", [1, 2, 4])
+def test_evaluating_does_not_change_the_trajectory(pool, d):
+    results = pool.run(d, pipeline, "sgd", d + 1, evaluate_after=(1, 2))
+    assert difference(results, expected(d, d + 1, "sgd")) < EXACT
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "fused_adamw"])
+@pytest.mark.parametrize("d", [2, 4])
+def test_one_shared_weight_buffer_fails_the_check(pool, d, optimizer):
+    results = pool.run(d, pipeline, optimizer, d, share_one_buffer=True)
+    assert difference(results, expected(d, d, optimizer)) > 1e-6

@@ -1,0 +1,304 @@
+"""The contract of ScheduleAsync2BW beside the recurrence: gradients, losses, outputs, messages, mistakes."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import Schedule1F1B
+
+from tests.support.processes import WorkerPool
+from tests.support.recurrence import build_blocks, build_data, loss_fn
+from titan_async.pipelining import ScheduleAsync2BW
+from titan_async.pipelining import schedule as schedule_module
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = WorkerPool(4)
+    yield pool
+    pool.close()
+
+
+def build(rank, group, m, module=None, schedule_class=ScheduleAsync2BW, **options):
+    module = module if module is not None else build_blocks(group.size())[rank]
+    stage = PipelineStage(module, rank, group.size(), torch.device("cpu"), group=group)
+    return stage, schedule_class(stage, m, loss_fn=loss_fn, **options)
+
+
+def feed(stage, inputs, targets, **options):
+    args = (inputs.flatten(0, 1),) if stage.is_first else ()
+    return args, {"target": targets.flatten(0, 1) if stage.is_last else None, **options}
+
+
+def refused(rank, group, m):
+    stage = PipelineStage(build_blocks(group.size())[rank], rank, group.size(), torch.device("cpu"), group=group)
+    try:
+        ScheduleAsync2BW(stage, m, loss_fn=loss_fn)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("d", "m"), [(4, 1), (4, 3), (2, 1)])
+def test_fewer_microbatches_than_stages_is_refused_on_every_rank(pool, d, m):
+    for message in pool.run(d, refused, m):
+        assert f"({m})" in message and f"({d})" in message
+
+
+def wrapped(rank, group):
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    messages = []
+    for wrap in (lambda m: fully_shard(m), lambda m: DistributedDataParallel(m, process_group=group)):
+        try:
+            build(rank, group, 1, module=wrap(nn.Linear(8, 8)))
+        except NotImplementedError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_wrapped_modules_are_refused(pool):
+    (messages,) = pool.run(1, wrapped)
+    assert "fully_shard" in messages[0] and "DistributedDataParallel" in messages[1]
+
+
+def synchronous_then_async(rank, group, m, scale_grads):
+    """One batch each way, from the same weights: outputs, losses and gradients."""
+    results = []
+    inputs, targets = build_data(1, m)
+    for schedule_class in (Schedule1F1B, ScheduleAsync2BW):
+        stage, schedule = build(rank, group, m, schedule_class=schedule_class, scale_grads=scale_grads)
+        losses = []
+        args, options = feed(stage, inputs[0], targets[0], losses=losses)
+        output = schedule.step(*args, **options)
+        if schedule_class is ScheduleAsync2BW:
+            assert all(p.grad is None for p in stage.submod.parameters()) and not schedule.gradient_ready
+            assert schedule.drain() and schedule.gradient_ready
+        results.append(
+            (
+                None if output is None else output.detach(),
+                [loss.item() for loss in losses],
+                {name: p.grad for name, p in stage.submod.named_parameters()},
+            )
+        )
+    return results
+
+
+@pytest.mark.parametrize("scale_grads", [True, False])
+@pytest.mark.parametrize("d", [1, 2, 4])
+def test_one_batch_gives_what_1f1b_gives(pool, d, scale_grads):
+    for rank, (wanted, found) in enumerate(pool.run(d, synchronous_then_async, d + 1, scale_grads)):
+        assert (found[0] is None) == (rank < d - 1)
+        if found[0] is not None:
+            torch.testing.assert_close(found[0], wanted[0], rtol=0, atol=0)
+        assert found[1] == wanted[1] and len(found[1]) == (d + 1 if rank == d - 1 else 0)
+        for name, gradient in wanted[2].items():
+            torch.testing.assert_close(found[2][name], gradient, rtol=1e-14, atol=1e-15)
+
+
+def presplit(rank, group, m):
+    inputs, targets = build_data(2, m)
+    gradients = []
+    for split in (False, True):
+        stage, schedule = build(rank, group, m)
+        for b in range(2):
+            if split:
+                schedule.step(
+                    arg_mbs=[(x,) for x in inputs[b]] if stage.is_first else None,
+                    kwarg_mbs=[{} for _ in range(m)],
+                    target_mbs=list(targets[b]) if stage.is_last else None,
+                    return_outputs=False,
+                )
+            else:
+                args, options = feed(stage, inputs[b], targets[b])
+                schedule.step(*args, **options)
+        gradients.append([p.grad for p in stage.submod.parameters()])
+    return gradients
+
+
+def test_inputs_may_come_split(pool):
+    for whole, split in pool.run(2, presplit, 3):
+        for a, b in zip(whole, split, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def accumulated(rank, group, m):
+    """Gradients of two batches at fixed weights, without zero_grad between them, add up."""
+    inputs, targets = build_data(2, m)
+    stage, schedule = build(rank, group, m)
+    single, total = [], None
+    for b in range(2):
+        args, options = feed(stage, inputs[b], targets[b])
+        schedule.step(*args, **options)
+    single.append([p.grad.clone() for p in stage.submod.parameters()])
+    schedule.drain()
+    total = [p.grad.clone() for p in stage.submod.parameters()]
+    stage, schedule = build(rank, group, m)
+    args, options = feed(stage, inputs[1], targets[1])
+    schedule.step(*args, **options)
+    schedule.drain()
+    single.append([p.grad for p in stage.submod.parameters()])
+    return single, total
+
+
+def test_gradients_accumulate_until_zeroed(pool):
+    for (first, second), total in pool.run(2, accumulated, 2):
+        for a, b, both in zip(first, second, total, strict=True):
+            torch.testing.assert_close(a + b, both)
+
+
+def messages_sent(rank, group, m, batches):
+    """Every fused batch of messages, as (kind, peer) pairs, in the order this rank starts them."""
+    log = []
+    post = schedule_module.post_p2p
+
+    def record(ops):
+        log.append([(op.op.__name__, op.peer) for op in ops])
+        return post(ops)
+
+    inputs, targets = build_data(batches, m)
+    stage, schedule = build(rank, group, m)
+    schedule_module.post_p2p = record
+    try:
+        for b in range(batches):
+            args, options = feed(stage, inputs[b], targets[b])
+            schedule.step(*args, **options)
+            if b in (1, batches - 1):
+                schedule.drain()
+                with torch.no_grad():
+                    schedule.eval(*args, **options)
+    finally:
+        schedule_module.post_p2p = post
+    return log
+
+
+@pytest.mark.parametrize(("d", "m"), [(2, 2), (2, 5), (4, 4), (4, 6)])
+def test_neighbours_agree_on_every_fused_batch(pool, d, m):
+    """NCCL matches by order within a pair, and fused batches only with fused ones."""
+    logs = pool.run(d, messages_sent, m, 4)
+    mirror = {"isend": "irecv", "irecv": "isend"}
+    for left in range(d - 1):
+        right = left + 1
+        of_left = [sorted(kind for kind, _ in ops) for ops in logs[left] if ops[0][1] == right]
+        of_right = [sorted(mirror[kind] for kind, _ in ops) for ops in logs[right] if ops[0][1] == left]
+        assert of_left == of_right and len(of_left) > 4 * m
+    for log in logs:
+        assert all(len({peer for _, peer in ops}) == 1 for ops in log), "one batch spans two neighbours"
+
+
+def mistakes(rank, group, m):
+    inputs, targets = build_data(1, m)
+    stage, schedule = build(rank, group, m)
+    args, options = feed(stage, inputs[0], targets[0])
+    found = {}
+
+    def attempt(name, error, call):
+        try:
+            call()
+        except error as caught:
+            found[name] = str(caught)
+
+    with torch.no_grad():
+        attempt("no_grad", RuntimeError, lambda: schedule.step(*args, **options))
+    attempt("losses", TypeError, lambda: schedule.step(*args, losses=(), **options))
+    if stage.is_last:
+        attempt("target", ValueError, lambda: schedule.step(*args))
+    assert not schedule.drain()  # nothing has started
+    schedule.step(*args, **options)
+    with torch.no_grad():
+        attempt("eval", RuntimeError, lambda: schedule.eval(*args, **options))
+    stage.submod.scale.requires_grad_(False)
+    attempt("frozen", RuntimeError, lambda: schedule.step(*args, **options))
+    stage.submod.scale.requires_grad_(True)
+    schedule.drain()
+    return found
+
+
+def test_mistakes_are_named(pool):
+    for rank, found in enumerate(pool.run(2, mistakes, 2)):
+        assert "eval()" in found["no_grad"] and "losses must be a list" in found["losses"]
+        assert "drain()" in found["eval"] and "new schedule" in found["frozen"]
+        assert ("target" in found) == (rank == 1)
+
+
+def follows_the_module(rank, group):
+    """Frozen parameters stay shared; loads between steps are read; tied parameters stay tied."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)).double()
+    module[0].weight.requires_grad_(False)
+    module[2].weight = module[1].weight
+    inputs, targets = build_data(3, 2)
+    stage, schedule = build(rank, group, 2, module=module)
+    reference = copy.deepcopy(module)
+    losses = []
+    for b in range(3):
+        with torch.no_grad():
+            for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+                if b == 1:
+                    p.add_(0.125)  # an in-place write
+                elif b == 2:
+                    p.data = p.data * 2  # a new storage
+                q.copy_(p)
+        schedule.step(inputs[b].flatten(0, 1), target=targets[b].flatten(0, 1), losses=losses)
+        wanted = [loss_fn(reference(x), y) for x, y in zip(inputs[b], targets[b], strict=True)]
+        torch.testing.assert_close(torch.stack(losses), torch.stack(wanted), rtol=0, atol=1e-14)
+        reference.zero_grad()
+        (sum(wanted) / 2).backward()
+        if b < 2:
+            module.zero_grad()
+    schedule.drain()
+    assert module[0].weight.grad is None and module[2].weight is module[1].weight
+    return True
+
+
+def test_weights_are_read_as_they_are(pool):
+    assert pool.run(1, follows_the_module) == [True]
+
+
+def memory(rank, group, m):
+    """Bytes of weight storage held at the end of a step, in copies of the weights."""
+    inputs, targets = build_data(3, m)
+    stage, schedule = build(rank, group, m)
+    for b in range(3):
+        args, options = feed(stage, inputs[b], targets[b])
+        schedule.step(*args, **options)
+    size = sum(p.untyped_storage().nbytes() for p in stage.submod.parameters())
+    storages = {}
+    for weight in schedule._versions._weights:
+        for p in (weight.master, *weight.stand_ins):
+            storages[p.untyped_storage().data_ptr()] = p.untyped_storage().nbytes()
+    return sum(storages.values()) / size
+
+
+def test_two_copies_of_the_weights_and_one_on_the_last_stage(pool):
+    assert pool.run(2, memory, 2) == [2.0, 1.0]
+
+
+def recurrent(rank, group):
+    """nn.LSTM keeps a list of its weights of its own, which must follow the version too."""
+    torch.manual_seed(0)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(8, 8, batch_first=True)
+
+        def forward(self, x):
+            return self.lstm(x)[0]
+
+    module = Net().double()
+    stage, schedule = build(rank, group, 2, module=module)
+    x = torch.randn(4, 3, 8, dtype=torch.float64)
+    reference = copy.deepcopy(module)
+    schedule.step(x if stage.is_first else None, target=x if stage.is_last else None)
+    schedule.drain()
+    sum(loss_fn(reference(mb), mb) / 2 for mb in x.chunk(2)).backward()
+    for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    return True
+
+
+def test_modules_with_their_own_weight_lists(pool):
+    assert pool.run(1, recurrent) == [True]

@@ -1,0 +1,98 @@
+"""Processes that stay up for a whole test file and run one function after another under gloo."""
+
+import contextlib
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+__all__ = ["WorkerPool"]
+
+
+def _serve(rank: int, world_size: int, store: str, connection: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world_size)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=120),
+    )
+    # One group for each number of stages: a pipeline occupies the first ranks.
+    groups = {n: dist.new_group(list(range(n))) for n in range(1, world_size + 1)}
+    while True:
+        request = connection.recv()
+        if request is None:
+            break
+        function, size, args, kwargs = request
+        try:
+            connection.send((True, function(rank, groups[size], *args, **kwargs)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class WorkerPool:
+    """`world_size` gloo processes; `run` calls a top-level function on the first `size` of them."""
+
+    def __init__(self, world_size: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        context = mp.get_context("spawn")
+        self._connections, self._processes = [], []
+        for rank in range(world_size):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, world_size, str(Path(self._folder.name, "store")), there), daemon=True
+            )
+            process.start()
+            there.close()
+            self._connections.append(here)
+            self._processes.append(process)
+
+    def run(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any) -> list:
+        """Results of `function(rank, group, *args, **kwargs)` in the order of ranks; raises if one failed."""
+        active = self._connections[:size]
+        for connection in active:
+            connection.send((function, size, args, kwargs))
+        replies: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while len(replies) < size:
+            pending = [connection for rank, connection in enumerate(active) if rank not in replies]
+            for ready in wait(pending, max(deadline - time.monotonic(), 0)):
+                rank = active.index(ready)
+                replies[rank] = ready.recv()
+                if not replies[rank][0]:
+                    # The others may now wait for this rank for good: give them a moment, not the whole time.
+                    deadline = min(deadline, time.monotonic() + 2)
+            if time.monotonic() >= deadline:
+                break
+        failures = [f"rank {rank}:\n{text}" for rank, (fine, text) in sorted(replies.items()) if not fine]
+        silent = sorted(set(range(size)) - set(replies))
+        if silent:
+            self.close()
+            failures.append(f"ranks {silent} did not answer")
+        if failures:
+            raise RuntimeError("\n".join(failures))
+        return [replies[rank][1] for rank in range(size)]
+
+    def close(self) -> None:
+        for connection, process in zip(self._connections, self._processes, strict=True):
+            if process.is_alive():
+                with contextlib.suppress(OSError):
+                    connection.send(None)
+        for process in self._processes:
+            process.join(timeout=3)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._folder.cleanup()

@@ -1,0 +1,75 @@
+"""An independent reading of the recurrence: one process, one loop, no pipeline.
+
+    W[b+1] = W[b] - update(g_b),    g_b = gradient of batch b at W[max(b-1, 0)]
+"""
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """A layer whose gradient needs the weights in more than one way: scale, matrices, bias."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.scale = nn.Parameter(torch.rand(WIDTH, dtype=torch.float64) + 0.5)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, dtype=torch.float64)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False, dtype=torch.float64)
+
+    def body(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x * self.scale)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
+
+
+def build_blocks(num_stages: int, seed: int = 0, recompute: bool = False) -> list[nn.Module]:
+    torch.manual_seed(seed)
+    return [Block(recompute) for _ in range(num_stages)]
+
+
+def build_data(batches: int, n_microbatches: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batches, n_microbatches, 3, WIDTH)
+    return (
+        torch.randn(shape, generator=generator, dtype=torch.float64),
+        torch.randn(shape, generator=generator, dtype=torch.float64),
+    )
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def run_recurrence(
+    num_stages: int,
+    n_microbatches: int,
+    batches: int,
+    make_optimizer: Callable,
+    *,
+    delay: int = 1,
+) -> tuple[dict[str, Tensor], list[list[float]]]:
+    """Weights after `batches` updates and every microbatch's loss; `delay=0` is synchronous training."""
+    newest = nn.Sequential(*build_blocks(num_stages))
+    reader = copy.deepcopy(newest)
+    optimizer = make_optimizer(newest)
+    inputs, targets = build_data(batches, n_microbatches)
+    history, losses = [copy.deepcopy(newest.state_dict())], []
+    for b in range(batches):
+        reader.load_state_dict(history[max(b - delay, 0)])
+        reader.zero_grad()
+        batch_losses = [loss_fn(reader(x), y) for x, y in zip(inputs[b], targets[b], strict=True)]
+        (sum(batch_losses) / n_microbatches).backward()
+        for parameter, stale in zip(newest.parameters(), reader.parameters(), strict=True):
+            parameter.grad = stale.grad.clone()
+        optimizer.step()
+        history.append(copy.deepcopy(newest.state_dict()))
+        losses.append([loss.item() for loss in batch_losses])
+    return history[-1], losses

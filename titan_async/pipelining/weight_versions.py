@@ -1,0 +1,146 @@
+"""Two versions of a plain module's weights, so that a backward uses the weights of its forward.
+
+Autograd saves the parameters themselves, so a parameter that a pending backward needs must not be written.
+Here the optimizer's parameters (the masters) are never part of a graph. Forward and backward run on
+stand-ins, two for each master, and storage goes round in a circle: a batch reads the storage that the
+masters are in; before the optimizer may write, the masters move on to the storage of the version that no
+microbatch needs any more. Two copies of the weights in all, and one copy of them a batch.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["WeightVersions"]
+
+
+class _Weight(NamedTuple):
+    master: nn.Parameter
+    owners: tuple[tuple[nn.Module, str], ...]  # every place in the module that shows this parameter
+    stand_ins: tuple[nn.Parameter, nn.Parameter]
+
+
+def _can_hold(target: Tensor, values: Tensor) -> bool:
+    return (
+        target.data_ptr() != values.data_ptr()
+        and target.shape == values.shape
+        and target.stride() == values.stride()
+        and target.dtype == values.dtype
+        and target.device == values.device
+    )
+
+
+def _collect(module: nn.Module) -> list[_Weight]:
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for submodule in module.modules():
+        for name, parameter in submodule.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.requires_grad:
+                owners.setdefault(parameter, []).append((submodule, name))
+    return [
+        _Weight(
+            parameter,
+            tuple(places),
+            # Not detach(), which would share autograd's version counter with the parameter.
+            (nn.Parameter(parameter.data), nn.Parameter(parameter.data)),
+        )
+        for parameter, places in owners.items()
+    ]
+
+
+class WeightVersions:
+    """Keeps the trainable parameters of `module` in two versions.
+
+    Between batches the module shows its own parameters, and their values are what the next batch reads.
+    Their storage changes: a tensor taken as `p.data` or `p.detach()` does not follow later updates.
+    Frozen parameters have no versions. Gradients of a batch gather on the stand-ins; hooks registered on
+    the module's own parameters do not run.
+
+    Args:
+        module: a module whose parameters are plain tensors, on any device.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._weights = _collect(module)
+        self._master_version = 0  # the version whose storage the masters are in
+        self._held: int | None = None
+
+    def read(self) -> int:
+        """The version that the next batch is to use: the masters' values now, or those that were held."""
+        self._check_unchanged()
+        if self._held is not None:
+            version, self._held = self._held, None
+            return version
+        version = self._master_version
+        for weight in self._weights:
+            # Also follows a master whose storage was replaced from outside, by a load or a move.
+            weight.stand_ins[version].data = weight.master.data
+        return version
+
+    def preserve(self, version: int) -> None:
+        """Make `version` safe from the next update. The other version must no longer be needed."""
+        if version != self._master_version:
+            return
+        spare = 1 - version
+        for weight in self._weights:
+            stand_in, current = weight.stand_ins[spare], weight.master.data
+            if not _can_hold(stand_in, current):
+                stand_in.data = torch.empty_like(current)
+            with torch.no_grad():
+                # On the stand-in itself: autograd then sees the write, and a backward that still needed
+                # the old values raises instead of computing a wrong gradient.
+                stand_in.copy_(current)
+            weight.master.data = stand_in.data
+        self._master_version = spare
+
+    def hold(self) -> None:
+        """Keep the masters' values of now for the next batch, whatever update comes first."""
+        version = self._master_version
+        if self._held is None:
+            for weight in self._weights:
+                weight.stand_ins[version].data = weight.master.data
+            self.preserve(version)
+            self._held = version
+
+    def release_other(self, version: int) -> None:
+        """Free the storage of the version that is not `version`, unless the masters are in it."""
+        if version != self._master_version:
+            return
+        for weight in self._weights:
+            other = weight.stand_ins[1 - version]
+            if other.numel():
+                other.data = other.data.new_empty(0)
+
+    def show(self, version: int | None) -> None:
+        """Let the module show `version`, or its own parameters (None)."""
+        for master, owners, stand_ins in self._weights:
+            parameter = master if version is None else stand_ins[version]
+            for submodule, name in owners:
+                # Through setattr, because some modules (RNNs) keep their own list of weights.
+                setattr(submodule, name, parameter)
+
+    def take_gradients(self, version: int) -> list[Tensor | None]:
+        """Remove and return the gradients gathered on `version`, in the order of the parameters."""
+        gradients = []
+        for weight in self._weights:
+            stand_in = weight.stand_ins[version]
+            gradients.append(stand_in.grad)
+            stand_in.grad = None
+        return gradients
+
+    def deliver(self, gradients: list[Tensor | None]) -> None:
+        """Add `gradients` to the `.grad` of the module's own parameters."""
+        for weight, gradient in zip(self._weights, gradients, strict=True):
+            if weight.master.grad is None:
+                weight.master.grad = gradient
+            elif gradient is not None:
+                weight.master.grad.add_(gradient)
+
+    def _check_unchanged(self) -> None:
+        now = {p for p in self._module.parameters() if p.requires_grad}
+        if len(now) != len(self._weights) or any(w.master not in now for w in self._weights):
+            raise RuntimeError(
+                "the trainable parameters of the stage's module were replaced, frozen or added while it was "
+                "training; build a new schedule after such a change"
+            )
