@@ -257,6 +257,28 @@ def test_weights_are_read_as_they_are(pool):
     assert pool.run(1, follows_the_module) == [True]
 
 
+def storage_after_drains(rank, group, m):
+    """Whether the parameters are back in their first storage whenever the pipeline has been drained."""
+    inputs, targets = build_data(6, m)
+    stage, schedule = build(rank, group, m)
+    first = [p.data_ptr() for p in stage.submod.parameters()]
+    found = []
+    for b in range(6):
+        args, options = feed(stage, inputs[b], targets[b])
+        schedule.step(*args, **options)
+        if b in (0, 1, 3, 5):
+            schedule.drain()
+            found.append([p.data_ptr() for p in stage.submod.parameters()] == first)
+    return found
+
+
+@pytest.mark.parametrize("d", [1, 2, 4])
+def test_drained_parameters_are_in_their_first_storage(pool, d):
+    """torchtitan's checkpointer keeps the tensors of its first state_dict, and writes into them at a save
+    if the parameters have moved: into a version of the weights that is still to be used."""
+    assert all(all(found) for found in pool.run(d, storage_after_drains, d))
+
+
 def memory(rank, group, m):
     """Bytes of weight storage held at the end of a step, in copies of the weights."""
     inputs, targets = build_data(3, m)

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 __all__ = ["WeightVersions"]
 
 
+_HOME = 0  # the version whose storage is that of the masters at the start
+
+
 class _Weight(NamedTuple):
     master: nn.Parameter
     owners: tuple[tuple[nn.Module, str], ...]  # every place in the module that shows this parameter
@@ -52,7 +55,8 @@ class WeightVersions:
     """Keeps the trainable parameters of `module` in two versions.
 
     Between batches the module shows its own parameters, and their values are what the next batch reads.
-    Their storage changes: a tensor taken as `p.data` or `p.detach()` does not follow later updates.
+    While batches are in flight their storage changes from batch to batch, so that a tensor taken as
+    `p.data` or `p.detach()` does not follow later updates; after `hold` it is the first one again.
     Frozen parameters have no versions. Gradients of a batch gather on the stand-ins; hooks registered on
     the module's own parameters do not run.
 
@@ -63,7 +67,7 @@ class WeightVersions:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._weights = _collect(module)
-        self._master_version = 0  # the version whose storage the masters are in
+        self._master_version = _HOME  # the version whose storage the masters are in
         self._held: int | None = None
 
     def read(self) -> int:
@@ -83,25 +87,35 @@ class WeightVersions:
         if version != self._master_version:
             return
         spare = 1 - version
+        self._copy_masters_to(spare)
         for weight in self._weights:
-            stand_in, current = weight.stand_ins[spare], weight.master.data
+            weight.master.data = weight.stand_ins[spare].data
+        self._master_version = spare
+
+    def hold(self) -> None:
+        """Keep the masters' values of now for the next batch, whatever update comes first.
+
+        No batch may be in flight. Leaves the masters in the storage that they had at the very first:
+        what reads or writes a model between batches, such as a checkpointer, may know it from then.
+        """
+        if self._held is not None:
+            return
+        if self._master_version == _HOME:
+            self._held = 1 - _HOME
+            self._copy_masters_to(self._held)
+        else:
+            self._held = self._master_version
+            self.preserve(self._master_version)
+
+    def _copy_masters_to(self, version: int) -> None:
+        for weight in self._weights:
+            stand_in, current = weight.stand_ins[version], weight.master.data
             if not _can_hold(stand_in, current):
                 stand_in.data = torch.empty_like(current)
             with torch.no_grad():
                 # On the stand-in itself: autograd then sees the write, and a backward that still needed
                 # the old values raises instead of computing a wrong gradient.
                 stand_in.copy_(current)
-            weight.master.data = stand_in.data
-        self._master_version = spare
-
-    def hold(self) -> None:
-        """Keep the masters' values of now for the next batch, whatever update comes first."""
-        version = self._master_version
-        if self._held is None:
-            for weight in self._weights:
-                weight.stand_ins[version].data = weight.master.data
-            self.preserve(version)
-            self._held = version
 
     def release_other(self, version: int) -> None:
         """Free the storage of the version that is not `version`, unless the masters are in it."""
