@@ -1,0 +1,385 @@
+"""Error feedback: what the last update should have done and did not is added to this one.
+
+With one update of delay, the update applied now is the one of the previous batch. The correction of
+arXiv 2606.30634, for any optimizer, extrapolates by one step. With D_b the displacement that the wrapped
+optimizer proposes from the gradient g_b of batch b::
+
+    level "update":    D'_b = D_b + s (D_b - D_{b-1})
+    level "gradient":  g'_b = g_b + s (g_b - g_{b-1})
+
+The paper's correction is level "update" with strength s = 1, which makes two updates ago cancel:
+x[t+1] = x[t] - 2 u(g[t-1]) + u(g[t-2]).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from titan_async.optim.local_tensors import at_least_float32, local_part, named
+
+__all__ = ["LEVELS", "ErrorFeedback"]
+
+LEVELS = ("update", "gradient")
+_PREFIX = "error_feedback_"
+
+
+class ErrorFeedback(Optimizer):
+    """An optimizer that corrects the updates of the optimizer it wraps.
+
+    Level "update" lets the wrapped optimizer step, measures by how much it moved each parameter
+    (learning rate and decoupled weight decay included), and adds ``strength`` times the difference from
+    the previous such displacement. Level "gradient" hands the wrapped optimizer corrected gradients, and
+    puts the given ones back afterwards. Either way
+
+    - the history is the uncorrected displacement or gradient, and a later change of the learning rate
+      does not rescale it;
+    - moments see each gradient once;
+    - the first update of a parameter is uncorrected, and so is the one after an update in which it had
+      no gradient;
+    - strength 0 gives the very bits of the wrapped optimizer, and still keeps the history, so that
+      `strength` may be set to another value at any time.
+
+    Parameters, groups and hyperparameters are those of the wrapped optimizer: ``param_groups`` is the
+    same list, so that learning-rate schedulers work on either, but attach them, hooks and calls to this
+    object. The wrapped optimizer must not need a closure.
+
+    Memory: one buffer for each trainable parameter, of its shape and placement, in its dtype but at
+    least float32. During `step` one more copy exists, of the parameters (level "update") or of the
+    gradients (level "gradient"). There is no communication: DTensors are corrected shard by shard.
+
+    State: ``state`` and ``state_dict()`` hold, for each parameter, the entries of the wrapped optimizer,
+    the history ``error_feedback_<level>`` and the flag ``error_feedback_<level>_valid`` (a bool tensor
+    without dimensions, on the CPU). They are complete for every trainable parameter from the first step
+    on, and empty before it, as for torch's own optimizers. The step with zero gradients and learning rate
+    zero by which torch.distributed.checkpoint and torchtitan create state before loading counts as no
+    update. State without a history, such as that of the wrapped optimizer alone, loads with the history
+    cleared.
+
+    Args:
+        optimizer: the optimizer to wrap.
+        strength: s of the formulas; 1 is the paper's correction, 0 none.
+        level: "update" (the paper's) or "gradient".
+
+    Raises:
+        TypeError: ``optimizer`` is no torch optimizer.
+        ValueError: unknown level, or a strength that is negative or not finite.
+        RuntimeError: a sparse gradient at level "gradient", in `step`.
+    """
+
+    optimizer: Optimizer
+    _level: str
+    _strength: float
+    # Kept apart from the wrapped optimizer's state: many optimizers take a parameter whose state is not
+    # empty for one that they have initialized.
+    _history: dict[Tensor, Tensor]
+    _valid: dict[Tensor, Tensor]
+    # Whether there is state to show: after a step, after a load, or from before the wrapping.
+    _has_state: bool
+
+    def __init__(self, optimizer: Optimizer, strength: float = 1.0, level: str = "update") -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"ErrorFeedback wraps a torch.optim.Optimizer, not a {type(optimizer).__name__}")
+        if level not in LEVELS:
+            choices = ", ".join(repr(choice) for choice in LEVELS)
+            raise ValueError(f"unknown level {level!r} of error feedback: choose {choices}")
+        # Optimizer.__init__ would make groups and state of its own. This is the way in which unpickling
+        # makes an optimizer around groups and state that exist: it adds hooks, and nothing else.
+        super().__setstate__(
+            {
+                "optimizer": optimizer,
+                "_level": level,
+                "_strength": _checked_strength(strength),
+                "_history": {},
+                "_valid": {},
+                "_has_state": bool(optimizer.state),
+            }
+        )
+        if self._has_state:
+            self._make_histories()
+
+    @property
+    def level(self) -> str:
+        """Where the correction acts: "update" or "gradient"."""
+        return self._level
+
+    @property
+    def strength(self) -> float:
+        """Strength s of the correction; may be changed between steps."""
+        return self._strength
+
+    @strength.setter
+    def strength(self, value: float) -> None:
+        self._strength = _checked_strength(value)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's groups, the same list."""
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's defaults, the same dictionary."""
+        return self.optimizer.defaults
+
+    @property
+    def state(self) -> Mapping[Tensor, Any]:  # type: ignore[override]
+        """The wrapped optimizer's state and the history, merged for reading; the tensors are live."""
+        return _MergedState(self)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Let the wrapped optimizer update its parameters, and correct the update.
+
+        Args:
+            closure: evaluates the model again and returns the loss, which is handed back. It is called
+                once, before the wrapped optimizer, which does not see it.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        creates_state_only = not self._has_state and self._is_void()
+        self._make_histories()
+        moving = [param for param in _parameters(self.param_groups) if param.grad is not None]
+
+        if creates_state_only:
+            self.optimizer.step()
+        elif self._level == "update":
+            self._step_correcting_updates(moving)
+        else:
+            self._step_correcting_gradients(moving)
+        self._has_state = True
+
+        if not creates_state_only:
+            for param in moving:
+                self._valid[param].fill_(True)
+            for param in self._history.keys() - set(moving):
+                self._clear_history(param)
+        return loss
+
+    def _step_correcting_updates(self, moving: list[Tensor]) -> None:
+        weights = [local_part(param) for param in moving]
+        history = [local_part(self._history[param]) for param in moving]
+        displacement = [w.to(h.dtype, copy=True) for w, h in zip(weights, history, strict=True)]
+        self.optimizer.step()
+        if not moving:
+            return
+        torch._foreach_sub_(displacement, weights)
+        torch._foreach_neg_(displacement)
+        self._extrapolate(weights, displacement, history, moving)
+
+    def _step_correcting_gradients(self, moving: list[Tensor]) -> None:
+        given = [param.grad for param in moving if param.grad is not None]
+        for param, grad in zip(moving, given, strict=True):
+            if grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"error feedback at level 'gradient' needs dense gradients; that of {named(param, None)} "
+                    f"is {grad.layout}: use level 'update'"
+                )
+        if not moving:
+            self.optimizer.step()
+            return
+        history = [local_part(self._history[param]) for param in moving]
+        given_parts = [local_part(grad) for grad in given]
+        try:
+            # The user's gradients stay untouched, so that they can be put back exactly.
+            if self._strength != 0:
+                for param, grad in zip(moving, given, strict=True):
+                    param.grad = grad.clone()
+            corrected = [local_part(param.grad) for param in moving if param.grad is not None]
+            self._extrapolate(corrected, given_parts, history, moving)
+            self.optimizer.step()
+        finally:
+            for param, grad in zip(moving, given, strict=True):
+                param.grad = grad
+
+    def _extrapolate(
+        self, targets: list[Tensor], newest: list[Tensor], history: list[Tensor], params: list[Tensor]
+    ) -> None:
+        """Add strength * (newest - history) to the targets with a valid history; then newest is history.
+
+        ``targets`` already contain ``newest``; they are written only where there is something to add.
+        """
+        valid = [bool(self._valid[param]) for param in params]
+        if self._strength != 0 and any(valid):
+            old = [h for h, v in zip(history, valid, strict=True) if v]
+            # In place, with the sign turned: a third buffer is not needed.
+            torch._foreach_sub_(old, [n for n, v in zip(newest, valid, strict=True) if v])
+            torch._foreach_add_(
+                [t for t, v in zip(targets, valid, strict=True) if v], old, alpha=-self._strength
+            )
+        torch._foreach_copy_(history, newest)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as the wrapped optimizer does."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the wrapped optimizer; its parameters' first update is uncorrected."""
+        self.optimizer.add_param_group(param_group)
+        if self._has_state:
+            self._make_histories()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's ``state_dict()``, with the history added to each parameter's entries."""
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        state_dict = self.optimizer.state_dict()
+        if self._has_state:
+            state = {key: dict(v) if isinstance(v, dict) else v for key, v in state_dict["state"].items()}
+            for index, param in _numbered(state_dict["param_groups"], self.param_groups):
+                if param in self._history:
+                    state.setdefault(index, {}).update(self._history_entries(param))
+            state_dict = {**state_dict, "state": state}
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = _or(post_hook(self, state_dict), state_dict)
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, from this class or from the wrapped optimizer alone.
+
+        The history keeps its own dtype; a parameter for which ``state_dict`` has none starts anew.
+
+        Raises:
+            ValueError: a history of another shape than its parameter's, or groups that do not match.
+        """
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = _or(pre_hook(self, state_dict), state_dict)
+        own, others = _split(state_dict["state"])
+        # Torch would cast the history to the dtype of the parameter, so it never gets to see it.
+        self.optimizer.load_state_dict({**state_dict, "state": others})
+        self._has_state = bool(state_dict["state"])
+        if self._has_state:
+            self._make_histories()
+        for index, param in _numbered(state_dict["param_groups"], self.param_groups):
+            if param in self._history:
+                self._load_history(param, own.get(index, {}))
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("optimizer", "_level", "_strength", "_history", "_valid", "_has_state")
+        return {name: getattr(self, name) for name in names}
+
+    def __repr__(self) -> str:
+        return f"ErrorFeedback(strength={self._strength}, level={self._level!r}) of {self.optimizer!r}"
+
+    def _is_void(self) -> bool:
+        """Whether a step now would be the one that only creates state.
+
+        torch.distributed.checkpoint and torchtitan make every gradient zero and every learning rate 0. If it
+        counted as an update, the true first one would be corrected by a displacement of 0, that is,
+        doubled. A true first step at learning rate 0, as a warm-up may have, has gradients that are not zero.
+        """
+        if any(float(group.get("lr", 0.0)) != 0 for group in self.param_groups):
+            return False
+        grads = [param.grad for param in _parameters(self.param_groups) if param.grad is not None]
+        return not any(bool(local_part(grad).any()) for grad in grads)
+
+    @torch.no_grad()
+    def _make_histories(self) -> None:
+        """See that every parameter has a history which an update may need or a checkpoint may fill."""
+        for param in _parameters(self.param_groups):
+            if param not in self._history and (param.requires_grad or param.grad is not None):
+                dtype = at_least_float32(param.dtype)
+                self._history[param] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+                self._valid[param] = torch.zeros((), dtype=torch.bool, device="cpu")
+
+    def _clear_history(self, param: Tensor) -> None:
+        if self._valid[param]:
+            local_part(self._history[param]).zero_()
+            self._valid[param].fill_(False)
+
+    def _history_entries(self, param: Tensor) -> dict[str, Tensor]:
+        # The keys name the level: the history of one level makes no sense at the other.
+        key = _PREFIX + self._level
+        return {key: self._history[param], f"{key}_valid": self._valid[param]}
+
+    @torch.no_grad()
+    def _load_history(self, param: Tensor, entries: dict[str, Any]) -> None:
+        key = _PREFIX + self._level
+        if key not in entries or not bool(entries.get(f"{key}_valid", True)):
+            self._clear_history(param)
+            return
+        loaded = entries[key]
+        if loaded.shape != param.shape:
+            raise ValueError(
+                f"the error-feedback history of shape {list(loaded.shape)} does not fit {named(param, None)}"
+            )
+        local_part(self._history[param]).copy_(local_part(loaded))
+        self._valid[param].fill_(True)
+
+
+class _MergedState(Mapping[Tensor, Any]):
+    """What `ErrorFeedback.state` shows: for a parameter, both optimizers' entries in one new dictionary."""
+
+    def __init__(self, owner: ErrorFeedback) -> None:
+        self._owner = owner
+        # None before the first step, or whoever wants complete state would not think of creating it.
+        self._history = owner._history if owner._has_state else {}
+
+    def __getitem__(self, key: Tensor) -> Any:
+        # Looked up without inserting: the wrapped optimizer's state makes entries on access.
+        entries = self._owner.optimizer.state.get(key, {})
+        if not isinstance(entries, dict):
+            return entries
+        return {**entries, **self._owner._history_entries(key)} if key in self._history else dict(entries)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(dict.fromkeys([*self._owner.optimizer.state, *self._history]))
+
+    def __len__(self) -> int:
+        return len({*self._owner.optimizer.state, *self._history})
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._owner.optimizer.state or key in self._history
+
+
+def _checked_strength(strength: float) -> float:
+    if not (math.isfinite(strength) and strength >= 0):
+        raise ValueError(
+            f"the strength of error feedback must be a finite number, zero or more, not {strength!r}; "
+            f"1 is the full correction, 0 none"
+        )
+    return float(strength)
+
+
+def _parameters(groups: list[dict[str, Any]]) -> Iterable[Tensor]:
+    return chain.from_iterable(group["params"] for group in groups)
+
+
+def _numbered(packed: list[dict[str, Any]], groups: list[dict[str, Any]]) -> Iterable[tuple[Any, Tensor]]:
+    """The pairs (key in a state dict, parameter) for the groups of a state dict and of an optimizer."""
+    return zip(_parameters(packed), _parameters(groups), strict=True)
+
+
+def _split(state: dict[Any, Any]) -> tuple[dict[Any, dict[str, Any]], dict[Any, Any]]:
+    """Split a state dict's state into this class's entries and the wrapped optimizer's."""
+    own: dict[Any, dict[str, Any]] = {}
+    others: dict[Any, Any] = {}
+    for index, entries in state.items():
+        if not isinstance(entries, dict):
+            others[index] = entries
+            continue
+        own[index] = {key: value for key, value in entries.items() if str(key).startswith(_PREFIX)}
+        rest = {key: value for key, value in entries.items() if key not in own[index]}
+        if rest:
+            others[index] = rest
+    return own, others
+
+
+def _or(replacement: dict[str, Any] | None, original: dict[str, Any]) -> dict[str, Any]:
+    """What a hook returned, or what it was given if it returned nothing."""
+    return original if replacement is None else replacement

@@ -1,0 +1,61 @@
+"""What the optimizers need to know about sharded parameters: the part that lies on this rank.
+
+Elementwise work (weight decay, error feedback) runs on the local part whatever the placement.
+Work on whole matrices (Muon) needs a local part that is the whole tensor.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["at_least_float32", "holds_whole_tensor", "local_part", "named"]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The part of ``tensor`` on this rank, sharing its memory; a plain tensor is its own local part.
+
+    Call it without autograd recording: only then does writing to the result write to the DTensor.
+    """
+    dtensor = _as_dtensor(tensor)
+    if dtensor is None:
+        return tensor
+    local: Tensor = dtensor.to_local()
+    return local
+
+
+def holds_whole_tensor(tensor: Tensor) -> bool:
+    """Whether this rank holds all of ``tensor``: plain, replicated, or on a mesh of size 1.
+
+    torchtitan shards even a single rank's parameters, over a mesh of size 1, so that the last
+    case is the usual one under pipeline parallelism without data parallelism.
+    """
+    dtensor = _as_dtensor(tensor)
+    if dtensor is None:
+        return True
+    mesh = dtensor.device_mesh
+    return all(
+        mesh.size(dim) == 1 or placement.is_replicate() for dim, placement in enumerate(dtensor.placements)
+    )
+
+
+def _as_dtensor(tensor: Tensor) -> Any:
+    """``tensor`` if it is a DTensor, else None."""
+    # A DTensor can only exist once its module is loaded. Not importing it here saves 0.4 s at start-up
+    # and keeps builds of torch without torch.distributed working.
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None or not isinstance(tensor, module.DTensor):
+        return None
+    return tensor
+
+
+def named(tensor: Tensor, name: str | None) -> str:
+    """``tensor`` in the words of an error message: its name if it has one, and its shape."""
+    shape = list(tensor.shape)
+    return f"parameter {name!r} of shape {shape}" if name is not None else f"a parameter of shape {shape}"
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """``dtype``, or float32 in place of bfloat16 and float16, which round differences and overflow early."""
+    return torch.promote_types(dtype, torch.float32)
