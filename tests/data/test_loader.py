@@ -1,0 +1,153 @@
+"""The data loader for torchtitan: shapes, resumption through a real checkpoint, and refusals."""
+
+import dataclasses
+import itertools
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from titan_async.data import shakespeare_tokenizer_folder
+from titan_async.errors import UserError
+
+pytest.importorskip("torchtitan")
+
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
+from titan_async.training.data import Batch, TextDataLoader
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> HuggingFaceTokenizer:
+    return HuggingFaceTokenizer.Config().build(tokenizer_path=str(shakespeare_tokenizer_folder()))
+
+
+def build(
+    tokenizer: HuggingFaceTokenizer, rank: int = 0, world_size: int = 1, **fields: object
+) -> TextDataLoader:
+    return TextDataLoader.Config(**fields).build(
+        dp_world_size=world_size, dp_rank=rank, tokenizer=tokenizer, seq_len=64, local_batch_size=4
+    )
+
+
+def equal(a: list[Batch], b: list[Batch]) -> bool:
+    return len(a) == len(b) and all(
+        torch.equal(x["input"], y["input"])
+        and torch.equal(x["positions"], y["positions"])
+        and torch.equal(labels, other)
+        for (x, labels), (y, other) in zip(a, b, strict=True)
+    )
+
+
+def test_batches(tokenizer: HuggingFaceTokenizer) -> None:
+    assert tokenizer.bos_id == tokenizer.eos_id == 0
+    assert tokenizer.vocab_size == 2048
+    inputs, labels = next(iter(build(tokenizer, shuffle=False)))
+    assert set(inputs) == {"input", "positions"}
+    for tensor in (*inputs.values(), labels):
+        assert tensor.shape == (4, 64)
+        assert tensor.dtype == torch.int64
+    assert torch.equal(inputs["input"][0, 1:], labels[0, :-1])
+    assert tokenizer.decode(labels[0].tolist()).startswith("A Midsummer Night's Dream, ACT I, SCENE I.")
+    assert inputs["input"][0, 0] == tokenizer.bos_id
+    assert inputs["positions"].equal(torch.arange(64).expand(4, 64))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_resumes_in_a_new_loader(tokenizer: HuggingFaceTokenizer, workers: int, split: str) -> None:
+    fields = {"num_workers": workers, "split": split, "infinite": split == "train"}
+    loader = build(tokenizer, 1, 2, **fields)
+    iterator = iter(loader)
+    for _ in range(7):
+        next(iterator)
+    state = loader.state_dict()
+    assert isinstance(state["dp_rank_1"], str)
+    json.loads(state["dp_rank_1"])
+    expected = list(itertools.islice(iterator, 20))
+    resumed = build(tokenizer, 1, 2, **fields)
+    resumed.load_state_dict(state)
+    assert equal(list(itertools.islice(iter(resumed), 20)), expected)
+
+
+def test_resumes_through_a_checkpoint_on_disk(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
+    loader = build(tokenizer)
+    iterator = iter(loader)
+    for _ in range(5):
+        next(iterator)
+    dcp.save({"dataloader": loader}, checkpoint_id=tmp_path / "step-5", no_dist=True)
+    resumed = build(tokenizer)
+    dcp.load({"dataloader": resumed}, checkpoint_id=tmp_path / "step-5", no_dist=True)
+    expected = list(itertools.islice(iterator, 10))
+    assert equal(list(itertools.islice(iter(resumed), 10)), expected)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_one_validation_pass_gives_every_rank_as_many_full_batches(
+    tokenizer: HuggingFaceTokenizer, workers: int
+) -> None:
+    passes = [
+        list(build(tokenizer, rank, 3, split="validation", infinite=False, num_workers=workers))
+        for rank in range(3)
+    ]
+    assert len({len(batches) for batches in passes}) == 1
+    assert len(passes[0]) > 90
+    rows = [tuple(row.tolist()) for batches in passes for _, labels in batches for row in labels]
+    assert all(labels.shape == (4, 64) for batches in passes for _, labels in batches)
+    assert len(set(rows)) == len(rows)
+
+
+def test_workers_share_the_documents(tokenizer: HuggingFaceTokenizer) -> None:
+    rows: list[tuple[int, ...]] = []
+    for rank in range(2):
+        loader = build(tokenizer, rank, 2, split="validation", num_workers=2)
+        for _, labels in itertools.islice(loader, 60):
+            rows += [tuple(row.tolist()) for row in labels]
+    assert len(set(rows)) == len(rows)
+
+
+def test_validation_loaders_are_cheap_to_build_anew(tokenizer: HuggingFaceTokenizer) -> None:
+    config = dataclasses.replace(TextDataLoader.Config(split="validation"), infinite=True)
+    build(tokenizer)
+    start = time.perf_counter()
+    for _ in range(10):
+        loader = config.build(dp_world_size=1, dp_rank=0, tokenizer=tokenizer, seq_len=64, local_batch_size=4)
+        next(iter(loader))
+    assert time.perf_counter() - start < 1
+
+
+def test_an_unread_loader_has_a_state_to_load_into(tokenizer: HuggingFaceTokenizer) -> None:
+    loader = build(tokenizer)
+    state = loader.state_dict()
+    first = next(iter(loader))
+    resumed = build(tokenizer)
+    resumed.load_state_dict({})
+    resumed.load_state_dict(state)
+    assert equal([next(iter(resumed))], [first])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_mistakes_are_one_sentence_from_workers_too(
+    tokenizer: HuggingFaceTokenizer, workers: int, tmp_path: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_text("{\n")
+    loader = build(tokenizer, dataset_path=str(tmp_path), num_workers=workers)
+    with pytest.raises(
+        UserError, match=r"^Line 1 of .*a.jsonl is not valid JSON .*mend or remove that line.$"
+    ):
+        next(iter(loader))
+
+
+def test_states_that_do_not_fit(tokenizer: HuggingFaceTokenizer) -> None:
+    state = build(tokenizer, 0, 2).state_dict()
+    with pytest.raises(UserError, match=r"data-parallel degree 2, not 4: resume with"):
+        build(tokenizer, 3, 4).load_state_dict(state)
+    with pytest.raises(UserError, match=r"dataloader.num_workers 0, not 1"):
+        build(tokenizer, 0, 2, num_workers=1).load_state_dict(state)
+    other = build(tokenizer, 0, 2, data_seed=1)
+    other.load_state_dict(state)
+    with pytest.raises(UserError, match="stands in other data"):
+        next(iter(other))

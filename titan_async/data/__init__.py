@@ -1,0 +1,34 @@
+"""Text for pretraining: sources of documents, a tokenizer, and packing into sequences.
+
+Everything here works without torchtitan, and without a network unless a hub dataset is named.
+"""
+
+from titan_async.data.packing import PackedDataset, Sample
+from titan_async.data.sources import DocumentReader, DocumentStream, TextSource, open_documents
+from titan_async.data.tokenizer import (
+    count_tokens,
+    ensure_tokenizer,
+    load_tokenizer,
+    save_tokenizer,
+    shakespeare_tokenizer_folder,
+    train_tokenizer,
+    unigram_cross_entropy,
+    unigram_entropy,
+)
+
+__all__ = [
+    "DocumentReader",
+    "DocumentStream",
+    "PackedDataset",
+    "Sample",
+    "TextSource",
+    "count_tokens",
+    "ensure_tokenizer",
+    "load_tokenizer",
+    "open_documents",
+    "save_tokenizer",
+    "shakespeare_tokenizer_folder",
+    "train_tokenizer",
+    "unigram_cross_entropy",
+    "unigram_entropy",
+]

@@ -1,0 +1,169 @@
+"""Data layer: documents of local files, read one at a time, with errors that name file and line.
+
+A `.txt` file is one document; one longer than 16384 characters is cut at blank lines into documents
+of about that length, so that a single large file can be shuffled, shared over ranks and divided into
+training and validation. Every record of `.jsonl`, `.jsonl.gz` and `.parquet` is a document: its text
+column. Empty documents are left out.
+"""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from titan_async.errors import UserError
+
+__all__ = ["ACCEPTED_ENDINGS", "find_files", "read_documents"]
+
+ACCEPTED_ENDINGS = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
+
+_PIECE_LENGTH = 16384
+"""Characters after which a text file is cut at the next blank line; at twice as many, at any line."""
+
+
+def find_files(path: str) -> list[Path]:
+    """The file at `path`, or the files of accepted endings in that folder and below it, sorted.
+
+    In a folder, files of other endings and everything whose name starts with a dot are passed over.
+
+    Raises:
+        UserError: nothing is there, the file's ending is not accepted, or the folder has no such file.
+    """
+    root = Path(path).expanduser()
+    endings = ", ".join(ACCEPTED_ENDINGS)
+    if root.is_file():
+        if not root.name.endswith(ACCEPTED_ENDINGS):
+            raise UserError(
+                f"The data file {path} has an ending that is not read: convert it to one of {endings}."
+            )
+        return [root]
+    if not root.is_dir():
+        raise UserError(f"The data path {path} does not exist: set dataset_path to a file or folder of text.")
+    files = sorted(
+        file
+        for file in root.rglob("*")
+        if file.name.endswith(ACCEPTED_ENDINGS)
+        and not any(part.startswith(".") for part in file.relative_to(root).parts)
+        and file.is_file()
+    )
+    if not files:
+        raise UserError(f"The data folder {path} holds no file to read: put in files ending in {endings}.")
+    return files
+
+
+def read_documents(file: Path, text_column: str) -> Iterator[str]:
+    """Yield the documents of one file in their order, without those that are empty.
+
+    Args:
+        file: A file of one of the accepted endings.
+        text_column: Name of the column or key that holds the text; unused for `.txt`.
+
+    Raises:
+        UserError: The file can't be read, is corrupt, or has no text in that column.
+    """
+    try:
+        if file.name.endswith(".parquet"):
+            documents = _parquet_documents(file, text_column)
+        elif file.name.endswith(".txt"):
+            documents = _pieces(file)
+        else:
+            documents = _json_documents(file, text_column)
+        for document in documents:
+            if document and not document.isspace():
+                yield document
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"The data file {file} is not UTF-8 text ({error.reason}): convert it to UTF-8."
+        ) from error
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(
+            f"The data file {file} is not a whole gzip file ({error}): fetch or compress it again."
+        ) from error
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(
+            f"The data file {file} can't be read ({reason}): check the file and its permissions."
+        ) from error
+
+
+def _open_text(file: Path) -> IO[str]:
+    # The encoding also takes off the mark with which some editors begin a file.
+    if file.name.endswith(".gz"):
+        return gzip.open(file, "rt", encoding="utf-8-sig")
+    return file.open(encoding="utf-8-sig")
+
+
+def _pieces(file: Path) -> Iterator[str]:
+    piece: list[str] = []
+    length = 0
+    with _open_text(file) as lines:
+        for line in lines:
+            piece.append(line)
+            length += len(line)
+            if length >= 2 * _PIECE_LENGTH or (length >= _PIECE_LENGTH and line.isspace()):
+                yield "".join(piece)
+                piece, length = [], 0
+    yield "".join(piece)
+
+
+def _json_documents(file: Path, text_column: str) -> Iterator[str]:
+    with _open_text(file) as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.isspace():
+                continue
+            try:
+                record = json.loads(line)
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise UserError(
+                    f"Line {number} of {file} is not valid JSON ({error}): mend or remove that line."
+                ) from error
+            if not isinstance(record, dict):
+                raise UserError(
+                    f"Line {number} of {file} is not a JSON object: write one object with the key "
+                    f"{text_column!r} on each line."
+                )
+            if text_column not in record:
+                raise _no_column(f"Line {number} of {file}", text_column, list(record))
+            text = _text_of(record[text_column], f"line {number} of {file}", text_column)
+            # Half a surrogate pair, which JSON can escape, is a string that no tokenizer takes.
+            yield text.encode("utf-8", "replace").decode() if "\\ud" in line.lower() else text
+
+
+def _parquet_documents(file: Path, text_column: str) -> Iterator[str]:
+    # Imported here because it takes longer than everything else in this file and few runs need it.
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            names = table.schema_arrow.names
+            if text_column not in names:
+                raise _no_column(f"The data file {file}", text_column, names)
+            for batch in table.iter_batches(batch_size=1024, columns=[text_column]):
+                for value in batch.column(0).to_pylist():
+                    yield _text_of(value, str(file), text_column)
+    except pyarrow.ArrowException as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"The data file {file} is not a whole parquet file ({reason}): fetch or write it again."
+        ) from error
+
+
+def _text_of(value: Any, place: str, text_column: str) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise UserError(
+            f"The column {text_column!r} of {place} holds {type(value).__name__} instead of text: "
+            "set text_column to a column of text."
+        )
+    return value
+
+
+def _no_column(place: str, text_column: str, names: list[str]) -> UserError:
+    return UserError(
+        f"{place} has no column {text_column!r}: set text_column to one of those there, "
+        f"{', '.join(map(repr, names)) or 'of which there is none'}."
+    )

@@ -1,0 +1,172 @@
+"""Data layer: documents to token sequences of one length, exactly resumable.
+
+Every document of tokens t[0..n] gives the pairs (t[i], t[i+1]); pairs of successive documents are laid
+end to end and cut every `seq_len`. So a label is never a token of another document. Positions count
+from 0 at each document, and again where a sequence begins within one.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import IterableDataset
+
+from titan_async.data.sources import DocumentStream, TextSource, open_documents
+from titan_async.errors import UserError
+
+__all__ = ["PackedDataset", "Sample"]
+
+Sample = tuple[dict[str, torch.Tensor], torch.Tensor]
+"""({"input": tokens, "positions": positions}, labels), all int64 of shape (seq_len,)."""
+
+_Segment = tuple[npt.NDArray[np.int64], int, int]
+"""The pairs from one index to another of a document's tokens."""
+
+
+class PackedDataset(IterableDataset[Sample]):
+    """Packed sequences of one data-parallel rank.
+
+    An infinite dataset gives each rank its own documents, epoch after epoch, and carries the rest of
+    an epoch over to the next. A finite one is a single epoch of which each rank packs all documents
+    but keeps only its own sequences: that costs tokenization, and makes all ranks yield equally
+    many, without which one would wait for the others for ever. What does not fill a sequence on
+    every rank is left out.
+
+    Args:
+        source: The text.
+        encode: Gives the tokens of a document, with the tokens that mark its beginning and end.
+        seq_len: Length of the sequences.
+        rank: This data-parallel rank, from 0.
+        world_size: Number of data-parallel ranks.
+        infinite: Whether to go on with the next epoch at an epoch's end.
+        min_samples: A finite dataset of fewer sequences on each rank is an error.
+
+    Raises:
+        UserError: As `open_documents`; and while iterating, as `read_documents`, or when an epoch has
+            not even one sequence.
+    """
+
+    def __init__(
+        self,
+        source: TextSource,
+        encode: Callable[[str], list[int]],
+        *,
+        seq_len: int,
+        rank: int = 0,
+        world_size: int = 1,
+        infinite: bool = False,
+        min_samples: int = 1,
+    ) -> None:
+        if seq_len < 1:
+            raise UserError(f"The sequence length is {seq_len}: set training.seq_len to 1 or more.")
+        self._source = source
+        self._encode = encode
+        self._seq_len = seq_len
+        self._rank, self._world_size = rank, world_size
+        self._infinite = infinite
+        self._min_samples = min_samples
+        # Opened here for its errors, and again in __iter__, which may run in a worker process.
+        documents = self._open()
+        self._identity = documents.identity
+        self._documents_state = documents.state_dict()
+        self._pairs_done = 0
+        self._produced = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the sample yielded last, as JSON data of a fixed small size."""
+        return {
+            "data": self._identity,
+            "documents": self._documents_state,
+            "pairs_done": self._pairs_done,
+            "produced": self._produced,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to a position of `state_dict`; takes effect for iterators made afterwards.
+
+        Raises:
+            UserError: The position is one in other data, or in another order of it.
+        """
+        if state_dict["data"] != self._identity:
+            raise UserError(
+                f"The checkpoint stands in other data ({state_dict['data']}) than is configured "
+                f"({self._identity}): set the data as it was, or keep the loader's state out of "
+                "loading with checkpoint.exclude_from_loading."
+            )
+        self._documents_state = state_dict["documents"]
+        self._pairs_done = state_dict["pairs_done"]
+        self._produced = state_dict["produced"]
+
+    def __iter__(self) -> Iterator[Sample]:
+        documents = self._open()
+        documents.load_state_dict(self._documents_state)
+        if self._infinite:
+            yield from self._samples(documents)
+            return
+        own: Sample | None = None
+        for sample in self._samples(documents):
+            turn = (self._produced - 1) % self._world_size
+            if turn == self._rank:
+                own = sample
+            # Held back until every rank has one; the state, too, is one of the round's end.
+            if turn == self._world_size - 1:
+                assert own is not None
+                yield own
+        if self._produced // self._world_size < self._min_samples:
+            raise self._too_little(documents)
+        self._start_epoch(documents)
+
+    def _open(self) -> DocumentStream:
+        if self._infinite:
+            return open_documents(self._source, rank=self._rank, world_size=self._world_size)
+        return open_documents(self._source)
+
+    def _start_epoch(self, documents: DocumentStream) -> None:
+        self._documents_state = documents.state_dict()
+        self._pairs_done = self._produced = 0
+
+    def _samples(self, documents: DocumentStream) -> Iterator[Sample]:
+        # At a sample's end all that is left over belongs to the document read last. So the position
+        # before that document and the number of its pairs used up are the whole state.
+        segments: list[_Segment] = []
+        room = self._seq_len
+        done = self._pairs_done
+        while True:
+            before = documents.state_dict()
+            for document in documents:
+                tokens = np.asarray(self._encode(document), dtype=np.int64)
+                pairs = len(tokens) - 1
+                while pairs - done >= room:
+                    segments.append((tokens, done, done + room))
+                    done += room
+                    self._documents_state, self._pairs_done = before, done
+                    self._produced += 1
+                    yield _pack(segments)
+                    segments, room = [], self._seq_len
+                if done < pairs:
+                    segments.append((tokens, done, pairs))
+                    room -= pairs - done
+                done = 0
+                before = documents.state_dict()
+            if not self._infinite:
+                return
+            if self._produced == 0:
+                raise self._too_little(documents)
+
+    def _too_little(self, documents: DocumentStream) -> UserError:
+        needed = 1 if self._infinite else self._min_samples
+        return UserError(
+            f"The data ({documents.identity}) has fewer than the {needed} sequences of {self._seq_len} "
+            f"tokens that each of {self._world_size} data-parallel ranks needs: use more text, a higher "
+            "validation_fraction if this is the validation split, or a shorter training.seq_len."
+        )
+
+
+def _pack(segments: list[_Segment]) -> Sample:
+    inputs = np.concatenate([tokens[start:end] for tokens, start, end in segments])
+    labels = np.concatenate([tokens[start + 1 : end + 1] for tokens, start, end in segments])
+    positions = np.concatenate([np.arange(end - start) for _, start, end in segments])
+    sample = {"input": torch.from_numpy(inputs), "positions": torch.from_numpy(positions)}
+    return sample, torch.from_numpy(labels)
