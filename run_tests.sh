@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Runs the tests, all of them or those named:  ./run_tests.sh tests/cli -k flags
+# Makes .venv the first time.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+source "$root/tools/setup_env.sh"
+setup_env "$root" dev
+cd "$root"
+# Several processes of one thread each on few cores; and no test may need the network.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1
+exec "$root/.venv/bin/python" -m pytest "$@"

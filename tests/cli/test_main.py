@@ -1,0 +1,148 @@
+"""The command itself: verbs, help, exit statuses; and that help loads nothing heavy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import titan_async
+from tests.cli.conftest import RECIPE
+from titan_async.cli import launch, main, train
+from titan_async.training import failures
+from titan_async.training.recipe_list import list_recipes, recipes_folder
+
+ROOT = Path(titan_async.__file__).parents[1]
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["help"], ["train", "--help"], ["train", "x.toml", "-h"]])
+def test_help_imports_no_torch(argv: list[str]) -> None:
+    program = (
+        "import sys; from titan_async.cli.main import main; status = main(sys.argv[1:])\n"
+        "heavy = {'torch', 'torchtitan', 'pydantic', 'rich', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else status)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, *argv], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "titan-async train toml_configs/debug_cpu.toml" in result.stdout
+    for path in Path(ROOT, "toml_configs").glob("*.toml"):
+        assert f"toml_configs/{path.name}" in result.stdout
+
+
+def test_every_verb_has_its_module() -> None:
+    for verb in main.VERBS:
+        assert (Path(main.__file__).parent / f"{verb}.py").is_file()
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"titan-async {titan_async.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trian"], "unknown verb trian; did you mean train?"),
+        (["frobnicate"], "unknown verb frobnicate; there are: train (and --help)"),
+        (["--versoin"], "unknown option --versoin; did you mean --version?"),
+        (["a.toml"], "unknown verb a.toml; did you mean titan-async train a.toml?"),
+        (["train", "absent.toml"], "absent.toml: no such file"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main.main(argv) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", message + "\n")
+
+
+def test_dry_run_prints_only_the_recipe_file(tmp_path: Path) -> None:
+    Path(tmp_path, "x.toml").write_text(RECIPE + '[checkpoint]\nfolder = "ckpt \\"ü"\n', encoding="utf-8")
+    result = subprocess.run(
+        [sys.executable, "-m", "titan_async.cli", "train", "x.toml", "--module", "llama3", "--dry-run"],
+        capture_output=True, encoding="utf-8", cwd=tmp_path, check=False,
+        env={"PYTHONPATH": str(ROOT), "PATH": "", "PYTHONUTF8": "1"},
+    )  # fmt: skip
+    assert (result.returncode, result.stderr) == (0, "")
+    assert tomllib.loads(result.stdout)["checkpoint"]["folder"] == 'ckpt "ü'
+
+
+def test_recipes_are_listed_without_running_them(tmp_path: Path) -> None:
+    (tmp_path / "__init__.py").write_text("")
+    (tmp_path / "_private.py").write_text("def hidden() -> Trainer.Config: ...")
+    (tmp_path / "broken.py").write_text("def (")
+    (tmp_path / "some.py").write_text(
+        "raise SystemExit\n"
+        'def small() -> "Trainer.Config":\n    """A small one.\n\n    More."""\n'
+        "def big() -> AsyncTrainer.Config: ...\n"
+        "def _helper() -> Trainer.Config: ...\n"
+        "def other() -> int: ...\n"
+    )
+    found = [(recipe.name, recipe.module, recipe.summary) for recipe in list_recipes(tmp_path)]
+    assert found == [("big", "some", ""), ("small", "some", "A small one.")]
+
+
+def test_own_recipes_have_a_summary_and_their_own_name() -> None:
+    recipes = list_recipes()
+    assert recipes_folder() is not None
+    assert len({recipe.name for recipe in recipes}) == len(recipes)
+    assert all(recipe.summary for recipe in recipes)
+
+
+def test_listing_shows_recipe_files(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("# What it is for.\nrecipe = 'x'")
+    (tmp_path / "b.toml").write_text("recipe = 'x'")
+    text = train.listing(tmp_path)
+    assert f"  {tmp_path}/a.toml  What it is for.\n  {tmp_path}/b.toml\n" in text
+
+
+def test_a_worker_process_does_not_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+
+    class Worker:
+        @staticmethod
+        def main(argv: list[str]) -> int:
+            seen.append(argv)
+            return 5
+
+    monkeypatch.setitem(sys.modules, "titan_async.training.worker", Worker)  # type: ignore[arg-type]
+    monkeypatch.setattr("titan_async.training.worker", Worker, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert launch.train(["x.toml", "--training.steps", "3"]) == 5
+    assert seen == [["x.toml", "--training.steps", "3"]]
+
+
+def test_packages_of_the_wheel_are_the_packages_there_are() -> None:
+    # A package left out of the list would be missing from the wheel alone, where nobody looks.
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    there = {
+        ".".join(path.parent.relative_to(ROOT).parts) for path in ROOT.glob("titan_async/**/__init__.py")
+    }
+    assert set(listed) == there | {"titan_async.recipes"}
+
+
+def test_reports_of_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(failures.ERROR_DIR, raising=False)
+    assert not failures.report_failure("error", "nobody reads this")
+    monkeypatch.setenv(failures.ERROR_DIR, str(tmp_path))
+    for rank, kind in ((2, "lost_peer"), (1, "error"), (0, "user")):
+        monkeypatch.setenv("RANK", str(rank))
+        assert failures.report_failure(kind, f"rank {rank}")  # type: ignore[arg-type]
+    assert failures.report_failure("error", "a second report of rank 0")
+    (tmp_path / "rank-9.json").write_text('{"rank": 9, ')
+    reports = failures.read_failures(tmp_path)
+    assert [(report.rank, report.message) for report in reports] == [
+        (2, "rank 2"), (1, "rank 1"), (0, "rank 0")
+    ]  # fmt: skip
+    cause = failures.root_cause(reports)
+    assert cause is not None and cause.rank == 1
+    assert failures.root_cause(reports[:1]) == reports[0]
+    assert failures.root_cause([]) is None

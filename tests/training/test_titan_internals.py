@@ -1,0 +1,43 @@
+"""Fails loudly when torchtitan or torch changes what the training layer reaches into."""
+
+import inspect
+
+from titan_async.training import cpu
+
+cpu.ensure_device()
+
+
+def test_the_private_names_are_there():
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+    from torchtitan.components.checkpointer import CheckpointManager
+    from torchtitan.distributed.pipeline_parallel import _build_pipeline_schedule
+
+    from titan_async.training._titan_internals import split_layers
+
+    source = inspect.getsource(PipelineScheduleSingle.__init__) + inspect.getsource(
+        PipelineScheduleSingle.__mro__[1].__init__
+    )
+    for name in ("_stage", "_n_microbatches", "_loss_fn"):
+        assert f"self.{name} = " in source
+    assert "scale_grads=False" in inspect.getsource(_build_pipeline_schedule)
+    assert list(inspect.signature(CheckpointManager._should_save).parameters) == ["self", "curr_step", "last_step"]
+    assert split_layers(2, 6, 1, 1) == [
+        ["tok_embeddings", "layers.0", "layers.1", "layers.2"],
+        ["layers.3", "layers.4", "layers.5", "norm", "lm_head"],
+    ]
+
+
+def test_the_cpu_overrides_hook_what_they_replace():
+    from torchtitan.models.common import decoder
+    from torchtitan.models.common.attention import FlexAttention
+    from torchtitan.models.common.moe import GroupedExperts
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+    from titan_async.training import cpu_overrides
+
+    assert decoder.create_attention_mask is cpu_overrides._create_attention_mask
+    assert "create_attention_mask(" in inspect.getsource(decoder)
+    assert "_grouped_mm(" in inspect.getsource(GroupedExperts)
+    for name in ("_dispatch_token_exchange", "_combine_token_exchange"):
+        assert hasattr(AllToAllTokenDispatcher, name)
+    assert "attention_masks" in inspect.signature(FlexAttention.forward).parameters

@@ -1,0 +1,1 @@
+"""The `titan-async` command. Nothing is imported here, so that help answers at once."""

@@ -1,0 +1,227 @@
+"""Starts the training processes, or becomes one of them.
+
+Under torchrun or a cluster's job step the environment says that this process is a worker already.
+Otherwise the configuration is checked here, before any process exists, and then one process is
+started for each rank on this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from titan_async.errors import UserError
+from titan_async.training import failures
+
+if TYPE_CHECKING:
+    from titan_async.cli.elastic import Outcome
+
+__all__ = ["launch", "processes_per_node", "train"]
+
+FAILED = 1
+USER_ERROR = 2
+
+
+def train(argv: Sequence[str]) -> int:
+    """Trains as `[RECIPE.toml, flags...]` says and returns the exit status.
+
+    Raises:
+        UserError: the recipe file, a flag or the environment is wrong.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ and "--dry-run" not in argv:
+        from titan_async.training import worker
+
+        return int(worker.main(list(argv)) or 0)
+
+    from titan_async.training.recipe_file import resolve_recipe
+
+    with _without_warnings():
+        resolved = resolve_recipe(argv)
+    if resolved.dry_run:
+        sys.stdout.write(resolved.to_toml())
+        return 0
+
+    from titan_async.training import preflight
+
+    with _without_warnings():
+        preflight.check(resolved.config)
+    gpus = _gpu_count()
+    nproc = processes_per_node(resolved.config.parallelism, os.environ, gpus)
+    if gpus == 0:
+        # Threads of several processes on the same few cores only get in each other's way.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    return launch(nproc, [sys.executable, "-m", "titan_async.training.worker", *argv])
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Hushes torchtitan's remarks about a configuration: the workers, which build it again, make them."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _gpu_count() -> int:
+    import torch
+
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def processes_per_node(parallelism: Any, environ: Mapping[str, str], gpus: int) -> int:
+    """Returns how many processes to start on this machine.
+
+    That is NGPU if set, else what the degrees multiply to, divided by NNODES. A
+    `data_parallel_shard_degree` of -1 takes what is left of the GPUs (1 without GPUs).
+
+    Args:
+        parallelism: the configuration's `parallelism` section.
+        environ: the environment, for NGPU and NNODES.
+        gpus: the GPUs of this machine.
+
+    Raises:
+        UserError: NGPU or NNODES does not fit the degrees, or the GPUs are too few.
+    """
+    nodes = _positive(environ, "NNODES") or 1
+    given = _positive(environ, "NGPU")
+    degrees = {
+        "pipeline_parallel_degree": parallelism.pipeline_parallel_degree,
+        "data_parallel_replicate_degree": parallelism.data_parallel_replicate_degree,
+        "data_parallel_shard_degree": parallelism.data_parallel_shard_degree,
+        "tensor_parallel_degree": parallelism.tensor_parallel_degree,
+        "context_parallel_degree": parallelism.context_parallel_degree,
+    }
+    open_degree = degrees["data_parallel_shard_degree"] == -1
+    if open_degree:
+        degrees["data_parallel_shard_degree"] = 1
+    for name, degree in degrees.items():
+        if degree < 1:
+            raise UserError(f"parallelism.{name} must be at least 1, not {degree}")
+    product = math.prod(degrees.values())
+    words = (
+        " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "all degrees 1"
+    )
+    if given is not None:
+        world = given * nodes
+        if world != product and not (open_degree and world % product == 0):
+            asked = f"a multiple of {product}" if open_degree else str(product)
+            raise UserError(
+                f"NGPU={given} on {nodes} node(s) makes {world} processes, but parallelism asks for "
+                f"{asked} ({words}); change NGPU or the degrees"
+            )
+        nproc = given
+    else:
+        if open_degree and gpus * nodes >= product:
+            product *= gpus * nodes // product
+        if product % nodes:
+            raise UserError(
+                f"{product} processes ({words}) cannot be divided over NNODES={nodes}; change the degrees"
+            )
+        nproc = product // nodes
+    if 0 < gpus < nproc:
+        raise UserError(
+            f"parallelism asks for {nproc} processes on this machine ({words}), which has {gpus} GPU(s); "
+            "lower the degrees"
+        )
+    return nproc
+
+
+def _positive(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name, "").strip()
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"{name} must be a positive integer, not {text}")
+    return int(text)
+
+
+def _rendezvous(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the fields of `LaunchConfig` that say how the launchers of a run find each other."""
+    nodes = _positive(environ, "NNODES") or 1
+    if nodes == 1:
+        # A port of the system's choice: two runs on one machine never meet.
+        return {
+            "min_nodes": 1,
+            "max_nodes": 1,
+            "run_id": uuid.uuid4().hex,
+            "rdzv_backend": "c10d",
+            "rdzv_endpoint": "localhost:0",
+            "local_addr": "localhost",
+        }
+    address = environ.get("MASTER_ADDR")
+    if not address:
+        raise UserError(f"NNODES={nodes} needs MASTER_ADDR: the name or address of the first machine")
+    port = _positive(environ, "MASTER_PORT") or 29500
+    config: dict[str, Any] = {
+        "min_nodes": nodes,
+        "max_nodes": nodes,
+        "run_id": environ.get("SLURM_JOB_ID", "titan_async"),
+        "rdzv_endpoint": f"{address}:{port}",
+        "rdzv_backend": "c10d",
+    }
+    node_rank = environ.get("NODE_RANK")
+    if node_rank is not None:
+        if not node_rank.isdecimal() or int(node_rank) >= nodes:
+            raise UserError(f"NODE_RANK must be between 0 and {nodes - 1} (NNODES={nodes}), not {node_rank}")
+        # Only the static rendezvous keeps to given node ranks; c10d orders the machines itself.
+        config |= {"rdzv_backend": "static", "rdzv_configs": {"rank": int(node_rank)}}
+    return config
+
+
+def launch(nproc: int, command: Sequence[str]) -> int:
+    """Runs `nproc` copies of `command` on this machine, waits, and returns the exit status.
+
+    After a failure one line on stderr names the cause: 1, or 2 if a worker reported a user's mistake.
+    After a signal to this process the status is 128 plus its number.
+
+    Raises:
+        UserError: the environment does not say how several machines find each other.
+    """
+    rendezvous = _rendezvous(os.environ)
+
+    from titan_async.cli.elastic import run_workers
+
+    with tempfile.TemporaryDirectory(prefix="titan_async_") as folder:
+        # Workers inherit the environment.
+        os.environ[failures.ERROR_DIR] = folder
+        os.environ["TITAN_ASYNC_LAUNCHER_PID"] = str(os.getpid())
+        try:
+            outcome = run_workers(command, nproc, rendezvous)
+        finally:
+            del os.environ[failures.ERROR_DIR], os.environ["TITAN_ASYNC_LAUNCHER_PID"]
+        status, line = _judge(outcome, failures.read_failures(folder))
+    if line:
+        print(line, file=sys.stderr, flush=True)
+    return status
+
+
+def _judge(outcome: Outcome, reports: list[failures.Failure]) -> tuple[int, str | None]:
+    """Returns the exit status and the sentence for the way a run ended."""
+    if outcome.interrupted is not None:
+        return 128 + outcome.interrupted, f"stopped by {outcome.interrupted.name}"
+    if not outcome.failed:
+        return 0, None
+    # A signal from outside comes first: whatever the others report is what followed from it.
+    for exit_ in outcome.exits:
+        if exit_.status < 0:
+            name = signal.Signals(-exit_.status).name
+            return FAILED, f"rank {exit_.rank} was killed by {name}; the other ranks were stopped"
+    cause = failures.root_cause(reports)
+    if cause is None:
+        first = min(outcome.exits, key=lambda exit_: exit_.rank, default=None)
+        if first is None:
+            return FAILED, "a rank failed without saying why"
+        return FAILED, f"rank {first.rank} failed (exit status {first.status})"
+    if cause.kind == "user":
+        return USER_ERROR, " ".join(cause.message.split())
+    status = next((exit_.status for exit_ in outcome.exits if exit_.rank == cause.rank), FAILED)
+    return FAILED, f"rank {cause.rank} failed (exit status {status}): {' '.join(cause.message.split())}"

@@ -1,0 +1,82 @@
+"""The command `titan-async VERB ...`.
+
+A verb is a module of this package with a `run(argv) -> int` and a line in `VERBS`; it is imported
+when it is called, so that no verb pays for another's dependencies.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from titan_async import __version__
+from titan_async.errors import UserError
+
+__all__ = ["VERBS", "main"]
+
+VERBS = {
+    "train": "train a model with a recipe file",
+}
+"""Every verb, which is also the name of its module, and what it does."""
+
+USER_ERROR = 2
+"""The exit status for a mistake that the user can mend."""
+
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb and returns the exit status.
+
+    A `UserError` is printed on stderr as one line, without a traceback.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(argv)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # `titan-async train --help | head`
+        sys.stderr.close()
+        return 0
+
+
+def _run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_help(), end="")
+        return 0
+    if argv[0] in ("-V", "--version"):
+        print(f"titan-async {__version__}")
+        return 0
+    if argv[0] not in VERBS:
+        from titan_async.training.edit import nearest
+
+        what = "unknown option" if argv[0].startswith("-") else "unknown verb"
+        if argv[0].endswith(".toml"):
+            raise UserError(f"{what} {argv[0]}; did you mean titan-async train {argv[0]}?")
+        close = nearest(argv[0], [*VERBS, "--help", "--version"])
+        hint = f"did you mean {close}?" if close else f"there are: {', '.join(VERBS)} (and --help)"
+        raise UserError(f"{what} {argv[0]}; {hint}")
+    verb = importlib.import_module(f"titan_async.cli.{argv[0]}")
+    return int(verb.run(argv[1:]))
+
+
+def _help() -> str:
+    from titan_async.cli import train
+
+    verbs = "".join(f"  {name:<10}{text}\n" for name, text in VERBS.items())
+    return f"""\
+usage: titan-async VERB ...
+
+Asynchronous pipeline parallelism (PipeDream-2BW) for pretraining language models, on torchtitan.
+
+verbs:
+{verbs}
+{train.listing()}
+examples:
+{train.EXAMPLES}
+`titan-async VERB --help` says more about a verb; `titan-async --version` prints the version.
+"""

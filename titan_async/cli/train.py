@@ -1,0 +1,95 @@
+"""`titan-async train RECIPE.toml [flags]`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan_async.training.recipe_list import list_recipes
+
+__all__ = ["EXAMPLES", "listing", "run"]
+
+EXAMPLES = """\
+  titan-async train toml_configs/debug_cpu.toml
+  titan-async train toml_configs/debug_cpu.toml --training.steps 500 --compile.no-enable
+  titan-async train toml_configs/debug_cpu.toml --optimizer.param_groups.0.optimizer_kwargs.lr 3e-4
+  titan-async train toml_configs/debug_cpu.toml --dry-run > my_run.toml
+"""
+
+_HELP = """\
+usage: titan-async train RECIPE.toml [--section.key value ...]
+
+Train a model. RECIPE.toml names a recipe, which is a complete configuration, and overrides what it
+likes of it, in torchtitan's own section and field names; flags override the file:
+
+  recipe = "NAME"
+  include = "base.toml"            # optional: another file, read first
+  activation_checkpoint = "none"   # or "selective", "full", "memory_budget"
+
+  [training]
+  steps = 300
+
+Outside torchrun or a cluster's job step this starts the processes itself: as many as the degrees of
+parallelism multiply to.
+
+flags:
+  --section.key value     any field of the configuration, as in --training.steps 300
+  --section.flag          a boolean; --section.no-flag turns it off
+  --section.key a,b       a list
+  --section.key none      no value, where the field allows it
+  --dry-run               print the resulting configuration as a recipe file, and do not train
+  --module MODULE         take the recipe function from this Python module: your own, or a torchtitan
+                          model such as llama3
+  -h, --help              this text
+
+environment:
+  NGPU                    processes on this machine (default: what the degrees ask for)
+  NNODES                  machines (default 1); start the same command on each, with
+  MASTER_ADDR             the name of the first one,
+  MASTER_PORT             a free port there (default 29500), and
+  NODE_RANK               this machine's number from 0 (optional: otherwise agreed on)
+
+{listing}
+examples:
+{examples}"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Trains, or prints help or the configuration; returns the exit status.
+
+    Raises:
+        UserError: a file, flag or environment variable is wrong; no process has been started.
+    """
+    if "-h" in argv or "--help" in argv:
+        print(_HELP.format(listing=listing(), examples=EXAMPLES), end="")
+        return 0
+
+    from titan_async.cli import launch
+
+    return launch.train(list(argv))
+
+
+def listing(folder: Path | None = None) -> str:
+    """Returns the recipes and, in a checkout, the recipe files, each with a line about it."""
+    recipes = [(recipe.name, recipe.summary) for recipe in list_recipes()]
+    folder = folder or Path("toml_configs")
+    files = [(os.fspath(path), _first_comment(path)) for path in sorted(folder.glob("*.toml"))]
+    blocks = []
+    for title, entries in (("recipes", recipes), (f"recipe files in {folder}/", files)):
+        if entries:
+            width = max(len(name) for name, _ in entries) + 2
+            lines = [f"  {name:<{width}}{about}".rstrip() + "\n" for name, about in entries]
+            blocks.append(f"{title}:\n" + "".join(lines))
+    return "\n".join(blocks) or "no recipes were found in this installation\n"
+
+
+def _first_comment(path: Path) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            first = file.readline()
+    except (OSError, UnicodeDecodeError) as error:
+        return f"(cannot be read: {type(error).__name__})"
+    match = re.match(r"#+\s*(.*\S)", first)
+    return match[1] if match else ""

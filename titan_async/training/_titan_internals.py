@@ -1,0 +1,36 @@
+"""Everything that the training layer uses of torchtitan's and torch's private names.
+
+`tests/training/test_titan_internals.py` fails when one of them is gone.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining.stage import _PipelineStageBase
+from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
+
+__all__ = ["ScheduleParts", "parts_of", "saves_at", "split_layers"]
+
+
+class ScheduleParts(NamedTuple):
+    """What `pipeline_llm` puts into the schedule that it builds."""
+
+    stage: _PipelineStageBase
+    n_microbatches: int
+    loss_fn: Callable[..., Any] | None
+
+
+def parts_of(schedule: PipelineScheduleSingle) -> ScheduleParts:
+    """The stage, the number of microbatches and the loss function of a schedule of one stage."""
+    return ScheduleParts(schedule._stage, schedule._n_microbatches, schedule._loss_fn)
+
+
+def saves_at(checkpointer: Any, step: int, last_step: bool) -> bool:
+    """Whether torchtitan's checkpointer will save after `step`."""
+    return bool(checkpointer.enable and checkpointer._should_save(step, last_step))
+
+
+def split_layers(num_stages: int, num_layers: int, first_less: int, last_less: int) -> list[list[str]]:
+    """torchtitan's split of a decoder into stages, as module names; ValueError if it cannot be done."""
+    return _generate_llm_fqn_per_model_part(num_stages, num_layers, first_less, last_less)

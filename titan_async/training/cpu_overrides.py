@@ -1,0 +1,133 @@
+"""torchtitan modules replaced on CPU: attention with a dense mask, experts in a loop, gloo's all-to-all.
+
+Imported through `override.imports`, by torchtitan, and only where there is no accelerator.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+from torchtitan.config import derive, override
+from torchtitan.models.common import attention, decoder
+from torchtitan.models.common.attention import FlexAttention
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+__all__ = [
+    "DenseFlexAttention",
+    "GlooTokenDispatcher",
+    "LoopGroupedExperts",
+    "dense_attention",
+    "gloo_dispatch",
+    "loop_experts",
+    "override_imports",
+]
+
+# Shapes: B batch, L sequence, N heads, H head size, D model size, E experts, R routed tokens
+
+
+class DenseFlexAttention(FlexAttention):
+    """FlexAttention by SDPA on the materialized mask: exact, keeps the document mask, O(L^2) memory."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FlexAttention.Config):
+        pass
+
+    def forward(  # type: ignore[override]
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: BlockMask,
+        score_mod=None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        out_transform=None,
+        **kwargs,
+    ) -> Tensor:
+        if score_mod is not None or out_transform is not None:
+            raise NotImplementedError("attention on CPU supports masks but no score_mod or out_transform")
+        q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
+        mask = _dense(attention_masks, q.shape[0], q.shape[2], k.shape[2], q.device)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+        return out.transpose(1, 2)
+
+
+@torch.compiler.disable
+def _dense(mask: BlockMask, batch: int, q_len: int, kv_len: int, device: torch.device) -> Tensor:
+    # One microbatch's mask serves every layer, and a recomputation once more.
+    dense = getattr(mask, "dense_mask", None)
+    if dense is None:
+        dense = mask.dense_mask = create_mask(mask.mask_mod, batch, 1, q_len, kv_len, device=str(device))
+    return dense
+
+
+class LoopGroupedExperts(GroupedExperts):
+    """A loop over experts in float32: torch's grouped bf16 product is some 20 times slower on CPU."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
+        bounds = [0, *offs.tolist()]
+        parts = [
+            A[start:end].float() @ B_t[expert].float()
+            for expert, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False))
+        ]
+        return torch.cat(parts).to(A.dtype)
+
+
+class GlooTokenDispatcher(AllToAllTokenDispatcher):
+    """Exchanges by `all_to_all_single`, because gloo's list all-to-all wants chunks of one size."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(AllToAllTokenDispatcher.Config):
+        pass
+
+    def _dispatch_token_exchange(self, routed_input_ND, pg, output_splits, input_splits):
+        return all_to_all_single(routed_input_ND, output_splits, input_splits, pg)
+
+    def _combine_token_exchange(self, routed_output_RD, pg, input_splits, output_splits):
+        return all_to_all_single(routed_output_RD, input_splits, output_splits, pg)
+
+
+@override(target=FlexAttention.Config, exact=True, description="SDPA with a dense mask on CPU")
+def dense_attention(cfg: FlexAttention.Config) -> DenseFlexAttention.Config:
+    return derive(cfg, DenseFlexAttention.Config)
+
+
+@override(target=GroupedExperts.Config, exact=True, description="experts in a loop on CPU")
+def loop_experts(cfg: GroupedExperts.Config) -> LoopGroupedExperts.Config:
+    return derive(cfg, LoopGroupedExperts.Config)
+
+
+@override(target=AllToAllTokenDispatcher.Config, exact=True, description="all-to-all that gloo supports")
+def gloo_dispatch(cfg: AllToAllTokenDispatcher.Config) -> GlooTokenDispatcher.Config:
+    return derive(cfg, GlooTokenDispatcher.Config)
+
+
+def override_imports(config) -> list[str]:
+    """The names, for `override.imports`, of the replacements that apply to the model of `config`."""
+    model = config.model_spec.model
+    found = []
+    for name, target in (
+        ("dense_attention", FlexAttention.Config),
+        ("loop_experts", GroupedExperts.Config),
+        ("gloo_dispatch", AllToAllTokenDispatcher.Config),
+    ):
+        if any(type(node) is target for _, node, _, _ in model.traverse(target)):
+            found.append(f"{__name__}.{name}")
+    return found
+
+
+def _create_attention_mask(*args, **kwargs) -> BlockMask:
+    return create_block_mask(*args, **kwargs)
+
+
+# Compiling this takes long on CPU and must be done again for each shape. `decoder` imported it by name.
+attention.create_attention_mask = decoder.create_attention_mask = _create_attention_mask

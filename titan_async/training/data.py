@@ -1,0 +1,154 @@
+"""Training layer: the packed text of `titan_async.data` as a data loader of torchtitan."""
+
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.tokenizer import BaseTokenizer
+
+from titan_async.data import PackedDataset, TextSource
+from titan_async.errors import UserError
+
+__all__ = ["Batch", "TextDataLoader"]
+
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+"""({"input": tokens, "positions": positions}, labels), all int64 of shape (batch, seq_len)."""
+
+
+class TextDataLoader(ParallelAwareDataloader):
+    """Batches of packed text.
+
+    Every batch is full: a rest that fills none is left out, because pipeline stages expect one shape.
+    A checkpoint holds the position as JSON text, one for each data-parallel rank.
+
+    Raises:
+        UserError: The data can't be found or read, has too little text, or a checkpoint does not fit.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ParallelAwareDataloader.Config):
+        dataset: str = "shakespeare"
+        """"shakespeare" for Shakespeare's plays (no download), "files" for the text at
+        `dataset_path`, or "owner/name" of a dataset of the Hugging Face hub."""
+
+        dataset_path: str | None = None
+        """File or folder (with all folders in it) of .txt, .jsonl, .jsonl.gz or .parquet to read."""
+
+        dataset_config: str | None = None
+        """Name of the hub dataset's configuration, where it has several."""
+
+        split: str = "train"
+        """"train" or "validation"; for a hub dataset also any other split it has."""
+
+        validation_fraction: float = 0.05
+        """Share of the documents set apart as "validation" where the data has no such split; must be
+        the same in the training and in the validation loader. 0 sets none apart."""
+
+        text_column: str = "text"
+        """Column of parquet and hub data, or key of JSON lines, that holds the text."""
+
+        infinite: bool = True
+        """Start over at the end of the data, in a new order; False ends after one epoch."""
+
+        shuffle: bool = True
+        """Read the documents in an order of their own in each epoch."""
+
+        data_seed: int = 0
+        """Seed of the orders of all epochs."""
+
+        def text_source(self) -> TextSource:
+            """The part of this configuration that says which text to read.
+
+            Raises:
+                UserError: As `TextSource`.
+            """
+            return TextSource(
+                dataset=self.dataset,
+                dataset_path=self.dataset_path,
+                dataset_config=self.dataset_config,
+                split=self.split,
+                validation_fraction=self.validation_fraction,
+                text_column=self.text_column,
+                shuffle=self.shuffle,
+                seed=self.data_seed,
+            )
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: BaseTokenizer,
+        seq_len: int,
+        local_batch_size: int,
+        snapshot_every_n_steps: int | None = 1,
+        **kwargs: Any,
+    ) -> None:
+        dataset = PackedDataset(
+            config.text_source(),
+            functools.partial(tokenizer.encode, add_bos=True, add_eos=True),
+            seq_len=seq_len,
+            rank=dp_rank,
+            world_size=dp_world_size,
+            infinite=config.infinite,
+            min_samples=local_batch_size,
+        )
+        super().__init__(
+            dataset,
+            dp_rank=dp_rank,
+            dp_world_size=dp_world_size,
+            num_workers=config.num_workers,
+            persistent_workers=config.persistent_workers,
+            pin_memory=config.pin_memory,
+            prefetch_factor=config.prefetch_factor,
+            snapshot_every_n_steps=snapshot_every_n_steps,
+            batch_size=local_batch_size,
+            drop_last=True,
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        # Made at once, not at the first batch: a checkpoint may ask for a state in between.
+        return _tell_user_errors_plainly(super().__iter__())
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's position as JSON text, and what it is valid for."""
+        # The parent's would be a pickle, which runs code when it is loaded.
+        return {
+            self._rank_id: json.dumps(StatefulDataLoader.state_dict(self)),
+            "world_size": self.dp_world_size,
+            "num_workers": self.num_workers,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to a position of `state_dict`; an empty state leaves the loader at the start.
+
+        Raises:
+            UserError: The position is of another number of ranks or workers, or of other data.
+        """
+        if not state_dict:
+            return
+        for key, now, setting in (
+            ("world_size", self.dp_world_size, "data-parallel degree"),
+            ("num_workers", self.num_workers, "dataloader.num_workers"),
+        ):
+            if state_dict[key] != now:
+                raise UserError(
+                    f"The checkpoint's data position is one of {setting} {state_dict[key]}, not {now}: "
+                    f"resume with {setting} {state_dict[key]}, or keep it out of loading with "
+                    "checkpoint.exclude_from_loading."
+                )
+        StatefulDataLoader.load_state_dict(self, json.loads(state_dict[self._rank_id]))
+
+
+def _tell_user_errors_plainly(batches: Iterator[Batch]) -> Iterator[Batch]:
+    try:
+        yield from batches
+    except UserError as error:
+        # One of a worker process arrives with that process's traceback before its sentence.
+        raise UserError(str(error).strip().rpartition("UserError: ")[2]) from error

@@ -1,0 +1,70 @@
+"""torchtitan's metrics, with the real loss on every rank and the project's own lines on the terminal."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.distributed import ParallelDims
+
+from titan_async.training.reporter import Reporter, StepReport
+
+__all__ = ["AsyncMetrics", "share_loss"]
+
+
+def share_loss(loss: torch.Tensor, parallel_dims: ParallelDims, has_last_stage: bool) -> torch.Tensor:
+    """The last stage's `loss`, a scalar, on the ranks of all stages. A collective over the pipeline."""
+    if not parallel_dims.pp_enabled:
+        return loss
+    shared = (loss.detach() if has_last_stage else torch.zeros_like(loss)).clone()
+    dist.all_reduce(shared, group=parallel_dims.get_mesh("pp").get_group())
+    return shared
+
+
+class AsyncMetrics(MetricsProcessor):
+    """Logs to TensorBoard and W&B as torchtitan does, and hands each step's figures to `reporter`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):
+        pass
+
+    reporter: Reporter | None = None
+    has_last_stage: bool = True
+    validation_loss: float | None = None
+    """The latest validation loss in nats a token, on every rank."""
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float | None,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        """As torchtitan's; `grad_norm` is None as long as no update has been made."""
+        seconds = time.perf_counter() - self.time_last_log
+        tokens = self.ntokens_since_last_log * self._data_parallel_degree()
+        rates = {k: v for k, v in (extra_metrics or {}).items() if k.startswith("lr/")}
+        norm = float("nan") if grad_norm is None else grad_norm
+        super().log(step, global_avg_loss, global_max_loss, norm, extra_metrics)
+        if self.reporter is not None:
+            report = StepReport(
+                step, global_avg_loss, grad_norm, tokens / seconds, next(iter(rates.values()), float("nan"))
+            )
+            self.reporter.step(report)
+
+    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        """As torchtitan's, with the loss of the last stage on all stages."""
+        device = self.device_memory_monitor.device
+        mine = torch.tensor([loss], device=device, dtype=torch.float32)
+        loss = float(share_loss(mine, self.parallel_dims, self.has_last_stage).item())
+        super().log_validation(loss, step, extra_metrics)
+        self.validation_loss = loss
+        if self.reporter is not None:
+            self.reporter.say(f"validation at step {step}: loss {loss:.4f}")
+
+    def _data_parallel_degree(self) -> int:
+        dims = self.parallel_dims
+        return dims.world_size // dims.non_data_parallel_size

@@ -1,0 +1,143 @@
+"""From `RECIPE.toml [flags]` to a complete `Trainer.Config`.
+
+A recipe file names a recipe function, which returns a whole configuration, and overrides fields of
+it by their paths, in torchtitan's own section and field names; flags override the file:
+
+    recipe = "debug"
+    include = "base.toml"     # optional, read first; relative to this file
+
+    [training]
+    steps = 300
+
+Nothing that a file names is imported or run: a recipe is one of the project's, or comes from the
+module that the user gives on the command line with `--module`.
+
+torchtitan is imported by `resolve` only, after CPU support has been applied where it is needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from titan_async.errors import UserError
+from titan_async.training.edit import nearest
+from titan_async.training.recipe_flags import parse_arguments
+from titan_async.training.recipe_list import import_recipe_module, list_recipes
+from titan_async.training.toml_source import RecipeSource, read_recipe_file
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
+
+__all__ = ["Resolved", "resolve", "resolve_recipe"]
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration, and what it was made from."""
+
+    config: Trainer.Config
+    recipe: str
+    base: Trainer.Config
+    """What the recipe function returns, before file and flags."""
+    module: str | None
+    dry_run: bool
+
+    def to_toml(self) -> str:
+        """Returns a recipe file that resolves to the same configuration."""
+        from titan_async.training.config_dump import dump_config
+
+        return dump_config(self.config, recipe=self.recipe, base=self.base, module=self.module)
+
+
+def resolve(argv: Sequence[str]) -> Trainer.Config:
+    """Returns the configuration that `[RECIPE.toml, flags...]` describes.
+
+    Raises:
+        UserError: a file or flag is wrong; the message is one line that says where and how to mend it.
+    """
+    return resolve_recipe(argv).config
+
+
+def resolve_recipe(argv: Sequence[str]) -> Resolved:
+    """Like `resolve`, and also returns the recipe that was used.
+
+    Raises:
+        UserError: as `resolve` does.
+    """
+    arguments = parse_arguments(argv)
+    source = read_recipe_file(arguments.recipe_file)
+    make_recipe = _find_recipe(source, arguments.module)
+
+    from titan_async.training.config_edit import apply_edits
+
+    assert source.recipe is not None
+    base = make_recipe()
+    config = apply_edits(base, [*source.edits, *arguments.edits], shown=arguments.recipe_file)
+    return Resolved(
+        config=config, recipe=source.recipe, base=base, module=arguments.module, dry_run=arguments.dry_run
+    )
+
+
+def _find_recipe(source: RecipeSource, module: str | None) -> Callable[[], Any]:
+    name = source.recipe
+    known = {} if module else {recipe.name: recipe.module for recipe in list_recipes()}
+    if name is None:
+        choice = f": one of {', '.join(known)}" if known else ""
+        raise UserError(f'{source.path}: no recipe is named; add recipe = "..."{choice}')
+    if not module:
+        if name not in known:
+            raise _unknown_recipe(source, name, list(known))
+        _apply_cpu_support()
+        return getattr(import_recipe_module(known[name]), name)  # type: ignore[no-any-return]
+    _apply_cpu_support()
+    imported = _import_user_module(module)
+    function = getattr(imported, name, None)
+    if name.startswith("_") or not callable(function) or isinstance(function, type):
+        public = [key for key, value in vars(imported).items() if _looks_like_recipe(key, value)]
+        raise _unknown_recipe(source, name, public, of=f" in {imported.__name__}")
+    return function  # type: ignore[no-any-return]
+
+
+def _unknown_recipe(source: RecipeSource, name: str, known: list[str], of: str = "") -> UserError:
+    close = nearest(name, known)
+    hint = f"; did you mean {close}?" if close else ";"
+    listed = f" (known{of}: {', '.join(sorted(known))})" if known else f" there are none{of}"
+    return source.recipe_file.error(("recipe",), f'unknown recipe "{name}"{hint}{listed}')
+
+
+def _looks_like_recipe(name: str, value: object) -> bool:
+    returns = getattr(value, "__annotations__", {}).get("return")
+    words = returns if isinstance(returns, str) else getattr(returns, "__qualname__", "")
+    return not name.startswith("_") and words.endswith("Trainer.Config")
+
+
+def _apply_cpu_support() -> None:
+    # Before torchtitan: its modules bind the device when they are imported.
+    from titan_async.training import cpu
+
+    cpu.ensure_device()
+
+
+def _import_user_module(module: str) -> Any:
+    """Imports what `--module` names, by torchtitan's rules: one of its models, a module, or a package
+    whose `config_registry` holds the recipes."""
+    # A console command has no working directory on its path; `python -m`, as under torchrun, has.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    candidates = [f"{module}.config_registry", module]
+    if "." not in module:
+        candidates.insert(0, f"torchtitan.models.{module}.config_registry")
+    for candidate in candidates:
+        try:
+            return importlib.import_module(candidate)
+        except ModuleNotFoundError as error:
+            # Only what we looked for may be missing; an import that fails inside it is the real error.
+            if not (candidate == error.name or candidate.startswith(f"{error.name}.")):
+                raise UserError(f"--module {module}: importing {candidate} failed: {error}") from error
+    raise UserError(f"--module {module}: there is no such Python module")

@@ -1,0 +1,85 @@
+"""Finds recipes by reading their source, so that listing them imports nothing.
+
+The recipes are in the package `titan_async.recipes`, which is the top-level folder `recipes/` of a
+checkout. An installation maps the one to the other; a bare checkout on the path is handled here.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Recipe", "import_recipe_module", "list_recipes", "recipes_folder"]
+
+_PACKAGE = "titan_async.recipes"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe function that was found, and not imported."""
+
+    name: str
+    module: str
+    """Its module's name inside `titan_async.recipes`."""
+    summary: str
+    """The first line of its docstring."""
+
+
+def recipes_folder() -> Path | None:
+    """Returns the folder that holds the recipes, or None when the installation has none."""
+    try:
+        spec = importlib.util.find_spec(_PACKAGE)
+    except ModuleNotFoundError:
+        spec = None
+    if spec is not None and spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations)))
+    beside_the_package = Path(__file__).resolve().parents[2] / "recipes"
+    return beside_the_package if (beside_the_package / "__init__.py").is_file() else None
+
+
+def list_recipes(folder: Path | None = None) -> list[Recipe]:
+    """Returns the recipes of a folder (default: the project's), sorted by name.
+
+    A recipe is a public function at a module's top level whose return annotation is some
+    `Trainer.Config`. A file that is not Python is passed over: importing it is what shall fail.
+    """
+    folder = folder or recipes_folder()
+    if folder is None:
+        return []
+    found = []
+    for path in sorted(folder.glob("*.py")):
+        if path.stem.startswith("_"):
+            continue
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and _is_recipe(node):
+                summary = (ast.get_docstring(node) or "").partition("\n")[0].strip()
+                found.append(Recipe(name=node.name, module=path.stem, summary=summary))
+    return sorted(found, key=lambda recipe: recipe.name)
+
+
+def _is_recipe(node: ast.FunctionDef) -> bool:
+    if node.name.startswith("_") or node.returns is None:
+        return False
+    return ast.unparse(node.returns).strip("'\"").endswith("Trainer.Config")
+
+
+def import_recipe_module(name: str) -> object:
+    """Imports the module `name` of `titan_async.recipes`."""
+    folder = recipes_folder()
+    if importlib.util.find_spec(_PACKAGE) is None and folder is not None:
+        spec = importlib.util.spec_from_file_location(
+            _PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+        assert spec is not None and spec.loader is not None
+        package = importlib.util.module_from_spec(spec)
+        sys.modules[_PACKAGE] = package
+        spec.loader.exec_module(package)
+    return importlib.import_module(f"{_PACKAGE}.{name}")

@@ -1,0 +1,83 @@
+"""What a run says on the terminal: one line a logged step from rank 0, and a progress bar if it is one."""
+
+import time
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+__all__ = ["Reporter", "StepReport", "format_duration"]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The figures of one logged step."""
+
+    step: int
+    loss: float
+    """Mean over the batch's valid tokens, in nats."""
+    grad_norm: float | None
+    """Norm of the whole model's gradient before clipping, at the latest update; None before the first."""
+    tokens_per_second: float
+    """Of the whole run, all data-parallel ranks together."""
+    learning_rate: float
+
+
+def format_duration(seconds: float) -> str:
+    """"1:02:03", or "2:03" under an hour."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+class Reporter:
+    """Writes the lines of a run to stdout, if this is the rank that speaks.
+
+    Args:
+        speaks: whether this rank writes at all.
+        steps: the number of steps that the run is to reach.
+    """
+
+    def __init__(self, speaks: bool, steps: int) -> None:
+        self._speaks, self._steps = speaks, steps
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._progress: Progress | None = None
+        self._first_step = 0
+        self._start = time.perf_counter()
+
+    def start(self, step: int) -> None:
+        """Begin to count time, with `step` steps already done."""
+        self._first_step, self._start = step, time.perf_counter()
+        if self._speaks and self._console.is_terminal and step < self._steps:
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+            self._progress = Progress(*columns, console=self._console, transient=True)
+            self._progress.start()
+            self._task = self._progress.add_task("train", total=self._steps, completed=step)
+
+    def advance(self, step: int) -> None:
+        """Move the progress bar."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+
+    def step(self, report: StepReport) -> None:
+        """Write the line of one step."""
+        elapsed = time.perf_counter() - self._start
+        done = max(report.step - self._first_step, 1)
+        remaining = elapsed / done * (self._steps - report.step)
+        norm = "     -" if report.grad_norm is None else f"{report.grad_norm:6.3f}"
+        self.say(
+            f"step {report.step:>{len(str(self._steps))}}/{self._steps}  loss {report.loss:7.4f}  "
+            f"grad_norm {norm}  tok/s {report.tokens_per_second:,.0f}  lr {report.learning_rate:.2e}  "
+            f"elapsed {format_duration(elapsed)}  remaining {format_duration(remaining)}"
+        )
+
+    def say(self, line: str) -> None:
+        """Write any other line."""
+        if self._speaks:
+            self._console.print(line, markup=False)
+
+    def stop(self) -> None:
+        """Take the progress bar away. Harmless to call again."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None

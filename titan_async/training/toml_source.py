@@ -1,0 +1,163 @@
+"""Reads recipe files: TOML text, the files they include, and the line of any key.
+
+Nothing here knows what the keys mean; `config_edit` does. `tomllib` keeps no positions, so the
+line of a key is found only when a message needs it, by parsing growing prefixes of the text.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from dataclasses import dataclass, field
+from typing import Any
+
+from titan_async.errors import UserError
+from titan_async.training.edit import Edit, Path, dotted
+
+__all__ = ["RecipeSource", "TomlFile", "read_recipe_file", "read_toml"]
+
+
+@dataclass(frozen=True)
+class TomlFile:
+    """A parsed TOML file; as an `Origin` it words errors as `file:line: message`."""
+
+    name_shown: str
+    text: str
+    data: dict[str, Any] = field(repr=False)
+    lax: bool = False
+
+    def name(self, path: Path) -> str:
+        return dotted(path)
+
+    def unknown(self, path: Path, suggestion: Path | None, *, is_section: bool) -> UserError:
+        what = "section" if is_section else "key"
+        hint = f"; did you mean {dotted(suggestion)}?" if suggestion else ""
+        return self.error(path, f"unknown {what} {dotted(path)}{hint}")
+
+    def error(self, path: Path, message: str) -> UserError:
+        line = self.line_of(path)
+        return UserError(f"{self.name_shown}:{line}: {message}")
+
+    def line_of(self, path: Path) -> int:
+        """Returns the number of the line on which the key at `path` is first written (1 if absent)."""
+        lines = self.text.split("\n")
+        last_whole = 0  # the longest shorter prefix that is TOML by itself
+        for end in range(1, len(lines) + 1):
+            try:
+                data = tomllib.loads("\n".join(lines[:end]) + "\n")
+            except tomllib.TOMLDecodeError:
+                continue  # inside a value that spans lines
+            if _contains(data, path):
+                return last_whole + 1
+            last_whole = end
+        return 1
+
+
+def _contains(data: Any, path: Path) -> bool:
+    for key in path:
+        if isinstance(data, list) and isinstance(key, int) and key < len(data):
+            data = data[key]
+        elif isinstance(data, dict) and str(key) in data:
+            data = data[str(key)]
+        else:
+            return False
+    return True
+
+
+def read_toml(path: str) -> TomlFile:
+    """Reads one TOML file.
+
+    Raises:
+        UserError: the file is missing, is a directory, cannot be read, is not UTF-8 or not TOML.
+    """
+    try:
+        with open(path, "rb") as file:
+            raw = file.read()
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: this is a directory; name a recipe file (.toml)") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path}: cannot be read: {reason}") from None
+    try:
+        # A byte order mark is what some editors leave; TOML does not allow it, but it harms nothing.
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}:{line}: not UTF-8 text; save the file as UTF-8") from None
+    text = text.replace("\r\n", "\n")
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise _syntax_error(path, text, error) from None
+    except RecursionError:
+        raise UserError(f"{path}: not a recipe file: its values are nested too deeply") from None
+    return TomlFile(name_shown=path, text=text, data=data)
+
+
+def _syntax_error(path: str, text: str, error: tomllib.TOMLDecodeError) -> UserError:
+    message = str(error)
+    position = re.search(r" \(at line (\d+), column (\d+)\)$", message)
+    if position:
+        line, message = int(position[1]), message[: position.start()]
+    else:
+        line = text.rstrip("\n").count("\n") + 1
+        message = message.removesuffix(" (at end of document)") + " at the end of the file"
+    return UserError(f"{path}:{line}: not valid TOML: {message[:1].lower() + message[1:]}")
+
+
+@dataclass(frozen=True)
+class RecipeSource:
+    """What a recipe file and the files it includes say."""
+
+    path: str
+    recipe: str | None
+    """The name of the recipe function, of the outermost file that gives one."""
+    recipe_file: TomlFile
+    """The file that names the recipe."""
+    edits: list[Edit]
+    """Base files' edits first: a later one wins."""
+
+
+def read_recipe_file(path: str) -> RecipeSource:
+    """Reads a recipe file and, first, the files it includes.
+
+    Raises:
+        UserError: for what `read_toml` refuses, a cycle of includes, or a `recipe` or `include` that
+            is not a string.
+    """
+    return _read(path, including=())
+
+
+def _read(path: str, *, including: tuple[str, ...]) -> RecipeSource:
+    file = read_toml(path)
+    data = dict(file.data)
+    recipe = _pop_string(file, data, "recipe")
+    if "module" in data:
+        raise file.error(("module",), "module names code to import; give it as the flag --module")
+    include = _pop_string(file, data, "include")
+    edits: list[Edit] = []
+    recipe_file = file
+    if include is not None:
+        base_path = os.path.normpath(os.path.join(os.path.dirname(path), include))
+        real = os.path.realpath(base_path)
+        chain = (*including, os.path.realpath(path))
+        if real in chain:
+            raise file.error(("include",), f"{include} includes this file again; remove one of the includes")
+        if not os.path.exists(base_path):
+            raise file.error(("include",), f"the included file {base_path} does not exist")
+        base = _read(base_path, including=chain)
+        edits += base.edits
+        if recipe is None:
+            recipe, recipe_file = base.recipe, base.recipe_file
+    edits += [Edit(path=(key,), value=value, origin=file) for key, value in data.items()]
+    return RecipeSource(path=path, recipe=recipe, recipe_file=recipe_file, edits=edits)
+
+
+def _pop_string(file: TomlFile, data: dict[str, Any], key: str) -> str | None:
+    value = data.pop(key, None)
+    if value is not None and not isinstance(value, str):
+        raise file.error((key,), f'{key} must be a string, as in {key} = "..."')
+    return value

@@ -1,0 +1,274 @@
+"""torchtitan's trainer, for a pipeline that delivers each gradient one batch late and never drains.
+
+With a synchronous schedule, or one stage, the same trainer trains as torchtitan does: a gradient is then
+ready after every batch.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.components.validate import Validator
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.trainer import Trainer
+
+from titan_async.training import cpu
+from titan_async.training._titan_internals import saves_at
+from titan_async.training.data import TextDataLoader
+from titan_async.training.metrics import AsyncMetrics, share_loss
+from titan_async.training.optimizer import AsyncOptimizers
+from titan_async.training.pipeline import adapt_model_spec, delays_gradients
+from titan_async.training.reporter import Reporter, format_duration
+from titan_async.training.validator import AsyncValidator
+
+__all__ = ["AsyncTrainer"]
+
+Microbatch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+class AsyncTrainer(Trainer):
+    """A `Trainer` for `pipeline_parallel_schedule = "Async2BW"` and for torch's own schedules."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        optimizer: OptimizersContainer.Config = field(default_factory=AsyncOptimizers.Config)
+        dataloader: BaseDataLoader.Config = field(default_factory=TextDataLoader.Config)
+        metrics: MetricsProcessor.Config = field(default_factory=AsyncMetrics.Config)
+        validator: Validator.Config = field(default_factory=AsyncValidator.Config)
+
+        def __post_init__(self) -> None:
+            # By name: a dataclass with slots is another class than the one super() would look for.
+            Trainer.Config.__post_init__(self)
+            if delays_gradients(self.parallelism):
+                _check_async(self)
+
+    def __init__(self, config: Config) -> None:
+        self.delayed = delays_gradients(config.parallelism)
+        config = cpu.adapt_config(config)
+        config = dataclasses.replace(config, model_spec=adapt_model_spec(config.model_spec))
+        if isinstance(config.optimizer, AsyncOptimizers.Config) and not self.delayed:
+            feedback = dataclasses.replace(config.optimizer.error_feedback, enable=False)
+            config.optimizer = dataclasses.replace(config.optimizer, error_feedback=feedback)
+        super().__init__(config)
+        self._grad_norm: torch.Tensor | None = None
+        self.reporter = Reporter(speaks=dist.get_rank() == 0, steps=config.training.steps)
+        if isinstance(self.metrics_processor, AsyncMetrics):
+            self.metrics_processor.reporter = self.reporter
+            self.metrics_processor.has_last_stage = self._has_last_stage
+        if config.validator.enable and isinstance(self.validator, AsyncValidator):
+            self.validator.last_step = config.training.steps
+
+    @property
+    def _has_last_stage(self) -> bool:
+        return not self.parallel_dims.pp_enabled or self.pp_has_last_stage
+
+    def train(self) -> None:
+        """Train up to `training.steps`, resuming from the latest checkpoint, and say what came out."""
+        self._first_step: int | None = None
+        start = time.perf_counter()
+        try:
+            super().train()
+            self._drain_and_update()  # in flight only if the data ended before the last step
+        finally:
+            self.reporter.stop()
+        self._summarize(time.perf_counter() - start)
+
+    def train_step(self, data_iterator: Iterator[Microbatch]) -> None:
+        """One batch, and the update from whichever batch's gradient it completes."""
+        if self._first_step is None:
+            self._first_step = self.step - 1
+            self._start()
+        config, dims = self.config, self.parallel_dims
+        self.optimizers.zero_grad(set_to_none=config.training.disable_cuda_graphs)
+        rates = self._learning_rates()
+        groups, local_valid_tokens = self._next_batch(data_iterator)
+        global_valid_tokens = local_valid_tokens.to(self.device)
+        if dims.dp_enabled:
+            global_valid_tokens = dist_utils.dist_sum_tensor(global_valid_tokens, dims.get_mesh("batch"))
+
+        loss = torch.zeros(1, device=self.device)
+        for microbatches in groups:
+            loss += self._run(microbatches, global_valid_tokens).detach()
+        if self._gradient_ready:
+            self._update()
+        last_step = self.step == config.training.steps
+        validates = config.validator.enable and self.validator.should_validate(self.step)
+        if validates or saves_at(self.checkpointer, self.step, last_step):
+            self._drain_and_update()
+
+        self.reporter.advance(self.step)
+        if self.metrics_processor.should_log(self.step) or last_step:
+            self._log(loss, local_valid_tokens, global_valid_tokens, rates)
+
+    @property
+    def _gradient_ready(self) -> bool:
+        return not self.delayed or self.pp_schedule.gradient_ready
+
+    def _next_batch(self, data_iterator: Iterator[Microbatch]) -> tuple[list[list[Microbatch]], torch.Tensor]:
+        valid_tokens = torch.zeros((), dtype=torch.int64)
+        groups = []
+        for _ in range(self.gradient_accumulation_steps):
+            groups.append([next(data_iterator) for _ in range(self.num_pipeline_parallel_microbatches)])
+            valid_tokens += sum((labels != IGNORE_INDEX).sum() for _, labels in groups[-1])
+        return groups, valid_tokens
+
+    def _run(self, microbatches: list[Microbatch], global_valid_tokens: torch.Tensor) -> torch.Tensor:
+        inputs = [{k: v.to(self.device) for k, v in fields.items()} for fields, _ in microbatches]
+        labels = [label.to(self.device) for _, label in microbatches]
+        pipelined = self.parallel_dims.pp_enabled
+        loss = self.forward_backward_step(
+            input_dict=inputs if pipelined else inputs[0],
+            labels=labels if pipelined else labels[0],
+            global_valid_tokens=global_valid_tokens,
+        )
+        return loss if self._has_last_stage else torch.zeros_like(loss)
+
+    def _update(self) -> None:
+        norm = dist_utils.clip_grad_norm_(
+            [p for part in self.model_parts for p in part.parameters()],
+            self.config.training.max_norm,
+            foreach=True,
+            pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
+            ep_enabled=self.parallel_dims.ep_enabled,
+        )
+        self.checkpointer.maybe_wait_for_staging()
+        self.optimizers.step()
+        self.lr_schedulers.step()
+        self._grad_norm = norm
+
+    def _drain_and_update(self) -> None:
+        if self.delayed:
+            self.optimizers.zero_grad()
+            if self.pp_schedule.drain():
+                self._update()
+                self.optimizers.zero_grad()
+
+    def _learning_rates(self) -> dict[str, float]:
+        if isinstance(self.optimizers, AsyncOptimizers):
+            return self.optimizers.learning_rates()
+        return self.lr_schedulers.get_metrics()
+
+    def _log(
+        self,
+        loss: torch.Tensor,
+        local_valid_tokens: torch.Tensor,
+        global_valid_tokens: torch.Tensor,
+        rates: dict[str, float],
+    ) -> None:
+        dims = self.parallel_dims
+        loss = share_loss(loss, dims, self._has_last_stage)
+        average = largest = float(loss.item())
+        tokens_seen = self.ntokens_seen
+        if dims.dp_cp_enabled:
+            mesh = dims.get_optional_mesh("loss")
+            local_average = loss * global_valid_tokens / local_valid_tokens.to(self.device)
+            average, largest = dist_utils.dist_sum(loss, mesh), dist_utils.dist_max(local_average, mesh)
+            tokens_seen = dist_utils.dist_sum(torch.tensor(tokens_seen, device=self.device), mesh)
+        if not math.isfinite(average):
+            raise RuntimeError(
+                f"the loss is {average} at step {self.step}; lower the learning rate or training.max_norm"
+            )
+        norm = self._grad_norm
+        self.metrics_processor.log(
+            self.step,
+            average,
+            largest,
+            None if norm is None else float(norm.item()),
+            extra_metrics={"n_tokens_seen": tokens_seen, **rates},
+        )
+
+    def _start(self) -> None:
+        resumed = f", resumed at step {self._first_step}" if self._first_step else ""
+        stages = self.config.parallelism.pipeline_parallel_degree
+        how = f"{stages} stages under {self.config.parallelism.pipeline_parallel_schedule}"
+        spec = self.config.model_spec
+        self.reporter.say(
+            f"training {spec.name} {spec.flavor} on {how if stages > 1 else 'one stage'}"
+            f" for {self.config.training.steps} steps{resumed}"
+        )
+        self.reporter.start(self._first_step or 0)
+
+    def _summarize(self, seconds: float) -> None:
+        config, say = self.config, self.reporter.say
+        if self._first_step is None:
+            say(
+                f"nothing to do: the checkpoint is at step {self.step} of {config.training.steps};"
+                " raise training.steps to go on"
+            )
+        else:
+            steps = self.step - self._first_step
+            tokens = steps * config.training.seq_len * self._sequences_per_step()
+            say(
+                f"trained {steps} steps in {format_duration(seconds)}: {tokens / seconds:,.0f} tokens/s, "
+                f"{seconds / max(steps, 1):.2f} s/step"
+            )
+            self._compare_with_unigram()
+        folder = Path(config.dump_folder)
+        say(f"files of the run: {folder}")
+        if config.checkpoint.enable:
+            say(f"checkpoints: {folder / config.checkpoint.folder}")
+
+    def _compare_with_unigram(self) -> None:
+        loss = getattr(self.metrics_processor, "validation_loss", None)
+        if loss is None or not isinstance(self.validator, AsyncValidator):
+            return
+        entropy = self.validator.unigram_entropy()
+        self.reporter.say(
+            f"validation loss {loss:.3f} nats a token; unigram entropy of that text {entropy:.3f}, "
+            f"so context has taught the model {entropy - loss:.3f}"
+        )
+
+    def _sequences_per_step(self) -> int:
+        degree = self.parallel_dims.get_mesh("batch").size() if self.parallel_dims.dp_enabled else 1
+        return self.config.training.local_batch_size * self.gradient_accumulation_steps * degree
+
+
+def _check_async(config: Trainer.Config) -> None:
+    """Refuse what `ScheduleAsync2BW` does not do yet, and what it never can.
+
+    Raises:
+        ValueError: one sentence that names the fields and the mend.
+    """
+    parallelism, training = config.parallelism, config.training
+    stages = parallelism.pipeline_parallel_degree
+    microbatches = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+    if microbatches < stages:
+        raise ValueError(
+            f"Async2BW needs at least as many microbatches ({microbatches}, training.local_batch_size / "
+            f"parallelism.pipeline_parallel_microbatch_size) as stages ({stages}, "
+            "parallelism.pipeline_parallel_degree): set training.local_batch_size to at least "
+            f"{stages * parallelism.pipeline_parallel_microbatch_size}"
+        )
+    for name in (
+        "data_parallel_replicate_degree",
+        "data_parallel_shard_degree",
+        "tensor_parallel_degree",
+        "context_parallel_degree",
+        "expert_parallel_degree",
+    ):
+        degree = getattr(parallelism, name)
+        if degree > 1:
+            raise ValueError(
+                f"Async2BW does not combine with parallelism.{name} = {degree} yet: set it to 1, or choose "
+                'parallelism.pipeline_parallel_schedule = "1F1B"'
+            )
+    if training.global_batch_size not in (-1, training.local_batch_size):
+        raise ValueError(
+            "Async2BW does not accumulate gradients over several passes: leave training.global_batch_size "
+            "unset and raise training.local_batch_size instead"
+        )
+    if training.mixed_precision_param != training.dtype:
+        raise ValueError(
+            f"Async2BW computes in training.dtype ({training.dtype}): set training.mixed_precision_param to it"
+        )
+    if training.enable_cpu_offload:
+        raise ValueError("Async2BW does not offload to the CPU: set training.enable_cpu_offload to false")

@@ -1,0 +1,54 @@
+"""torchtitan's validator, which also validates at the last step and knows how hard the text is."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.validate import Validator
+
+from titan_async.training.data import TextDataLoader
+
+__all__ = ["AsyncValidator"]
+
+
+class AsyncValidator(Validator):
+    """Evaluates the newest weights. The pipeline must be empty: the trainer drains it first."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Validator.Config):
+        dataloader: BaseDataLoader.Config = field(
+            default_factory=lambda: TextDataLoader.Config(split="validation", shuffle=False)
+        )
+        """DataLoader configuration for validation"""
+
+    last_step: int | None = None
+    """A step after which to validate, whatever `freq` says."""
+
+    def should_validate(self, step: int) -> bool:
+        return step % self.config.freq == 0 or step == self.last_step
+
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        self._counts: torch.Tensor | None = None
+        super().validate(model_parts, step)
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, model_parts: list[nn.Module]
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        counts = labels[labels != IGNORE_INDEX].flatten().bincount(minlength=self.tokenizer.get_vocab_size())
+        self._counts = counts if self._counts is None else self._counts + counts
+        return super().post_dataloading_process(input_dict, labels, model_parts)
+
+    def unigram_entropy(self) -> float:
+        """Entropy in nats of the tokens that this rank last validated on, each drawn by its frequency.
+
+        The loss of the best model without any context. NaN before the first validation.
+        """
+        counts = getattr(self, "_counts", None)
+        if counts is None:
+            return math.nan
+        shares = counts[counts > 0].double() / counts.sum()
+        return float(-(shares * shares.log()).sum())
