@@ -7,6 +7,7 @@ from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.config.configs import DebugConfig
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.config_utils import get_attention_config, make_ffn_config, make_gqa_config
@@ -82,6 +83,7 @@ def debug() -> AsyncTrainer.Config:
             enable=True, interval=100, last_save_model_only=False, keep_latest_k=2
         ),
         activation_checkpoint=None,
+        debug=DebugConfig(seed=0),  # the same run gives the same numbers
     )
 
 
@@ -124,7 +126,9 @@ def _llama(*, dim: int, n_layers: int, n_heads: int, hidden_dim: int) -> Llama3M
         lm_head=Linear.Config(
             in_features=dim,
             out_features=VOCAB_SIZE,
-            param_init={"weight": partial(nn.init.trunc_normal_, std=head_std, a=-3 * head_std, b=3 * head_std)},
+            param_init={
+                "weight": partial(nn.init.trunc_normal_, std=head_std, a=-3 * head_std, b=3 * head_std)
+            },
         ),
         layers=layers,
     )

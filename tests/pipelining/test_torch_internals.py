@@ -8,7 +8,13 @@ from torch.distributed.pipelining import schedules, stage
 
 
 def test_the_private_names_are_there():
-    for name in ("_initialize_stage", "_split_inputs", "_check_inputs", "_merge_outputs", "_step_microbatches"):
+    for name in (
+        "_initialize_stage",
+        "_split_inputs",
+        "_check_inputs",
+        "_merge_outputs",
+        "_step_microbatches",
+    ):
         assert hasattr(schedules.PipelineScheduleSingle, name), name
     for name in (
         "forward_one_chunk",

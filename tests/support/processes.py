@@ -52,14 +52,18 @@ class WorkerPool:
         for rank in range(world_size):
             here, there = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, world_size, str(Path(self._folder.name, "store")), there), daemon=True
+                target=_serve,
+                args=(rank, world_size, str(Path(self._folder.name, "store")), there),
+                daemon=True,
             )
             process.start()
             there.close()
             self._connections.append(here)
             self._processes.append(process)
 
-    def run(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any) -> list:
+    def run(
+        self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any
+    ) -> list:
         """Results of `function(rank, group, *args, **kwargs)` in the order of ranks; raises if one failed."""
         active = self._connections[:size]
         for connection in active:

@@ -1,6 +1,6 @@
-"""An independent reading of the recurrence: one process, one loop, no pipeline.
+"""An independent reading of the recurrence: one process, one loop, no pipeline::
 
-    W[b+1] = W[b] - update(g_b),    g_b = gradient of batch b at W[max(b-1, 0)]
+W[b+1] = W[b] - update(g_b),    g_b = gradient of batch b at W[max(b-1, 0)]
 """
 
 import copy

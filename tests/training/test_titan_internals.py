@@ -20,7 +20,11 @@ def test_the_private_names_are_there():
     for name in ("_stage", "_n_microbatches", "_loss_fn"):
         assert f"self.{name} = " in source
     assert "scale_grads=False" in inspect.getsource(_build_pipeline_schedule)
-    assert list(inspect.signature(CheckpointManager._should_save).parameters) == ["self", "curr_step", "last_step"]
+    assert list(inspect.signature(CheckpointManager._should_save).parameters) == [
+        "self",
+        "curr_step",
+        "last_step",
+    ]
     assert split_layers(2, 6, 1, 1) == [
         ["tok_embeddings", "layers.0", "layers.1", "layers.2"],
         ["layers.3", "layers.4", "layers.5", "norm", "lm_head"],

@@ -22,6 +22,7 @@ def make_config(folder, schedule, strength, stages=2):
 
     cpu.ensure_device()
     from titan_async.recipes.debug import debug
+
     from titan_async.training.optimizer import ErrorFeedbackConfig, SGDConfig
 
     config = debug()
@@ -112,7 +113,9 @@ def loop(folder, before, delay, strength):
         for x, y in microbatches:
             masks = model.get_attention_masks(positions=x["positions"])
             logits = model(x["input"], positions=x["positions"], attention_masks=masks)
-            part = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), reduction="sum")
+            part = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1).float(), y.flatten(), reduction="sum"
+            )
             (part / valid).backward()
             loss += float(part.detach()) / valid
         losses.append(loss)
@@ -124,7 +127,9 @@ def loop(folder, before, delay, strength):
         for m, p in zip(momentum, parameters, strict=True):
             m.mul_(0.9).add_(p.grad * scale)
             moved.append(-lr * m)
-        corrected = moved if last is None else [d + strength * (d - e) for d, e in zip(moved, last, strict=True)]
+        corrected = (
+            moved if last is None else [d + strength * (d - e) for d, e in zip(moved, last, strict=True)]
+        )
         last = moved
         newest = [w + d for w, d in zip(newest, corrected, strict=True)]
         history.append(newest)

@@ -225,7 +225,9 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             self._deliver(batch - 1)
             del self._version_of[batch - 1]
 
-    def _run(self, actions: list[Action], forward: Callable[[int], None] | None, losses: list[Tensor]) -> None:
+    def _run(
+        self, actions: list[Action], forward: Callable[[int], None] | None, losses: list[Tensor]
+    ) -> None:
         assert self._versions is not None
         stage, shown = self._stage, None
         for action, following in zip_longest(actions, actions[1:]):

@@ -3,13 +3,15 @@
 Imported through `override.imports`, by torchtitan, and only where there is no accelerator.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+from torch.nn.attention.flex_attention import create_mask
 from torchtitan.config import derive, override
 from torchtitan.models.common import attention, decoder
 from torchtitan.models.common.attention import FlexAttention
@@ -30,7 +32,7 @@ __all__ = [
 
 
 class DenseFlexAttention(FlexAttention):
-    """FlexAttention by SDPA on the materialized mask: exact, keeps the document mask, O(L^2) memory."""
+    """FlexAttention by SDPA with the whole mask: exact, keeps documents apart, O(L^2) memory."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
@@ -42,28 +44,20 @@ class DenseFlexAttention(FlexAttention):
         k_BLNH: Tensor,
         v_BLNH: Tensor,
         *,
-        attention_masks: BlockMask,
-        score_mod=None,
+        attention_masks: Tensor,
+        score_mod: Callable | None = None,
         scale: float | None = None,
         enable_gqa: bool = False,
-        out_transform=None,
-        **kwargs,
+        out_transform: Callable | None = None,
+        **kwargs: Any,
     ) -> Tensor:
         if score_mod is not None or out_transform is not None:
             raise NotImplementedError("attention on CPU supports masks but no score_mod or out_transform")
         q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
-        mask = _dense(attention_masks, q.shape[0], q.shape[2], k.shape[2], q.device)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=attention_masks, scale=scale, enable_gqa=enable_gqa
+        )
         return out.transpose(1, 2)
-
-
-@torch.compiler.disable
-def _dense(mask: BlockMask, batch: int, q_len: int, kv_len: int, device: torch.device) -> Tensor:
-    # One microbatch's mask serves every layer, and a recomputation once more.
-    dense = getattr(mask, "dense_mask", None)
-    if dense is None:
-        dense = mask.dense_mask = create_mask(mask.mask_mod, batch, 1, q_len, kv_len, device=str(device))
-    return dense
 
 
 class LoopGroupedExperts(GroupedExperts):
@@ -125,9 +119,12 @@ def override_imports(config) -> list[str]:
     return found
 
 
-def _create_attention_mask(*args, **kwargs) -> BlockMask:
-    return create_block_mask(*args, **kwargs)
+def _create_attention_mask(
+    mask_mod: Callable, B: int, H: int | None, Q_LEN: int, KV_LEN: int, *, device: Any, **unused: Any
+) -> Tensor:
+    """A bool mask [B, H or 1, Q_LEN, KV_LEN], made once a microbatch for all layers."""
+    return create_mask(mask_mod, B, H or 1, Q_LEN, KV_LEN, device=str(device))
 
 
-# Compiling this takes long on CPU and must be done again for each shape. `decoder` imported it by name.
+# torchtitan compiles the block mask, which takes long on CPU. `decoder` has imported the function by name.
 attention.create_attention_mask = decoder.create_attention_mask = _create_attention_mask

@@ -16,7 +16,14 @@ from torchtitan.config import Configurable
 from titan_async.errors import UserError
 from titan_async.optim import ErrorFeedback, Muon
 
-__all__ = ["AdamWConfig", "AsyncOptimizers", "ErrorFeedbackConfig", "HIDDEN_MATRICES", "MuonConfig", "SGDConfig"]
+__all__ = [
+    "HIDDEN_MATRICES",
+    "AdamWConfig",
+    "AsyncOptimizers",
+    "ErrorFeedbackConfig",
+    "MuonConfig",
+    "SGDConfig",
+]
 
 HIDDEN_MATRICES = r"^layers\.(?!.*(norm|router|bias)).*$"
 """Names of the matrices inside the decoder's layers: not embeddings, output head, norms, routers, biases."""
@@ -99,7 +106,8 @@ class ErrorFeedbackConfig(Configurable.Config):
     def __post_init__(self) -> None:
         if not (math.isfinite(self.strength) and self.strength >= 0):
             raise ValueError(
-                f"optimizer.error_feedback.strength is {self.strength}; it must be a finite number of at least 0"
+                f"optimizer.error_feedback.strength is {self.strength}; "
+                "it must be a finite number of at least 0"
             )
 
 
@@ -159,7 +167,8 @@ class AsyncOptimizers(OptimizersContainer):
         members: list[list[tuple[str, nn.Parameter]]] = [[] for _ in self._groups]
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                members[match_group(canonical_fqn(name), self._groups)].append((canonical_fqn(name), parameter))
+                fqn = canonical_fqn(name)
+                members[match_group(fqn, self._groups)].append((fqn, parameter))
         for config, matched in zip(self._groups, members, strict=True):
             if matched:
                 groups[config.optimizer_name].append(
@@ -195,7 +204,8 @@ def match_group(name: str, groups: list[ParamGroupConfig]) -> int:
         if re.search(group.pattern, name):
             return index
     raise UserError(
-        f"no pattern of optimizer.param_groups matches the parameter {name}; add a last group with pattern '.*'"
+        f"no pattern of optimizer.param_groups matches the parameter {name}; "
+        "add a last group with pattern '.*'"
     )
 
 

@@ -98,7 +98,8 @@ def _check_folders(config: Trainer.Config) -> None:
         steps = _saved_steps(folder / checkpoint.folder)
         there = f"there are steps {', '.join(map(str, steps))}" if steps else "there is none"
         raise UserError(
-            f"checkpoint.load_step is {step}, but {folder / checkpoint.folder} has no such checkpoint: {there}"
+            f"checkpoint.load_step is {step}, but {folder / checkpoint.folder} has no such checkpoint: "
+            f"{there}"
         )
     path = checkpoint.initial_load_path
     if path and os.path.isabs(path) and not os.path.isdir(path):
@@ -170,7 +171,9 @@ def _check_data(config: Trainer.Config) -> None:
         if isinstance(loader, TextDataLoader.Config):
             stream = open_documents(loader.text_source())
             if next(iter(stream), None) is None:
-                raise UserError(f"{name} reads no document: its {loader.split} split is empty; give more text")
+                raise UserError(
+                    f"{name} reads no document: its {loader.split} split is empty; give more text"
+                )
 
 
 def _unknown(field: str, value: str, known: Iterable[str]) -> str:

@@ -24,7 +24,7 @@ class StepReport:
 
 
 def format_duration(seconds: float) -> str:
-    """"1:02:03", or "2:03" under an hour."""
+    """As 1:02:03, or 2:03 under an hour."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -268,7 +268,8 @@ def _check_async(config: Trainer.Config) -> None:
         )
     if training.mixed_precision_param != training.dtype:
         raise ValueError(
-            f"Async2BW computes in training.dtype ({training.dtype}): set training.mixed_precision_param to it"
+            f"Async2BW computes in training.dtype ({training.dtype}): "
+            "set training.mixed_precision_param to it"
         )
     if training.enable_cpu_offload:
         raise ValueError("Async2BW does not offload to the CPU: set training.enable_cpu_offload to false")

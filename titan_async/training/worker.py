@@ -89,7 +89,7 @@ def _quiet() -> None:
     logging.getLogger().setLevel(level if speaks else logging.ERROR)
     # torchtitan advises to add the last stage's rank to LOG_RANK; here rank 0 prints its loss.
     os.environ.setdefault("LOG_RANK", ",".join(map(str, range(int(os.environ.get("WORLD_SIZE", "1"))))))
-    for message in ("'set_vital' is deprecated", "To get the last learning rate"):
+    for message in ("'set_vital' is deprecated", "To get the last learning rate", "DTensor random operators"):
         warnings.filterwarnings("ignore", message=message)  # of the libraries, about the libraries
 
 
