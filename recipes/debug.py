@@ -3,7 +3,6 @@
 from functools import partial
 
 import torch.nn as nn
-from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.config import ParallelismConfig, TrainingConfig
@@ -18,6 +17,7 @@ from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_async.data import shakespeare_tokenizer_folder
+from titan_async.training.checkpoint import AsyncCheckpointer
 from titan_async.training.data import TextDataLoader
 from titan_async.training.metrics import AsyncMetrics
 from titan_async.training.optimizer import AdamWConfig, AsyncOptimizers, MuonConfig
@@ -79,7 +79,7 @@ def debug() -> AsyncTrainer.Config:
         ),
         metrics=AsyncMetrics.Config(log_freq=10),
         # A checkpoint of the model alone could not be resumed.
-        checkpoint=CheckpointManager.Config(
+        checkpoint=AsyncCheckpointer.Config(
             enable=True, interval=100, last_save_model_only=False, keep_latest_k=2
         ),
         activation_checkpoint=None,

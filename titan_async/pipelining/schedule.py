@@ -176,6 +176,33 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             self._version_of.clear()
         return self._gradient_ready
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a run needs, beside module and optimizer, to go on exactly: the weights of the next batch.
+
+        After `drain` and its update these are one update older than the module's. Keys are the names of
+        the module's trainable parameters; the tensors are valid until the next `step`.
+
+        Raises:
+            RuntimeError: if batches are in flight; drain first.
+        """
+        return self._idle_versions().next_weights()
+
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Let the next `step` read the weights of `state_dict`; the module keeps its own.
+
+        Raises:
+            RuntimeError: if batches are in flight; drain first.
+            KeyError: if a trainable parameter of the module is missing.
+        """
+        self._idle_versions().set_next_weights(state_dict)
+
+    def _idle_versions(self) -> WeightVersions:
+        if self._batch:
+            raise RuntimeError("batches are in flight; call drain() and apply its gradient first")
+        if self._versions is None:
+            self._versions = WeightVersions(self._stage.submod)
+        return self._versions
+
     def _step_microbatches(
         self,
         arg_mbs: list | None = None,

@@ -19,6 +19,7 @@ _HOME = 0  # the version whose storage is that of the masters at the start
 
 
 class _Weight(NamedTuple):
+    name: str
     master: nn.Parameter
     owners: tuple[tuple[nn.Module, str], ...]  # every place in the module that shows this parameter
     stand_ins: tuple[nn.Parameter, nn.Parameter]
@@ -35,6 +36,7 @@ def _can_hold(target: Tensor, values: Tensor) -> bool:
 
 
 def _collect(module: nn.Module) -> list[_Weight]:
+    names = {parameter: name for name, parameter in module.named_parameters()}
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for submodule in module.modules():
         for name, parameter in submodule.named_parameters(recurse=False, remove_duplicate=False):
@@ -42,6 +44,7 @@ def _collect(module: nn.Module) -> list[_Weight]:
                 owners.setdefault(parameter, []).append((submodule, name))
     return [
         _Weight(
+            names[parameter],
             parameter,
             tuple(places),
             # Not detach(), which would share autograd's version counter with the parameter.
@@ -107,6 +110,20 @@ class WeightVersions:
             self._held = self._master_version
             self.preserve(self._master_version)
 
+    def next_weights(self) -> dict[str, Tensor]:
+        """What the next batch will read, by parameter name: the held version itself, or a copy."""
+        if self._held is None:
+            return {weight.name: weight.master.detach().clone() for weight in self._weights}
+        return {weight.name: weight.stand_ins[self._held].detach() for weight in self._weights}
+
+    def set_next_weights(self, values: dict[str, Tensor]) -> None:
+        """Let the next batch read `values`, which name every trainable parameter. None may be in flight."""
+        self.hold()
+        assert self._held is not None
+        with torch.no_grad():
+            for weight in self._weights:
+                weight.stand_ins[self._held].copy_(values[weight.name])
+
     def _copy_masters_to(self, version: int) -> None:
         for weight in self._weights:
             stand_in, current = weight.stand_ins[version], weight.master.data
@@ -128,7 +145,7 @@ class WeightVersions:
 
     def show(self, version: int | None) -> None:
         """Let the module show `version`, or its own parameters (None)."""
-        for master, owners, stand_ins in self._weights:
+        for _, master, owners, stand_ins in self._weights:
             parameter = master if version is None else stand_ins[version]
             for submodule, name in owners:
                 # Through setattr, because some modules (RNNs) keep their own list of weights.

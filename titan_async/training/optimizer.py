@@ -28,6 +28,9 @@ __all__ = [
 HIDDEN_MATRICES = r"^layers\.(?!.*(norm|router|bias)).*$"
 """Names of the matrices inside the decoder's layers: not embeddings, output head, norms, routers, biases."""
 
+FEEDBACK_KEY = ".error_feedback_"
+"""In the names of checkpointed state: what belongs to error feedback."""
+
 FACTORIES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Muon": Muon,
     "AdamW": torch.optim.AdamW,
@@ -142,6 +145,9 @@ class AsyncOptimizers(OptimizersContainer):
                         f"optimizer.param_groups pattern '{group.pattern}' is no regular expression: {error}"
                     ) from None
 
+    resumes_feedback: bool = True
+    """Whether the state includes error feedback's; see `AsyncCheckpointer`."""
+
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         self._groups = config.resolved_groups()
         super().__init__(config, model_parts=model_parts)
@@ -181,6 +187,16 @@ class AsyncOptimizers(OptimizersContainer):
                 )
                 patterns[config.optimizer_name].append(config.pattern)
         return groups, patterns
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if self.resumes_feedback:
+            return state
+        return {key: value for key, value in state.items() if FEEDBACK_KEY not in key}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.resumes_feedback = True
 
     def learning_rates(self) -> dict[str, float]:
         """The current learning rates, as "lr/Muon", or "lr/AdamW/0" where an optimizer has several groups."""

@@ -10,9 +10,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.metrics import MetricsProcessor
@@ -23,6 +25,7 @@ from torchtitan.trainer import Trainer
 
 from titan_async.training import cpu
 from titan_async.training._titan_internals import saves_at
+from titan_async.training.checkpoint import NEXT_WEIGHTS, AsyncCheckpointer
 from titan_async.training.data import TextDataLoader
 from titan_async.training.metrics import AsyncMetrics, share_loss
 from titan_async.training.optimizer import AsyncOptimizers
@@ -44,6 +47,7 @@ class AsyncTrainer(Trainer):
         dataloader: BaseDataLoader.Config = field(default_factory=TextDataLoader.Config)
         metrics: MetricsProcessor.Config = field(default_factory=AsyncMetrics.Config)
         validator: Validator.Config = field(default_factory=AsyncValidator.Config)
+        checkpoint: BaseCheckpointManager.Config = field(default_factory=AsyncCheckpointer.Config)
 
         def __post_init__(self) -> None:
             # By name: a dataclass with slots is another class than the one super() would look for.
@@ -60,6 +64,8 @@ class AsyncTrainer(Trainer):
             config.optimizer = dataclasses.replace(config.optimizer, error_feedback=feedback)
         super().__init__(config)
         self._grad_norm: torch.Tensor | None = None
+        self.resumes_delay = True
+        """Whether the training state includes the weights of the next batch; see `AsyncCheckpointer`."""
         self.reporter = Reporter(speaks=dist.get_rank() == 0, steps=config.training.steps)
         if isinstance(self.metrics_processor, AsyncMetrics):
             self.metrics_processor.reporter = self.reporter
@@ -226,6 +232,18 @@ class AsyncTrainer(Trainer):
             f"validation loss {loss:.3f} nats a token; unigram entropy of that text {entropy:.3f}, "
             f"so context has taught the model {entropy - loss:.3f}"
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if self.delayed and self.resumes_delay:
+            state[NEXT_WEIGHTS] = self.pp_schedule.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self.delayed and NEXT_WEIGHTS in state_dict:
+            self.pp_schedule.load_state_dict(state_dict[NEXT_WEIGHTS])
+        self.resumes_delay = True
 
     def _sequences_per_step(self) -> int:
         degree = self.parallel_dims.get_mesh("batch").size() if self.parallel_dims.dp_enabled else 1

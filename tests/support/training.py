@@ -1,0 +1,75 @@
+"""Training as a user starts it: the command `titan-async train` in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import titan_async
+
+__all__ = ["RECIPE", "ROOT", "Run", "command", "environment", "train"]
+
+ROOT = Path(titan_async.__file__).parents[1]
+RECIPE = ROOT / "toml_configs" / "debug_cpu.toml"
+
+SMALL = ("--training.seq_len", "64", "--validator.steps", "2")
+"""What makes a step short; given first, so that a test's own flags win."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a finished run said."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def steps(self) -> list[int]:
+        """The numbers of the logged steps, in the order of their lines."""
+        return [int(number) for number in re.findall(r"^step +(\d+)/", self.out, re.MULTILINE)]
+
+    @property
+    def losses(self) -> list[float]:
+        """The losses of the logged steps."""
+        return [float(loss) for loss in re.findall(r"^step .*? loss +(\S+) ", self.out, re.MULTILINE)]
+
+    @property
+    def validation_losses(self) -> list[float]:
+        return [float(x) for x in re.findall(r"^validation at step \d+: loss (\S+)$", self.out, re.MULTILINE)]
+
+
+def environment() -> dict[str, str]:
+    """This process's environment without what would make the command a worker, or one of several machines."""
+    unwanted = {
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "NGPU",
+        "NNODES",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    }
+    return {key: value for key, value in os.environ.items() if key not in unwanted} | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+
+
+def command(*flags: object, recipe: object = RECIPE) -> list[str]:
+    return [sys.executable, "-m", "titan_async.cli", "train", str(recipe), *SMALL, *map(str, flags)]
+
+
+def train(folder: Path, *flags: object, recipe: object = RECIPE, timeout: float = 150) -> Run:
+    """Run the command in `folder` until it ends; files go to `folder`/run unless flags say otherwise."""
+    done = subprocess.run(
+        command("--dump_folder", "run", *flags, recipe=recipe),
+        cwd=folder, env=environment(), capture_output=True, text=True, timeout=timeout, check=False,
+    )  # fmt: skip
+    return Run(done.returncode, done.stdout, done.stderr)
