@@ -25,7 +25,7 @@ def test_the_private_names_are_there():
         "get_bwd_send_ops",
     ):
         assert hasattr(stage._PipelineStageBase, name), name
-    assert list(inspect.signature(schedules._batch_p2p).parameters)[0] == "p2p_ops"
+    assert next(iter(inspect.signature(schedules._batch_p2p).parameters)) == "p2p_ops"
     source = inspect.getsource(stage._PipelineStageBase.__init__)
     for name in ("fwd_cache", "output_chunks", "args_recv_info", "has_backward"):
         assert f"self.{name}" in source, name

@@ -50,7 +50,7 @@ class Reporter:
         self._first_step, self._start = step, time.perf_counter()
         if self._speaks and self._console.is_terminal and step < self._steps:
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
-            self._progress = Progress(*columns, console=self._console, transient=True)
+            self._progress = Progress(*columns, console=self._console, transient=True, refresh_per_second=2)
             self._progress.start()
             self._task = self._progress.add_task("train", total=self._steps, completed=step)
 
