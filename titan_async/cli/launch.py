@@ -51,10 +51,10 @@ def train(argv: Sequence[str]) -> int:
 
     from titan_async.training import preflight
 
-    with _without_warnings():
-        preflight.check(resolved.config)
     gpus = _gpu_count()
     nproc = processes_per_node(resolved.config.parallelism, os.environ, gpus)
+    with _without_warnings():
+        preflight.check(resolved.config, world_size=nproc * (_positive(os.environ, "NNODES") or 1))
     if gpus == 0:
         # Threads of several processes on the same few cores only get in each other's way.
         os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -115,7 +115,7 @@ class PackedDataset(IterableDataset[Sample]):
                 assert own is not None
                 yield own
         if self._produced // self._world_size < self._min_samples:
-            raise self._too_little(documents)
+            raise self._too_little()
         self._start_epoch(documents)
 
     def _open(self) -> DocumentStream:
@@ -153,14 +153,16 @@ class PackedDataset(IterableDataset[Sample]):
             if not self._infinite:
                 return
             if self._produced == 0:
-                raise self._too_little(documents)
+                raise self._too_little()
 
-    def _too_little(self, documents: DocumentStream) -> UserError:
+    def _too_little(self) -> UserError:
         needed = 1 if self._infinite else self._min_samples
+        where = self._source.local_path or self._source.dataset
+        ranks = f" for each of {self._world_size} data-parallel ranks" if self._world_size > 1 else ""
         return UserError(
-            f"The data ({documents.identity}) has fewer than the {needed} sequences of {self._seq_len} "
-            f"tokens that each of {self._world_size} data-parallel ranks needs: use more text, a higher "
-            "validation_fraction if this is the validation split, or a shorter training.seq_len."
+            f"The {self._source.split} split of {where} has fewer than the {needed} sequences of "
+            f"{self._seq_len} tokens that are needed{ranks}: use more text, a higher validation_fraction if "
+            "this is the validation split, or a shorter training.seq_len."
         )
 
 

@@ -360,7 +360,7 @@ class _Editor:
             return draft.cls(**built)
         except UserError:
             raise
-        except (ValueError, NotImplementedError) as error:
+        except (ValueError, NotImplementedError, AssertionError) as error:
             sentence = " ".join(str(error).split())
             raise UserError(f"{self.shown}: {sentence}") from error
 

@@ -2,6 +2,7 @@
 
 import copy
 import difflib
+import inspect
 import os
 import re
 import tempfile
@@ -10,14 +11,15 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.trainer import Trainer
 
 from titan_async.data import open_documents
 from titan_async.errors import UserError
 from titan_async.training._titan_internals import split_layers
 from titan_async.training.data import TextDataLoader
-from titan_async.training.optimizer import FACTORIES, match_group
-from titan_async.training.pipeline import ASYNC_SCHEDULE
+from titan_async.training.optimizer import FACTORIES, AsyncOptimizers, match_group
+from titan_async.training.pipeline import ASYNC_SCHEDULE, delays_gradients
 
 __all__ = ["SCHEDULES", "check"]
 
@@ -36,21 +38,58 @@ SCHEDULES = (
 _OPTIMIZERS = (*FACTORIES, "DistMuon")
 
 
-def check(config: Trainer.Config) -> None:
+def check(config: Trainer.Config, *, world_size: int) -> None:
     """Refuse a configuration that cannot train.
 
     Args:
         config: the resolved configuration; not changed.
+        world_size: processes of the whole run.
 
     Raises:
         UserError: one sentence that names the cause and the mend.
     """
+    _check_numbers(config)
     _check_schedule(config)
+    _check_processes(config, world_size)
     _check_stages(config)
     _check_folders(config)
     _check_tokenizer(config)
-    _check_parameter_groups(config, _build_on_meta(config))
+    model = _build_on_meta(config)
+    _check_parameter_groups(config, model)
+    _check_optimizers(config, model)
     _check_data(config)
+
+
+def _check_numbers(config: Trainer.Config) -> None:
+    numbers = {
+        "metrics.log_freq": (config.metrics.log_freq, 1),
+        "training.steps": (config.training.steps, 0),
+        "training.seq_len": (config.training.seq_len, 1),
+        "training.local_batch_size": (config.training.local_batch_size, 1),
+        "training.gc_freq": (config.training.gc_freq, 1),
+        "lr_scheduler.warmup_steps": (config.lr_scheduler.warmup_steps, 0),
+        "dataloader.num_workers": (getattr(config.dataloader, "num_workers", 0), 0),
+    }
+    if config.validator.enable:
+        numbers["validator.freq"] = (config.validator.freq, 1)
+    for name, (value, least) in numbers.items():
+        if value < least:
+            raise UserError(f"{name} is {value}: set it to at least {least}")
+    longest = getattr(config.model_spec.model, "max_seq_len", config.training.seq_len)
+    if config.training.seq_len > longest:
+        raise UserError(
+            f"training.seq_len is {config.training.seq_len}, but the model's positions end at {longest}: "
+            f"set it to at most {longest}"
+        )
+
+
+def _check_processes(config: Trainer.Config, world_size: int) -> None:
+    stages = config.parallelism.pipeline_parallel_degree
+    if delays_gradients(config.parallelism) and world_size != stages:
+        raise UserError(
+            f"Async2BW runs one process a stage, but {world_size} processes are to run {stages} stages: "
+            "set NGPU x NNODES to the number of stages, or leave NGPU unset"
+        )
 
 
 def _check_schedule(config: Trainer.Config) -> None:
@@ -139,7 +178,7 @@ def _build_on_meta(config: Trainer.Config) -> nn.Module:
         with torch.device("meta"):
             return config.model_spec.model.build()
     except (ValueError, NotImplementedError) as error:
-        raise UserError(" ".join(str(error).split())) from error
+        raise UserError(f"the model: {' '.join(str(error).split())}") from error
 
 
 def _check_parameter_groups(config: Trainer.Config, model: nn.Module) -> None:
@@ -163,6 +202,32 @@ def _check_parameter_groups(config: Trainer.Config, model: nn.Module) -> None:
             )
 
 
+def _check_optimizers(config: Trainer.Config, model: nn.Module) -> None:
+    optimizer = config.optimizer
+    if not isinstance(optimizer, AsyncOptimizers.Config):
+        return
+    groups = optimizer.resolved_groups()
+    members: list[list[tuple[str, nn.Parameter]]] = [[] for _ in groups]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            members[match_group(name, groups)].append((name, parameter))
+    for index, (group, named_parameters) in enumerate(zip(groups, members, strict=True)):
+        factory = FACTORIES.get(group.optimizer_name)
+        if factory is None:
+            continue  # torchtitan's own, which needs devices
+        known = list(inspect.signature(factory).parameters)[1:]
+        for key in group.optimizer_kwargs:
+            if key not in known:
+                field = f"a key of optimizer.param_groups.{index}.optimizer_kwargs"
+                raise UserError(_unknown(field, key, known))
+        # Implementations for certain devices refuse tensors without data.
+        settings = {k: v for k, v in group.optimizer_kwargs.items() if k not in ("fused", "foreach")}
+        try:
+            factory(named_parameters, **settings)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise UserError(f"optimizer {group.optimizer_name}: {' '.join(str(error).split())}") from error
+
+
 def _check_data(config: Trainer.Config) -> None:
     loaders = [("dataloader", config.dataloader)]
     if config.validator.enable:
@@ -174,6 +239,24 @@ def _check_data(config: Trainer.Config) -> None:
                 raise UserError(
                     f"{name} reads no document: its {loader.split} split is empty; give more text"
                 )
+    if len(loaders) == 2:
+        _check_split(config.dataloader, config.validator.dataloader)
+
+
+def _check_split(train: BaseDataLoader.Config, validation: BaseDataLoader.Config) -> None:
+    if not (isinstance(train, TextDataLoader.Config) and isinstance(validation, TextDataLoader.Config)):
+        return
+    same_text = (train.dataset, train.dataset_path, train.dataset_config) == (
+        validation.dataset,
+        validation.dataset_path,
+        validation.dataset_config,
+    )
+    fractions = train.validation_fraction, validation.validation_fraction
+    if same_text and train.split != validation.split and fractions[0] != fractions[1]:
+        raise UserError(
+            f"dataloader.validation_fraction is {fractions[0]} but validator.dataloader.validation_fraction "
+            f"is {fractions[1]}, so that training reads what it validates on: set both to the same"
+        )
 
 
 def _unknown(field: str, value: str, known: Iterable[str]) -> str:

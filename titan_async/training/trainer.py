@@ -23,6 +23,7 @@ from torchtitan.components.validate import Validator
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.trainer import Trainer
 
+from titan_async.errors import UserError
 from titan_async.training import cpu
 from titan_async.training._titan_internals import saves_at
 from titan_async.training.checkpoint import NEXT_WEIGHTS, AsyncCheckpointer
@@ -180,7 +181,7 @@ class AsyncTrainer(Trainer):
             average, largest = dist_utils.dist_sum(loss, mesh), dist_utils.dist_max(local_average, mesh)
             tokens_seen = dist_utils.dist_sum(torch.tensor(tokens_seen, device=self.device), mesh)
         if not math.isfinite(average):
-            raise RuntimeError(
+            raise UserError(
                 f"the loss is {average} at step {self.step}; lower the learning rate or training.max_norm"
             )
         norm = self._grad_norm
@@ -229,8 +230,8 @@ class AsyncTrainer(Trainer):
             return
         entropy = self.validator.unigram_entropy()
         self.reporter.say(
-            f"validation loss {loss:.3f} nats a token; unigram entropy of that text {entropy:.3f}, "
-            f"so context has taught the model {entropy - loss:.3f}"
+            f"validation loss {loss:.3f} nats a token; a model that sees no context reaches {entropy:.3f} "
+            "(the unigram entropy of that text)"
         )
 
     def state_dict(self) -> dict[str, Any]:

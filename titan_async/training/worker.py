@@ -8,6 +8,7 @@ ranks that fail because it is gone stay silent. The exit status is 0, 2 for a mi
 import logging
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -35,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _train(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
-        if not failures.report_failure("user", str(error)) and os.environ.get("RANK", "0") == "0":
-            print(" ".join(str(error).split()), file=sys.stderr, flush=True)
+        if not failures.report_failure("user", str(error)):
+            _say_once(str(error))
         return 2
     except KeyboardInterrupt:
         return 130
@@ -52,12 +53,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _say_once(sentence: str) -> None:
+    """Print a sentence that all ranks have, without a launcher of ours that would print it for them."""
+    if os.environ.get("RANK", "0") == "0":
+        print(" ".join(sentence.split()), file=sys.stderr, flush=True)
+    else:
+        time.sleep(10)  # torchrun stops all ranks as soon as one ends: rank 0 must have spoken by then
+
+
 def _train(argv: list[str]) -> None:
     _quiet()
     from titan_async.training.recipe_file import resolve
 
     config = resolve(argv)
     _quiet()  # once more: some imports set up logging of their own
+    if failures.ERROR_DIR not in os.environ:
+        # Under torchrun nobody has looked at the configuration yet.
+        from titan_async.training import preflight
+
+        preflight.check(config, world_size=int(os.environ["WORLD_SIZE"]))
 
     import torch.distributed as dist
     from torch.distributed.checkpoint.api import CheckpointException
@@ -74,7 +88,10 @@ def _train(argv: list[str]) -> None:
         else:
             trainer.train()
     except (CheckpointException, FileNotFoundError) as error:
-        raise _checkpoint_mistake(error, config) from error
+        mistake = _checkpoint_mistake(error, config)
+        if mistake is None:
+            raise
+        raise mistake from error
     finally:
         if trainer is not None:
             trainer.close()
@@ -89,21 +106,28 @@ def _quiet() -> None:
     logging.getLogger().setLevel(level if speaks else logging.ERROR)
     # torchtitan advises to add the last stage's rank to LOG_RANK; here rank 0 prints its loss.
     os.environ.setdefault("LOG_RANK", ",".join(map(str, range(int(os.environ.get("WORLD_SIZE", "1"))))))
-    for message in ("'set_vital' is deprecated", "To get the last learning rate", "DTensor random operators"):
-        warnings.filterwarnings("ignore", message=message)  # of the libraries, about the libraries
+    for message in (  # of the libraries, about the libraries
+        "'set_vital' is deprecated",
+        "To get the last learning rate",
+        "DTensor random operators",
+        "DTensor manual_seed",
+        "Torchinductor does not support code generation for complex",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def _lost_a_peer(error: BaseException) -> bool:
-    seen: BaseException | None = error
-    while seen is not None:
-        if any(sign in str(seen) for sign in _LOST_PEER):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
+    chain: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in chain:  # a chain may close on itself
+        chain.append(following)
+        following = following.__cause__ or following.__context__
+    return any(sign in str(link) for link in chain for sign in _LOST_PEER)
 
 
-def _checkpoint_mistake(error: Exception, config) -> Exception:
-    """A sentence for a checkpoint that does not fit; other errors unchanged."""
+def _checkpoint_mistake(error: Exception, config) -> UserError | None:
+    """The sentence for a checkpoint that does not fit; None for any other error."""
     folder = os.path.join(config.dump_folder, config.checkpoint.folder)
     text = str(error)
     if "load_step" in text:
@@ -118,7 +142,7 @@ def _checkpoint_mistake(error: Exception, config) -> Exception:
             f"the checkpoint in {folder} is of another model or optimizer than this recipe; choose another "
             "dump_folder, or remove the old checkpoint"
         )
-    return error
+    return None
 
 
 if __name__ == "__main__":

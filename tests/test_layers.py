@@ -1,0 +1,222 @@
+"""The layer rule: who may import whom, and where torch's and torchtitan's private names may be used.
+
+The code is read, not run, so that an import inside a function counts too.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import titan_async
+
+ROOT = Path(titan_async.__file__).parents[1]
+PACKAGE = ROOT / "titan_async"
+
+LAYERS = ("pipelining", "optim", "monitor", "data", "checkpoint", "training", "cli")
+"""Each may import the ones before it."""
+
+BARE_LAYERS = ("pipelining", "optim")
+"""These need torch alone, and know no other layer."""
+
+PRIVATE_NAMES_ALLOWED = {
+    # Operations on lists of tensors: torch has no public spelling of them, and all of its users use these.
+    # The hooks are those of `torch.optim.Optimizer`, which the class extends.
+    "optim/error_feedback.py": {
+        "_foreach_add_",
+        "_foreach_copy_",
+        "_foreach_neg_",
+        "_foreach_sub_",
+        "_optimizer_load_state_dict_post_hooks",
+        "_optimizer_load_state_dict_pre_hooks",
+        "_optimizer_state_dict_post_hooks",
+        "_optimizer_state_dict_pre_hooks",
+    },
+    # What `PipelineScheduleSingle` keeps for its subclasses, and the type of its stage.
+    "pipelining/schedule.py": {
+        "_PipelineStageBase",
+        "_foreach_div_",
+        "_has_backward",
+        "_loss_fn",
+        "_merge_outputs",
+        "_n_microbatches",
+        "_stage",
+    },
+    # The differentiable all-to-all, which exists nowhere else.
+    "training/cpu_overrides.py": {"_functional_collectives"},
+    # The key under which the data loader that the class extends keeps a rank's position.
+    "training/data.py": {"_rank_id"},
+    # The type that torchtitan's own functions are annotated with.
+    "training/pipeline.py": {"_PipelineSchedule"},
+}
+"""Private names of torch or torchtitan that a module other than the `_..._internals` ones may use."""
+
+
+def sources() -> list[Path]:
+    found = sorted(PACKAGE.rglob("*.py"))
+    assert len(found) > 20
+    return found
+
+
+def layer_of(path: Path) -> str:
+    """The layer of a source file; "errors" and "" (the package itself) stand below all layers."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return "" if parts == ("__init__",) else parts[0]
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Every module that a file imports anywhere, with its line; `from a import b` gives a.b."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}:{node.lineno}: imports are absolute here"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) in ("importlib.import_module", "__import__")
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            yield node.lineno, node.args[0].value
+
+
+def may_import(layer: str, target: str) -> bool:
+    if target in ("errors", ""):
+        return True
+    if layer not in LAYERS:
+        return False
+    if layer in BARE_LAYERS:
+        return target == layer
+    return target in LAYERS[: LAYERS.index(layer) + 1]
+
+
+def wrong_layers(path: Path) -> list[str]:
+    wrong = []
+    for line, name in imports(path):
+        top, _, rest = name.partition(".")
+        target = rest.partition(".")[0]
+        if top == "titan_async" and not (PACKAGE / target).with_suffix(".py").is_file():
+            # `from titan_async import __version__` names no layer; recipes are data of their own.
+            target = target if (PACKAGE / target).is_dir() and target else ""
+        if top == "titan_async" and not may_import(layer_of(path), target):
+            wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+    return wrong
+
+
+def test_every_package_is_a_layer() -> None:
+    there = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert there <= set(LAYERS)
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", "errors"}
+
+
+def test_dependencies_point_to_earlier_layers() -> None:
+    assert [line for path in sources() for line in wrong_layers(path)] == []
+
+
+def test_pipelining_and_optim_import_torch_alone() -> None:
+    standard = sys.stdlib_module_names
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for layer in BARE_LAYERS
+        for path in sorted((PACKAGE / layer).rglob("*.py"))
+        for line, name in imports(path)
+        if (top := name.partition(".")[0]) not in ("torch", "titan_async") and top not in standard
+    ]
+    assert wrong == []
+
+
+def test_only_training_and_cli_know_torchtitan() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in sources()
+        if layer_of(path) not in ("training", "cli")
+        for line, name in imports(path)
+        if name.partition(".")[0] == "torchtitan"
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("layer", BARE_LAYERS)
+def test_importing_a_bare_layer_loads_torch_alone(layer: str) -> None:
+    program = (
+        f"import sys, torch; before = set(sys.modules); import titan_async.{layer}\n"
+        "others = {'torchtitan', 'tensordict', 'datasets', 'tokenizers', 'pydantic', 'rich'}\n"
+        "ours = {name for name in sys.modules if name.startswith('titan_async.')}\n"
+        f"ours -= {{name for name in ours if name.split('.')[1] in ('{layer}', 'errors')}}\n"
+        "sys.exit(str(others & (set(sys.modules) - before) | ours) if"
+        " others & (set(sys.modules) - before) or ours else 0)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def own_private_names() -> set[str]:
+    """Private names that the project defines itself, as functions, classes, variables or attributes."""
+    own: set[str] = set()
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                own.add(node.name)
+            elif isinstance(node, ast.arg):
+                own.add(node.arg)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                own.add(node.attr)
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("__setstate__"):
+                # `ErrorFeedback` makes its attributes in the way of unpickling.
+                own.update(
+                    key.value
+                    for argument in node.args
+                    if isinstance(argument, ast.Dict)
+                    for key in argument.keys
+                    if isinstance(key, ast.Constant)
+                )
+    return {name for name in own if is_private(name)}
+
+
+def foreign_private_names(path: Path, own: set[str]) -> Iterator[tuple[int, str]]:
+    """Private names that come from elsewhere: imported from torch or torchtitan, or attributes that
+    the project has nowhere defined."""
+    for line, name in imports(path):
+        parts = name.split(".")
+        if parts[0] in ("torch", "torchtitan"):
+            yield from ((line, part) for part in parts if is_private(part))
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
+            yield node.lineno, node.attr
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) in ("getattr", "hasattr", "setattr")
+            and isinstance(node.args[1], ast.Constant)
+            and is_private(str(node.args[1].value))
+            and node.args[1].value not in own
+        ):
+            yield node.lineno, node.args[1].value
+
+
+def test_private_names_of_libraries_are_in_the_internals_modules() -> None:
+    own = own_private_names()
+    wrong, used = [], {}
+    for path in sources():
+        if path.stem.startswith("_") and path.stem.endswith("_internals"):
+            continue
+        shown = path.relative_to(PACKAGE).as_posix()
+        for line, name in foreign_private_names(path, own):
+            used.setdefault(shown, set()).add(name)
+            if name not in PRIVATE_NAMES_ALLOWED.get(shown, set()):
+                wrong.append(f"{shown}:{line} uses {name}")
+    assert wrong == []
+    stale = {shown: names - used.get(shown, set()) for shown, names in PRIVATE_NAMES_ALLOWED.items()}
+    assert not any(stale.values()), f"no longer used, so no longer to be allowed: {stale}"

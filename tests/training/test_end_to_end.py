@@ -1,0 +1,272 @@
+"""Whole runs of `titan-async train` on the shipped recipe file, as a user sees them.
+
+A run costs some ten seconds before its first step, so each looks at several things.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.support.training import Run, command, environment, train
+
+STEPS = 120
+LINE = re.compile(
+    r"step +\d+/\d+  loss +[\d.]+  grad_norm +([\d.]+|-)  tok/s [\d,]+  lr \d\.\d\de-\d\d  "
+    r"elapsed \d+:\d\d  remaining \d+:\d\d"
+)
+SHORT = ("--training.steps", 30, "--lr_scheduler.warmup_steps", 3, "--validator.no-enable")
+"""A run that is long enough to learn, without a validation; its checkpoint is the last step's."""
+
+
+def assert_learns(run: Run, *, silent: bool = True) -> None:
+    assert run.status == 0, run.err
+    assert not silent or run.err == ""
+    assert run.steps == [1, 10, 20, 30]
+    # Before the first update the model knows nothing of the 2048 tokens; what it learns first is how
+    # often each occurs.
+    assert 7.6 < run.losses[0] < 8.5
+    assert run.losses[-1] < run.losses[0] - 1.5
+    assert all(later < earlier for earlier, later in zip(run.losses, run.losses[1:], strict=False))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def first(folder: Path) -> Run:
+    """The recipe file, on shorter sequences."""
+    return train(
+        folder,
+        "--training.steps", STEPS, "--lr_scheduler.warmup_steps", 12, "--lr_scheduler.total_steps", STEPS,
+        "--validator.steps", 8, "--validator.freq", 100, "--metrics.log_freq", 20,
+    )  # fmt: skip
+
+
+def test_the_recipe_learns_more_than_the_frequencies_of_tokens(first: Run) -> None:
+    assert (first.status, first.err) == (0, "")
+    summary = re.search(
+        r"^validation loss (\S+) nats a token; unigram entropy of that text (\S+), ", first.out, re.MULTILINE
+    )
+    assert summary is not None
+    validation, entropy = map(float, summary.groups())
+    assert first.validation_losses[-1] == pytest.approx(validation, abs=1e-3)
+    assert len(first.validation_losses) == 2
+    assert validation < entropy - 0.15
+    assert first.losses[-1] < first.losses[0] - 2
+    # A wrong entropy would make that comparison easy.
+    assert 5.2 < entropy < 6.0
+
+
+def test_every_line_comes_from_one_rank(first: Run) -> None:
+    lines = first.out.splitlines()
+    assert first.steps == [1, 20, 40, 60, 80, 100, 120]
+    steps = [line for line in lines if line.startswith("step ")]
+    assert all(LINE.fullmatch(line) for line in steps), steps
+    assert "grad_norm      -" in steps[0] and "grad_norm      -" not in "".join(steps[1:])
+    assert lines[0] == f"training llama3 debug-3.4M on 2 stages under Async2BW for {STEPS} steps"
+    validations = [f"validation at step {step}: loss {loss:.4f}" for step, loss in
+                   zip((100, STEPS), first.validation_losses, strict=True)]  # fmt: skip
+    assert [line for line in lines if line.startswith("validation at")] == validations
+    # Nothing else: one first line, the steps, the validations and four lines of summary.
+    assert len(lines) == 1 + len(steps) + len(validations) + 4
+    assert re.fullmatch(rf"trained {STEPS} steps in \d+:\d\d: [\d,]+ tokens/s, [\d.]+ s/step", lines[-4])
+
+
+def test_the_files_of_the_run_are_where_it_says(first: Run, folder: Path) -> None:
+    assert first.out.splitlines()[-2:] == ["files of the run: run", "checkpoints: run/checkpoint"]
+    steps = sorted(path.name for path in (folder / "run/checkpoint").iterdir())
+    assert steps == ["step-100", "step-120"]
+    for step in steps:
+        assert (folder / "run/checkpoint" / step / ".metadata").is_file()
+
+
+def test_the_same_command_with_more_steps_goes_on(first: Run, folder: Path) -> None:
+    del first
+    flags = ("--training.steps", STEPS + 5, "--lr_scheduler.warmup_steps", 12, "--metrics.log_freq", 1,
+             "--lr_scheduler.total_steps", STEPS, "--validator.no-enable")  # fmt: skip
+    more = train(folder, *flags)
+    assert (more.status, more.err) == (0, "")
+    assert f" for {STEPS + 5} steps, resumed at step {STEPS}\n" in more.out
+    assert more.steps == list(range(STEPS + 1, STEPS + 6))
+    assert max(more.losses) < 6.2, "it started anew"
+    assert "\ntrained 5 steps in " in more.out
+
+    again = train(folder, *flags)
+    assert (again.status, again.err) == (0, "")
+    assert again.out.splitlines() == [
+        f"nothing to do: the checkpoint is at step {STEPS + 5} of {STEPS + 5}; raise training.steps to go on",
+        "files of the run: run",
+        "checkpoints: run/checkpoint",
+    ]
+
+
+def test_four_stages_learn(tmp_path: Path) -> None:
+    run = train(
+        tmp_path, *SHORT, "--parallelism.pipeline_parallel_degree", 4, "--training.local_batch_size", 8
+    )
+    assert_learns(run)
+    assert "on 4 stages under Async2BW" in run.out
+
+
+def test_one_stage_learns_and_tensorboard_has_its_losses(tmp_path: Path) -> None:
+    run = train(tmp_path, *SHORT, "--parallelism.pipeline_parallel_degree", 1, "--metrics.enable_tensorboard")
+    assert_learns(run)
+    assert "on one stage for 30 steps" in run.out
+    assert tensorboard_losses(tmp_path) == pytest.approx(
+        dict(zip(run.steps, run.losses, strict=True)), abs=1e-4
+    )
+
+
+def test_1f1b_learns_and_tensorboard_has_the_loss_of_the_last_stage(tmp_path: Path) -> None:
+    # torchtitan writes from one rank; where that holds no loss, it writes -1.
+    run = train(
+        tmp_path, *SHORT, "--parallelism.pipeline_parallel_schedule", "1F1B", "--metrics.enable_tensorboard"
+    )
+    assert_learns(run)
+    assert "on 2 stages under 1F1B" in run.out
+    # Without a delay the very first step has a norm.
+    assert "grad_norm      -" not in run.out
+    assert tensorboard_losses(tmp_path) == pytest.approx(
+        dict(zip(run.steps, run.losses, strict=True)), abs=1e-4
+    )
+
+
+def tensorboard_losses(folder: Path) -> dict[int, float]:
+    (file,) = (folder / "run/tb").rglob("events.out.tfevents.*")
+    events = EventAccumulator(str(file)).Reload()
+    (tag,) = [tag for tag in events.Tags()["scalars"] if "loss" in tag and "avg" in tag]
+    return {event.step: event.value for event in events.Scalars(tag)}
+
+
+def test_compiled_stages_learn(tmp_path: Path) -> None:
+    run = train(tmp_path, *SHORT, "--compile.enable")
+    assert_learns(run, silent=False)  # the compiler warns of what it finds on the machine
+    assert "on 2 stages under Async2BW" in run.out
+
+
+def processes_of(launcher: int) -> dict[int, int]:
+    """The pid of every rank that a launcher has started, by rank."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    ranks = {}
+    for pid in map(int, children):
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        rank = next((value[5:] for value in variables if value.startswith(b"RANK=")), None)
+        if rank is not None and b"titan_async.training.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            ranks[int(rank)] = pid
+    return ranks
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_killed_stage_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    launcher = subprocess.Popen(
+        command("--dump_folder", "run", "--training.steps", 100_000, "--metrics.log_freq", 1),
+        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        for line in launcher.stdout:
+            if line.startswith("step ") and " 3/" in line:
+                break
+        ranks = processes_of(launcher.pid)
+        assert sorted(ranks) == [0, 1]
+        os.kill(ranks[1], signal.SIGKILL)
+        start = time.monotonic()
+        _, err = launcher.communicate(timeout=30)
+        assert time.monotonic() - start < 30
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 1
+    assert err == "rank 1 was killed by SIGKILL; the other ranks were stopped\n"
+    assert not any(map(is_alive, ranks.values()))
+
+
+OWN_RECIPE = """
+import os
+
+from titan_async.recipes.debug import debug
+from titan_async.training.trainer import AsyncTrainer
+
+plain_step = AsyncTrainer.train_step
+
+
+def failing_step(self, batches):
+    if self.step == 3 and os.environ["RANK"] == "1":
+        raise FileNotFoundError("a file that was there")
+    plain_step(self, batches)
+
+
+AsyncTrainer.train_step = failing_step
+
+
+def failing() -> AsyncTrainer.Config:
+    return debug()
+"""
+
+
+def test_the_rank_that_raises_is_named_and_the_others_are_silent(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_RECIPE)
+    (tmp_path / "own.toml").write_text('recipe = "failing"\n')
+    run = train(tmp_path, "--module", "own", "--metrics.log_freq", 1, recipe="own.toml", timeout=60)
+    assert (run.status, run.steps) == (1, [1, 2])
+    lines = run.err.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-2:] == [
+        "FileNotFoundError: a file that was there",
+        "rank 1 failed (exit status 1): FileNotFoundError: a file that was there",
+    ]
+    assert run.err.count("Traceback") == 1
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
+    rates = ("--optimizer.muon.lr", 1e20, "--optimizer.adamw.lr", 1e20)
+    run = train(tmp_path, "--training.steps", 30, "--metrics.log_freq", 1, "--validator.no-enable", *rates)
+    assert run.status == 2
+    assert run.steps and run.steps[-1] < 30
+    assert re.fullmatch(
+        r"the loss is (nan|inf) at step \d+; "
+        r"lower the learning rate or training\.max_norm",
+        run.err.splitlines()[-1],
+    )
+
+
+def torchrun(folder: Path, *flags: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
+         "--rdzv-endpoint", "localhost:0", "-m", "titan_async.training.worker",
+         *command(*flags)[4:]],
+        cwd=folder, env=environment(), capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, "--dump_folder", "run", *SHORT)
+    assert done.returncode == 0, done.stderr
+    assert_learns(Run(done.returncode, done.stdout, ""))
+    assert done.stdout.splitlines()[-1] == "checkpoints: run/checkpoint"
+
+
+def test_a_mistake_under_torchrun_is_one_line_of_ours(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, "--training.stesp", 3)
+    assert done.returncode != 0
+    line = "unknown flag --training.stesp; did you mean --training.steps?"
+    assert (done.stdout + done.stderr).count(line) == 1
+    # torchrun says the rest: that a process failed, and which. No process of ours prints a traceback.
+    assert not re.search(r'File ".*titan_async/training/', done.stderr)

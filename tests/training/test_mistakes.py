@@ -1,0 +1,266 @@
+"""Mistakes of the user, made with the recipe file that the project ships: one line that names cause and mend.
+
+The launcher finds almost all of them before it starts a process; `tests/cli` and `tests/data` have more
+cases of recipe files and of data. The few that need a worker come last.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from tests.support.training import RECIPE, train
+from titan_async.cli import launch, main
+
+RECIPE_TEXT = RECIPE.read_text(encoding="utf-8")
+
+
+def group(pattern: str, optimizer: str = "AdamW") -> str:
+    return (
+        f"[[optimizer.param_groups]]\npattern = '{pattern}'\noptimizer_name = '{optimizer}'\n"
+        "optimizer_kwargs = {lr = 1e-3}\n"
+    )
+
+
+@pytest.fixture
+def mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Runs the command in a folder with some files, and returns the one line that it says."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "NGPU", "NNODES"):
+        monkeypatch.delenv(name, raising=False)
+
+    def start(*args: object) -> int:
+        raise AssertionError("processes were started")
+
+    monkeypatch.setattr(launch, "launch", start)
+
+    def run(*argv: str) -> str:
+        folder = () if "--dump_folder" in argv else ("--dump_folder", "run")
+        status = main.main(["train", *argv, *folder])
+        out, err = capfd.readouterr()
+        assert (status, out) == (2, "")
+        assert err.endswith("\n") and err.count("\n") == 1 and "Traceback" not in err
+        return err
+
+    return run
+
+
+def assert_says(line: str, words: Iterable[str]) -> None:
+    missing = [word for word in words if word not in line]
+    assert not missing, f"{missing} not in: {line}"
+
+
+def test_the_recipe_file_itself_is_no_mistake(mistake: Callable[..., str]) -> None:
+    with pytest.raises(AssertionError, match="^processes were started$"):
+        mistake(str(RECIPE))
+
+
+FILES = [
+    pytest.param(
+        RECIPE_TEXT.replace("steps = 300", "stesp = 300"),
+        ["x.toml:7: ", "unknown key training.stesp", "did you mean training.steps?"],
+        id="unknown-key",
+    ),
+    pytest.param(
+        RECIPE_TEXT.replace("[training]", "[trainig]"),
+        ["x.toml:6: ", "unknown section trainig", "did you mean training?"],
+        id="unknown-section",
+    ),
+    pytest.param(
+        RECIPE_TEXT.replace("steps = 300", 'steps = "many"'),
+        ["x.toml:7: ", "training.steps must be an integer", '"many"'],
+        id="wrong-type",
+    ),
+    pytest.param(
+        RECIPE_TEXT.replace("[parallelism]", "[parallelism"),
+        ["x.toml:9: ", "not valid TOML"],
+        id="malformed",
+    ),
+    pytest.param(
+        RECIPE_TEXT.replace('"debug"', '"debgu"'),
+        ["x.toml:4: ", 'unknown recipe "debgu"', "did you mean debug?"],
+        id="unknown-recipe",
+    ),
+    pytest.param(
+        RECIPE_TEXT.replace('"muon"', '"moun"'),
+        ["x.toml:14: ", "optimizer.name", '"muon", "adamw", "sgd"', '"moun"'],
+        id="unknown-optimizer",
+    ),
+    pytest.param(
+        RECIPE_TEXT.replace("Async2BW", "Async2WB"),
+        ["parallelism.pipeline_parallel_schedule", '"Async2WB"', "did you mean Async2BW?"],
+        id="unknown-schedule",
+    ),
+    pytest.param(
+        RECIPE_TEXT.replace("strength = 1.0", "strength = -1.0"),
+        ["optimizer.error_feedback.strength is -1.0", "at least 0"],
+        id="negative-strength",
+    ),
+    pytest.param(
+        RECIPE_TEXT + group(".*", "Adamw2"),
+        ["optimizer.param_groups.0.optimizer_name", '"Adamw2"', "did you mean AdamW?"],
+        id="unknown-optimizer-of-a-group",
+    ),
+    pytest.param(
+        RECIPE_TEXT + group("lyaers") + group(".*"),
+        ["optimizer.param_groups.0.pattern", "'lyaers'", "matches no parameter", "layers."],
+        id="pattern-that-matches-nothing",
+    ),
+    pytest.param(
+        RECIPE_TEXT + group(".*") + group("lm_head"),
+        ["optimizer.param_groups.1.pattern", "'lm_head'", "earlier groups take all"],
+        id="pattern-behind-one-that-matches-all",
+    ),
+    pytest.param(
+        RECIPE_TEXT + group("layers.("),
+        ["x.toml", "optimizer.param_groups", "'layers.('", "no regular expression"],
+        id="pattern-that-is-no-regex",
+    ),
+    pytest.param(
+        RECIPE_TEXT + group(".*").replace("{lr", "{wieght_decay = 3, lr"),
+        ["a key of optimizer.param_groups.0.optimizer_kwargs", "did you mean weight_decay?"],
+        id="unknown-setting-of-a-group",
+    ),
+    pytest.param(
+        RECIPE_TEXT + group("^layers", "Muon") + group(".*"),
+        ["optimizer Muon: ", "layers.0.attention_norm.weight", "AdamW"],
+        id="vectors-for-muon",
+    ),
+    pytest.param(
+        RECIPE_TEXT + group("^layers"),
+        ["optimizer.param_groups", "tok_embeddings.weight", "add a last group with pattern '.*'"],
+        id="parameters-without-optimizer",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), FILES)
+def test_recipe_file(mistake: Callable[..., str], text: str, words: list[str]) -> None:
+    assert text != RECIPE_TEXT
+    Path("x.toml").write_text(text, encoding="utf-8")
+    assert_says(mistake("x.toml"), words)
+
+
+def test_missing_recipe_file(mistake: Callable[..., str]) -> None:
+    assert mistake("toml_configs/absent.toml") == "toml_configs/absent.toml: no such file\n"
+
+
+STAGES = "--parallelism.pipeline_parallel_degree"
+
+FLAGS = [
+    (
+        f"{STAGES} 4 --training.local_batch_size 4",
+        ["Async2BW", "microbatches (2,", "stages (4,", "set training.local_batch_size to at least 8"],
+    ),
+    (
+        f"{STAGES} 9 --training.local_batch_size 32",
+        ["6 layers", "9 stages", "lower parallelism.pipeline_parallel_degree"],
+    ),
+    ("--training.seq_len 9000", ["training.seq_len is 9000", "set it to at most 8192"]),
+    ("--metrics.log_freq 0", ["metrics.log_freq is 0", "at least 1"]),
+    ("--validator.freq 0", ["validator.freq is 0", "at least 1"]),
+    ("--validator.steps 0", ["validation steps must be positive"]),
+    ("--dataloader.num_workers -1", ["dataloader.num_workers is -1", "at least 0"]),
+    ("--dataloader.validation_fraction 0", ["dataloader.validation_fraction is 0", "0.05", "the same"]),
+    ("--optimizer.muon.lr -1", ["optimizer Muon: ", "lr", "-1"]),
+    ("--optimizer.muon.momentum 1.5", ["optimizer Muon: ", "momentum", "1.5"]),
+    ("--optimizer.muon.ns_steps 0", ["optimizer Muon: ", "ns_steps", "0"]),
+    ("--optimizer.adamw.beta1 1.5", ["optimizer AdamW: ", "beta", "1.5"]),
+    ("--training.stesp 3", ["unknown flag --training.stesp", "did you mean --training.steps?"]),
+    (
+        "--parallelism.pipeline_parallel_schedule 1F2B",
+        ["parallelism.pipeline_parallel_schedule", "did you mean 1F1B?"],
+    ),
+    *[
+        (
+            f"--parallelism.{kind}_degree 2",
+            ["Async2BW", f"parallelism.{kind}_degree = 2", "set it to 1", "1F1B"],
+        )
+        for kind in ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "context_parallel")
+    ],
+    (
+        "--training.global_batch_size 16",
+        ["Async2BW", "training.global_batch_size", "raise training.local_batch_size"],
+    ),
+    (
+        "--training.mixed_precision_param bfloat16",
+        ["Async2BW", "training.dtype (float32)", "set training.mixed_precision_param"],
+    ),
+    ("--hf_assets_path nowhere", ["hf_assets_path", "nowhere", "tokenizer.json"]),
+    ("--hf_assets_path folder", ["hf_assets_path", "folder", "tokenizer.json"]),
+    ("--hf_assets_path large", ["large", "3000", "2048", "hf_assets_path"]),
+    ("--hf_assets_path broken", ["broken/tokenizer.json", "cannot read"]),
+    ("--dump_folder file.txt/run", ["cannot write", "file.txt/run", "--dump_folder"]),
+    ("--checkpoint.load_step 7", ["checkpoint.load_step is 7", "run/checkpoint", "there is none"]),
+    ("--dataloader.dataset_path folder", ["folder", "holds no file", ".txt"]),
+    ("--dataloader.dataset_path nowhere", ["nowhere", "does not exist", "set dataset_path"]),
+    ("--validator.dataloader.dataset_path nowhere", ["nowhere", "does not exist", "set dataset_path"]),
+    ("--dataloader.dataset_path binary.txt", ["binary.txt", "not UTF-8", "convert it"]),
+    ("--dataloader.dataset_path cut.jsonl.gz", ["cut.jsonl.gz", "not a whole gzip file"]),
+    ("--dataloader.dataset_path bad.jsonl", ["Line 2 of bad.jsonl", "not valid JSON", "mend or remove"]),
+    ("--dataloader.dataset_path other.jsonl", ["Line 1 of other.jsonl", "'text'", "text_column", "'body'"]),
+    ("--dataloader.dataset_path report.pdf", ["report.pdf", "ending", ".jsonl"]),
+    ("--dataloader.dataset shakespere", ["'shakespere' is unknown", "perhaps 'shakespeare'"]),
+    ("--dataloader.dataset ./file.txt", ["./file.txt", "is a path", "dataset_path"]),
+    ("--dataloader.dataset nobody/nothing", ["nobody/nothing", "hub", "network"]),
+]
+
+
+@pytest.mark.parametrize(("flags", "words"), FLAGS, ids=[flags for flags, _ in FLAGS])
+def test_flags(mistake: Callable[..., str], flags: str, words: list[str]) -> None:
+    Path("file.txt").write_text("A file, and no folder.\n")
+    Path("folder").mkdir()
+    Path("large").mkdir()
+    Path("broken").mkdir()
+    Tokenizer(models.WordLevel({f"w{i}": i for i in range(3000)}, "w0")).save("large/tokenizer.json")
+    Path("broken/tokenizer.json").write_text("{}")
+    Path("binary.txt").write_bytes(bytes(range(256)) * 10)
+    Path("cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 1000)[:40])
+    Path("bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    Path("other.jsonl").write_text(json.dumps({"body": "a"}) + "\n")
+    Path("report.pdf").write_bytes(b"%PDF")
+    assert_says(mistake(str(RECIPE), *flags.split()), words)
+
+
+def test_ngpu_that_contradicts_the_degrees(
+    mistake: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NGPU", "3")
+    line = mistake(str(RECIPE))
+    assert_says(line, ["NGPU=3", "pipeline_parallel_degree 2", "change NGPU or the degrees"])
+
+
+def test_load_step_names_the_steps_that_there_are(mistake: Callable[..., str]) -> None:
+    for step in (20, 100):
+        Path(f"run/checkpoint/step-{step}").mkdir(parents=True)
+    line = mistake(str(RECIPE), "--checkpoint.load_step", "7")
+    assert_says(line, ["checkpoint.load_step is 7", "there are steps 20, 100"])
+
+
+def test_every_mistake_of_a_file_also_counts_in_a_dry_run(mistake: Callable[..., str]) -> None:
+    assert_says(mistake(str(RECIPE), "--training.stesp", "3", "--dry-run"), ["unknown flag --training.stesp"])
+
+
+def test_less_text_than_one_batch(tmp_path: Path) -> None:
+    (tmp_path / "tiny.txt").write_text("Shall I compare thee to a summer's day?\n")
+    run = train(tmp_path, "--dataloader.dataset_path", "tiny.txt", "--validator.no-enable")
+    assert (run.status, run.err.count("\n")) == (2, 1)
+    assert "Traceback" not in run.out + run.err
+    assert_says(run.err, ["text"])
+
+
+def test_checkpoint_of_another_optimizer(tmp_path: Path) -> None:
+    flags = ("--validator.no-enable", "--lr_scheduler.warmup_steps", 1)
+    first = train(tmp_path, "--training.steps", 2, *flags)
+    assert (first.status, first.err) == (0, "")
+    run = train(tmp_path, "--training.steps", 4, "--optimizer.name", "adamw", *flags)
+    assert (run.status, run.err.count("\n")) == (2, 1)
+    assert "Traceback" not in run.out + run.err
+    assert_says(run.err, ["run/checkpoint", "another model or optimizer", "choose another dump_folder"])

@@ -1,0 +1,278 @@
+"""`AsyncOptimizers`: who updates which parameter, and that checkpoints hold all of its state."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from titan_async.errors import UserError
+from titan_async.optim import ErrorFeedback, Muon
+from titan_async.training.recipe_file import resolve
+
+LAYER_MATRICES = {
+    "attention.qkv_linear.wq",
+    "attention.qkv_linear.wk",
+    "attention.qkv_linear.wv",
+    "attention.wo",
+    "feed_forward.w1",
+    "feed_forward.w2",
+    "feed_forward.w3",
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    """The debug recipe's model, without memory."""
+    from titan_async.recipes.debug import debug
+
+    with torch.device("meta"):
+        return debug().model_spec.model.build()
+
+
+class Stage(nn.Module):
+    """The middle of a decoder: one layer with a norm, and neither embedding nor head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleDict({"3": nn.ModuleDict({"wq": nn.Linear(4, 6), "norm": nn.LayerNorm(4)})})
+
+
+def config_of(text: str, folder: Path) -> Any:
+    """The optimizer section that a recipe file gives."""
+    path = folder / "x.toml"
+    path.write_text(f'recipe = "debug"\n{text}', encoding="utf-8")
+    return resolve([str(path)]).optimizer
+
+
+def build(text: str, folder: Path, model: nn.Module) -> Any:
+    return config_of(text, folder).build(model_parts=[model])
+
+
+def unwrapped(optimizers: Any) -> Iterator[torch.optim.Optimizer]:
+    for optimizer in optimizers.optimizers:
+        yield optimizer.optimizer if isinstance(optimizer, ErrorFeedback) else optimizer
+
+
+def names_by_optimizer(optimizers: Any) -> dict[str, set[str]]:
+    return {
+        type(optimizer).__name__: {name for group in optimizer.param_groups for name in group["param_names"]}
+        for optimizer in unwrapped(optimizers)
+    }
+
+
+def train_a_step(model: nn.Module, optimizers: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizers.step()
+    optimizers.zero_grad()
+
+
+def test_the_debug_recipe_gives_hidden_matrices_to_muon_and_the_rest_to_adamw(
+    tmp_path: Path, model: nn.Module
+) -> None:
+    names = names_by_optimizer(build("", tmp_path, model))
+    layers = range(6)
+    assert names["Muon"] == {f"layers.{i}.{matrix}.weight" for i in layers for matrix in LAYER_MATRICES}
+    assert names["AdamW"] == {"tok_embeddings.weight", "norm.weight", "lm_head.weight"} | {
+        f"layers.{i}.{norm}.weight" for i in layers for norm in ("attention_norm", "ffn_norm")
+    }
+    assert len(names) == 2
+
+
+@pytest.mark.parametrize(("name", "optimizer"), [("adamw", "AdamW"), ("sgd", "SGD")])
+def test_the_other_names_take_every_parameter(
+    name: str, optimizer: str, tmp_path: Path, model: nn.Module
+) -> None:
+    names = names_by_optimizer(build(f'[optimizer]\nname = "{name}"', tmp_path, model))
+    assert names == {optimizer: {name for name, _ in model.named_parameters()}}
+
+
+def test_the_settings_of_the_named_optimizers_arrive(tmp_path: Path) -> None:
+    text = """
+        [optimizer.muon]
+        lr = 0.05
+        momentum = 0.9
+        nesterov = false
+        adjust_lr = "original"
+        ns_steps = 4
+        coefficients = "polar_express"
+        [optimizer.adamw]
+        lr = 0.001
+        beta1 = 0.8
+        beta2 = 0.99
+        eps = 1e-6
+        weight_decay = 0.2
+    """
+    muon, adamw = unwrapped(build(text, tmp_path, Stage()))
+    (group,) = muon.param_groups
+    wanted = {"lr": 0.05, "momentum": 0.9, "nesterov": False, "adjust_lr": "original", "weight_decay": 0.1}
+    assert {key: group[key] for key in wanted} == wanted
+    assert (group["ns_steps"], group["ns_coefficients"]) == (4, "polar_express")
+    (group,) = adamw.param_groups
+    wanted = {"lr": 0.001, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.2}
+    assert {key: group[key] for key in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "strength", "level"),
+    [
+        ("", 1.0, "update"),
+        ('[optimizer.error_feedback]\nstrength = 0.5\nlevel = "gradient"', 0.5, "gradient"),
+    ],
+)
+def test_error_feedback_wraps_every_optimizer(text: str, strength: float, level: str, tmp_path: Path) -> None:
+    optimizers = build(text, tmp_path, Stage()).optimizers
+    assert len(optimizers) == 2
+    for optimizer in optimizers:
+        assert isinstance(optimizer, ErrorFeedback)
+        assert (optimizer.strength, optimizer.level) == (strength, level)
+
+
+@pytest.mark.parametrize("setting", ["enable = false", "strength = 0.0"])
+def test_error_feedback_that_is_off_wraps_nothing(setting: str, tmp_path: Path) -> None:
+    optimizers = build(f"[optimizer.error_feedback]\n{setting}", tmp_path, Stage()).optimizers
+    assert [type(optimizer) for optimizer in optimizers] == [Muon, torch.optim.AdamW]
+
+
+GROUPS = """
+    [[optimizer.param_groups]]
+    pattern = 'tok_embeddings|lm_head'
+    optimizer_name = "SGD"
+    optimizer_kwargs = {lr = 0.5}
+
+    [[optimizer.param_groups]]
+    pattern = 'norm|bias'
+    optimizer_name = "AdamW"
+    optimizer_kwargs = {lr = 0.25, betas = [0.7, 0.8], weight_decay = 0.0}
+
+    [[optimizer.param_groups]]
+    pattern = '\\.wq\\.'
+    optimizer_name = "AdamW"
+    optimizer_kwargs = {lr = 0.125}
+
+    [[optimizer.param_groups]]
+    pattern = '.*'
+    optimizer_name = "Muon"
+    optimizer_kwargs = {lr = 1}
+"""
+
+
+def test_param_groups_of_a_recipe_file(tmp_path: Path, model: nn.Module) -> None:
+    optimizers = build(GROUPS, tmp_path, model)
+    names = names_by_optimizer(optimizers)
+    assert names["SGD"] == {"tok_embeddings.weight", "lm_head.weight"}
+    assert {name for name in names["AdamW"] if "norm" not in name} == {
+        f"layers.{i}.attention.qkv_linear.wq.weight" for i in range(6)
+    }
+    assert set.union(*names.values()) == {name for name, _ in model.named_parameters()}
+    assert sum(map(len, names.values())) == len(list(model.parameters()))
+    (adamw,) = [optimizer for optimizer in unwrapped(optimizers) if type(optimizer) is torch.optim.AdamW]
+    assert [group["lr"] for group in adamw.param_groups] == [0.25, 0.125]
+    assert adamw.param_groups[0]["betas"] == (0.7, 0.8)
+
+
+def test_a_pattern_may_match_nothing_on_one_stage(tmp_path: Path) -> None:
+    optimizers = build(GROUPS, tmp_path, Stage())
+    assert names_by_optimizer(optimizers) == {
+        "AdamW": {"layers.3.wq.bias", "layers.3.wq.weight", "layers.3.norm.weight", "layers.3.norm.bias"}
+    }
+    # One optimizer of two groups, so that the names of its learning rates have a number.
+    assert optimizers.learning_rates() == {"lr/AdamW/0": 0.25, "lr/AdamW/1": 0.125}
+
+
+def test_names_of_learning_rates_follow_the_scheduler(tmp_path: Path) -> None:
+    text = "[optimizer.muon]\nlr = 0.5\n[optimizer.adamw]\nlr = 0.25"
+    optimizers = build(text, tmp_path, Stage())
+    assert optimizers.learning_rates() == {"lr/Muon": 0.5, "lr/AdamW": 0.25}
+    from torchtitan.components.optimizer import LRSchedulersContainer
+
+    scheduler = LRSchedulersContainer.Config(warmup_steps=2).build(optimizers=optimizers, training_steps=10)
+    assert optimizers.learning_rates() == {"lr/Muon": 0.25, "lr/AdamW": 0.125}
+    optimizers.step()
+    scheduler.step()
+    assert optimizers.learning_rates() == {"lr/Muon": 0.5, "lr/AdamW": 0.25}
+
+
+def test_frozen_parameters_need_no_optimizer(tmp_path: Path) -> None:
+    stage = Stage()
+    stage.layers["3"]["norm"].requires_grad_(False)
+    names = names_by_optimizer(build(GROUPS, tmp_path, stage))
+    assert names == {"AdamW": {"layers.3.wq.bias", "layers.3.wq.weight"}}
+
+
+def test_a_parameter_without_group_is_a_mistake(tmp_path: Path) -> None:
+    text = "[[optimizer.param_groups]]\npattern = 'norm'\noptimizer_name = 'AdamW'"
+    with pytest.raises(
+        UserError, match=re.escape("matches the parameter layers.3.wq.weight; add a last group")
+    ):
+        build(text, tmp_path, Stage())
+
+
+FEEDBACKS = {
+    "update": "",
+    "gradient": '[optimizer.error_feedback]\nlevel = "gradient"',
+    "off": "[optimizer.error_feedback]\nenable = false",
+}
+
+
+@pytest.mark.parametrize("feedback", FEEDBACKS.values(), ids=FEEDBACKS)
+def test_state_goes_through_torchtitans_checkpointing(feedback: str, tmp_path: Path) -> None:
+    # The same updates with and without a round trip in between: into new objects, which have no state yet.
+    unbroken, broken = Stage(), Stage()
+    optimizers = build(feedback, tmp_path, unbroken)
+    others = build(feedback, tmp_path, broken)
+    for seed in (1, 2):
+        train_a_step(unbroken, optimizers, seed)
+        train_a_step(broken, others, seed)
+    state = {
+        key: value.clone() if torch.is_tensor(value) else value for key, value in others.state_dict().items()
+    }
+    resumed = Stage()
+    resumed.load_state_dict(broken.state_dict())
+    loaded = build(feedback, tmp_path, resumed)
+    loaded.load_state_dict(state)
+    for seed in (3, 4):
+        train_a_step(unbroken, optimizers, seed)
+        train_a_step(resumed, loaded, seed)
+    for name, parameter in unbroken.named_parameters():
+        assert torch.equal(parameter, resumed.get_parameter(name)), name
+
+    # Keys are the parameters' names, whatever stage they are on.
+    matrix = "layers.3.wq.weight"
+    assert any(key.startswith(f"state.{matrix}.momentum_buffer") for key in state)
+    histories = [key for key in state if "error_feedback_" in key]
+    assert all(matrix in key or "norm" in key or "bias" in key for key in histories)
+    assert bool(histories) == (feedback != FEEDBACKS["off"])
+
+
+def test_reading_the_state_before_the_first_step_changes_nothing(tmp_path: Path) -> None:
+    # torchtitan then creates the state by a step of its own, which must not count as the first update: it
+    # would be corrected by a displacement of zero, that is, doubled. (Not with AdamW, which counts steps.)
+    asked, other = Stage(), Stage()
+    text = '[optimizer]\nname = "sgd"'
+    optimizers, others = build(text, tmp_path, asked), build(text, tmp_path, other)
+    assert optimizers.state_dict()
+    for name, parameter in other.named_parameters():
+        assert torch.equal(parameter, asked.get_parameter(name)), name
+    for seed in (1, 2):
+        train_a_step(asked, optimizers, seed)
+        train_a_step(other, others, seed)
+    for name, parameter in other.named_parameters():
+        assert torch.equal(parameter, asked.get_parameter(name)), name
+
+
+def test_a_config_is_not_changed_by_building(tmp_path: Path) -> None:
+    config = config_of("", tmp_path)
+    before = dataclasses.asdict(config)
+    config.build(model_parts=[Stage()])
+    assert dataclasses.asdict(config) == before
+    assert config.param_groups == []
