@@ -116,7 +116,8 @@ def presplit(rank, group, m):
             else:
                 args, options = feed(stage, inputs[b], targets[b])
                 schedule.step(*args, **options)
-        gradients.append([p.grad for p in stage.submod.parameters()])
+        gradients.append([p.grad.clone() for p in stage.submod.parameters()])
+        schedule.drain()
     return gradients
 
 
@@ -290,9 +291,11 @@ def memory(rank, group, m):
         schedule.step(*args, **options)
     size = sum(p.untyped_storage().nbytes() for p in stage.submod.parameters())
     storages = {}
-    for weight in schedule._versions._weights:
+    versions = schedule._versions
+    for weight in versions._weights:
         for p in (weight.master, *weight.stand_ins):
             storages[p.untyped_storage().data_ptr()] = p.untyped_storage().nbytes()
+    schedule.drain()
     return sum(storages.values()) / size
 
 
@@ -326,3 +329,213 @@ def recurrent(rank, group):
 
 def test_modules_with_their_own_weight_lists(pool):
     assert pool.run(1, recurrent) == [True]
+
+
+def group_for_each_direction(rank, group, m, groups):
+    """Gradients with torch's option of one communicator for each direction, and without."""
+    results = []
+    inputs, targets = build_data(3, m)
+    for separate in (False, True):
+        stage, schedule = build(rank, group, m)
+        if separate:
+            stage._downstream_group, stage._upstream_group = groups
+        collected = []
+        for b in range(3):
+            args, options = feed(stage, inputs[b], targets[b])
+            schedule.step(*args, **options)
+            collected += [p.grad.clone() for p in stage.submod.parameters() if p.grad is not None]
+            stage.submod.zero_grad()
+        schedule.drain()
+        results.append(collected + [p.grad for p in stage.submod.parameters()])
+    return results
+
+
+def with_direction_groups(rank, group, m):
+    import torch.distributed as dist
+
+    ranks = list(range(group.size()))
+    return group_for_each_direction(rank, group, m, (dist.new_group(ranks), dist.new_group(ranks)))
+
+
+@pytest.mark.skipif(torch.__version__ < "2.14", reason="torch has no groups for each direction")
+def test_receives_are_waited_for_in_whatever_order_their_handles_come(pool):
+    """With two groups torch returns the handles of a fused batch sorted by group, not by operation."""
+    for together, apart in pool.run(4, with_direction_groups, 6):
+        for a, b in zip(together, apart, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def dropped(rank, group, m):
+    import gc
+
+    inputs, targets = build_data(3, m)
+    for _ in range(3):
+        stage, schedule = build(rank, group, m)
+        for b in range(3):
+            args, options = feed(stage, inputs[b], targets[b])
+            schedule.step(*args, **options)
+        del stage, schedule
+        gc.collect()
+    return True
+
+
+def test_a_schedule_may_be_dropped_with_batches_in_flight(pool):
+    """gloo cancels a send whose handle is collected, and the neighbour would wait for it for ever."""
+    assert pool.run(4, dropped, 4) == [True] * 4
+
+
+class Attributed(nn.Module):
+    """Reads an attribute of its weight, as layers of quantization or tensor parallelism do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8, dtype=torch.float64))
+        self.weight.factor = 3.0
+
+    def forward(self, x):
+        return x @ self.weight * self.weight.factor
+
+
+class Bypassing(nn.Module):
+    """Keeps its weight in a list as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8, dtype=torch.float64))
+        self.hidden = [self.weight]
+
+    def forward(self, x):
+        return x @ self.hidden[0]
+
+
+class Odd(nn.Parameter):
+    pass
+
+
+class Failing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.fails = nn.Linear(8, 8, dtype=torch.float64), False
+
+    def forward(self, x):
+        if self.fails:
+            raise ArithmeticError("as asked")
+        return self.linear(x)
+
+
+def modules_it_cannot_serve(rank, group):
+    inputs, targets = build_data(2, 2)
+
+    def steps(module, between=lambda module, schedule: None):
+        stage, schedule = build(rank, group, 2, module=module)
+        args, options = feed(stage, inputs[0], targets[0])
+        losses = []
+        try:
+            schedule.step(*args, losses=losses, **options)
+            between(module, schedule)
+            schedule.step(*args, **options)
+        except (RuntimeError, NotImplementedError, ArithmeticError) as error:
+            return f"{type(error).__name__}: {error}"
+        return losses[0].item()
+
+    found = {"attribute": steps(Attributed())}
+    module = Attributed()
+    module.weight.factor = 1.0
+    found["other attribute"] = steps(module)
+
+    odd = nn.Linear(8, 8, dtype=torch.float64)
+    odd.weight = Odd(odd.weight.detach())
+    found["subclass"] = steps(odd)
+
+    tied = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
+    tied[1].weight.data = tied[0].weight.data
+    found["tied data"] = steps(tied)
+    found["bypass"] = steps(Bypassing())
+
+    hooked = nn.Linear(8, 8, dtype=torch.float64)
+    hooked.weight.register_hook(lambda gradient: gradient * 0)
+    found["hook"] = steps(hooked)
+
+    def add_hook(module, schedule):
+        module.bias.register_post_accumulate_grad_hook(lambda p: None)
+
+    found["later hook"] = steps(nn.Linear(8, 8, dtype=torch.float64), add_hook)
+
+    def assign(module, schedule):
+        module.load_state_dict({k: v + 1 for k, v in module.state_dict().items()}, assign=True)
+        schedule.drain()
+
+    found["assign"] = steps(nn.Linear(8, 8, dtype=torch.float64), assign)
+
+    def convert(module, schedule):
+        module.float()
+
+    found["dtype"] = steps(nn.Linear(8, 8, dtype=torch.float64), convert)
+
+    def fail(module, schedule):
+        module.fails = True
+        args, options = feed(schedule._stage, inputs[0], targets[0])
+        before = module.linear.weight
+        try:
+            schedule.step(*args, **options)
+        except RuntimeError as error:
+            found["failure"] = str(error.__cause__)
+        assert module.linear.weight is before
+        module.fails = False
+        for call in (schedule.drain, schedule.state_dict):
+            try:
+                call()
+            except RuntimeError as error:
+                found[call.__name__] = str(error)
+
+    found["after a failure"] = steps(Failing(), fail)
+    return found
+
+
+def test_modules_it_cannot_serve_are_refused(pool):
+    (found,) = pool.run(1, modules_it_cannot_serve)
+    inputs, targets = build_data(2, 2)
+    assert found["attribute"] == pytest.approx(float(loss_fn(inputs[0][0] * 3, targets[0][0])))
+    assert found["other attribute"] == pytest.approx(float(loss_fn(inputs[0][0], targets[0][0])))
+    for name, words in {
+        "subclass": ["NotImplementedError", "weight is a Odd"],
+        "tied data": ["NotImplementedError", "0.weight and 1.weight share storage"],
+        "bypass": ["RuntimeError", "weight from outside"],
+        "hook": ["NotImplementedError", "weight has hooks"],
+        "later hook": ["NotImplementedError", "bias has hooks"],
+        "assign": ["RuntimeError", "replaced", "new schedule"],
+        "dtype": ["RuntimeError", "moved", "new schedule"],
+        "failure": ["as asked"],
+        "drain": ["an earlier step failed", "new schedule"],
+        "state_dict": ["an earlier step failed"],
+        "after a failure": ["RuntimeError", "an earlier step failed"],
+    }.items():
+        for word in words:
+            assert word in found[name], (name, found[name])
+
+
+def saved_weights(rank, group):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    plain = build_blocks(1)[0]
+    wrapped = nn.Sequential()
+    wrapped.add_module("block", checkpoint_wrapper(build_blocks(1)[0]))
+    wrapped.compile(backend="eager")
+    _, schedule = build(rank, group, 1, module=wrapped)
+    names = [f"block.{name}" for name, _ in plain.named_parameters()]
+    state = schedule.state_dict()
+    assert list(state) == names
+    mistakes = []
+    for wrong in ({**state, names[0]: torch.zeros(3)}, {names[0]: state[names[0]]}):
+        try:
+            schedule.load_state_dict(wrong)
+        except (ValueError, KeyError) as error:
+            mistakes.append(str(error))
+    assert all(torch.equal(value, state[name]) for name, value in schedule.state_dict().items())
+    return mistakes
+
+
+def test_state_goes_by_plain_names_and_fits_or_is_refused(pool):
+    """Checkpointing of activations may be turned on between a save and a load."""
+    (mistakes,) = pool.run(1, saved_weights)
+    assert "(8,)" in mistakes[0] and "(3,)" in mistakes[0] and len(mistakes) == 2

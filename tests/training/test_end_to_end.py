@@ -281,3 +281,15 @@ def test_a_mistake_under_torchrun_is_one_line_of_ours(
     assert (done.stdout + done.stderr).count(line) == 1
     # torchrun says the rest: that a process failed, and which. No process of ours prints a traceback.
     assert not re.search(r'File ".*titan_async/training/', done.stderr)
+
+
+def test_data_that_ends_early_is_saved_and_told(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("Shall I compare thee to a summer's day? " * 1500)
+    run = train(
+        tmp_path, "--dataloader.dataset_path", "short.txt", "--dataloader.no-infinite",
+        "--validator.no-enable", "--training.seq_len", 128,
+    )  # fmt: skip
+    assert run.status == 0
+    (said,) = re.findall(r"the data ended after step (\d+) of 300", run.out)
+    assert (tmp_path / "run" / "checkpoint" / f"step-{said}").is_dir()
+    assert f"trained {said} steps" in run.out

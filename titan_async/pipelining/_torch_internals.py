@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
+    "canonical_name",
     "forget_input_gradients",
+    "has_hooks",
     "initialize_stage",
     "post_p2p",
     "split_microbatches",
@@ -69,6 +71,17 @@ def forget_input_gradients(stage: _PipelineStageBase, chunk_id: int) -> None:
         buffer = getattr(info, "buffer", None)
         if buffer is not None:
             buffer.grad = None
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether a hook is to run on the gradient of `parameter`, or after it has been accumulated."""
+    hooks = cast(Any, parameter)
+    return bool(hooks._backward_hooks or hooks._post_accumulate_grad_hooks)
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name without what activation checkpointing and `torch.compile` put into it."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 def wrapper_of(module: nn.Module) -> str | None:

@@ -5,8 +5,10 @@ The recurrence it runs, with b the batch and W the weights (arXiv 2606.30634):
     W[b+1] = W[b] - update(g_b),    g_b = gradient of batch b at W[max(b-1, 0)]
 """
 
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
@@ -27,6 +29,8 @@ from titan_async.pipelining.actions import Action, drain_actions, in_flight, ste
 from titan_async.pipelining.weight_versions import WeightVersions
 
 __all__ = ["ScheduleAsync2BW"]
+
+_abandoned: list[tuple[dist.Work, list[dist.P2POp]]] = []
 
 
 class ScheduleAsync2BW(PipelineScheduleSingle):
@@ -94,6 +98,9 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         # of neighbours then agrees on every fused batch, which NCCL insists on.
         self._unsent: list[dist.P2POp] = []
         self._sending: deque[tuple[dist.Work, list[dist.P2POp]]] = deque()
+        # gloo cancels a send whose handle is gone: those of a schedule that is dropped must outlive it.
+        weakref.finalize(self, _abandoned.extend, self._sending).atexit = False
+        self._broken = False
         self._refuse_wrapped()
 
     @property
@@ -126,9 +133,14 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             The merged output of this batch on the last stage if `return_outputs`, else None.
 
         Raises:
-            RuntimeError: under `torch.no_grad()`, or if the set of trainable parameters has changed.
+            RuntimeError: under `torch.no_grad()`, if the set of trainable parameters has changed, or if an
+                earlier `step` or `drain` has failed.
+            NotImplementedError: if a trainable parameter has hooks or is of a class of its own.
             TypeError, ValueError: for inputs that do not fit, as `Schedule1F1B.step`.
+
+        A `GradScaler` must keep its scale constant: a gradient is unscaled one batch after it was scaled.
         """
+        self._refuse_broken()
         if self._has_backward and not torch.is_grad_enabled():
             raise RuntimeError("step() trains and needs gradients; call eval() under torch.no_grad()")
         split_args, split_kwargs, targets = split_microbatches(
@@ -142,9 +154,12 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             raise RuntimeError("batches are in flight; call drain() and apply its gradient before eval()")
 
         stage = self._stage
+        if self._has_backward:
+            self._checked_versions()
         stage.has_backward = self._has_backward
         stage.output_chunks.clear()
-        self._step_microbatches(split_args, split_kwargs, targets, losses, return_outputs, loss_kwargs)
+        with self._breaks_on_error():
+            self._step_microbatches(split_args, split_kwargs, targets, losses, return_outputs, loss_kwargs)
         return self._merge_outputs(stage.output_chunks) if stage.is_last and return_outputs else None
 
     def drain(self) -> bool:
@@ -154,23 +169,28 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         the next `step` still reads the weights as they are now, before the update from this gradient, and
         delivers no gradient. With nothing in flight it does nothing. Every rank must call it.
 
+        To put other weights into the module here, load them into the schedule too (`load_state_dict`), or
+        build a new schedule: the next batch would read the old ones otherwise.
+
         Returns:
             `gradient_ready`: whether a gradient was delivered, so that an update is due.
+
+        Raises:
+            RuntimeError, NotImplementedError: as `step`.
         """
+        self._refuse_broken()
         self._gradient_ready = False
         if self._batch:
-            assert self._versions is not None
+            versions = self._checked_versions()
             batch = self._batch - 1
             stage = self._stage
             actions = drain_actions(stage.stage_index, stage.num_stages, self._n_microbatches, batch)
-            try:
+            with self._breaks_on_error():
                 self._exchange([])
                 self._run(actions, None, [])
                 self._exchange([])
-            finally:
-                self._versions.show(None)
-            self._wait_for_sends(0)
-            self._versions.hold()
+                self._wait_for_sends(0)
+            versions.hold()
             self._deliver(batch)
             self._batch = 0
             self._version_of.clear()
@@ -192,16 +212,38 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
 
         Raises:
             RuntimeError: if batches are in flight; drain first.
-            KeyError: if a trainable parameter of the module is missing.
+            KeyError, ValueError: if a trainable parameter is missing or has another shape, without any
+                change.
         """
         self._idle_versions().set_next_weights(state_dict)
 
     def _idle_versions(self) -> WeightVersions:
+        self._refuse_broken()
         if self._batch:
             raise RuntimeError("batches are in flight; call drain() and apply its gradient first")
+        return self._checked_versions()
+
+    def _checked_versions(self) -> WeightVersions:
         if self._versions is None:
+            self._refuse_wrapped()
             self._versions = WeightVersions(self._stage.submod)
+        self._versions.check_unchanged()
         return self._versions
+
+    @contextmanager
+    def _breaks_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            # Neighbours may hold messages that nobody will take, and gradients are half summed up.
+            self._broken = True
+            raise
+
+    def _refuse_broken(self) -> None:
+        if self._broken:
+            raise RuntimeError(
+                "an earlier step failed and what was in flight is lost; build a new schedule on every rank"
+            )
 
     def _step_microbatches(
         self,
@@ -232,18 +274,13 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             losses[:] = batch_losses
 
     def _train(self, forward: Callable[[int], None], losses: list[Tensor]) -> None:
-        if self._versions is None:
-            self._refuse_wrapped()
-            self._versions = WeightVersions(self._stage.submod)
+        assert self._versions is not None
         batch, stage = self._batch, self._stage
         self._version_of[batch] = version = self._versions.read()
         if not self._tail:
             self._versions.release_other(version)
         actions = step_actions(stage.stage_index, stage.num_stages, self._n_microbatches, batch)
-        try:
-            self._run(actions, forward, losses)
-        finally:
-            self._versions.show(None)
+        self._run(actions, forward, losses)
         if self._tail:
             self._versions.preserve(version)
         self._batch += 1
@@ -253,6 +290,17 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             del self._version_of[batch - 1]
 
     def _run(
+        self, actions: list[Action], forward: Callable[[int], None] | None, losses: list[Tensor]
+    ) -> None:
+        assert self._versions is not None
+        marks = self._versions.gradient_marks()
+        try:
+            self._execute(actions, forward, losses)
+        finally:
+            self._versions.show(None)
+        self._versions.check_bypassed(marks)
+
+    def _execute(
         self, actions: list[Action], forward: Callable[[int], None] | None, losses: list[Tensor]
     ) -> None:
         assert self._versions is not None
@@ -311,7 +359,9 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         if not ops:
             return
         works = post_p2p(ops)
-        separate = len(works) == len(ops)  # gloo: one handle an op; NCCL: one for a mixed batch
+        # gloo gives one handle an op, NCCL one for a mixed batch. With a group for each direction they
+        # come in another order than the ops.
+        separate = len(works) == len(ops) and len({op.group for op in ops}) == 1
         for index, work in enumerate(works):
             if receives and (not separate or index >= len(sends)):
                 work.wait()

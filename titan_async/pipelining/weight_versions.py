@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["WeightVersions"]
+from titan_async.pipelining._torch_internals import canonical_name, has_hooks
 
+__all__ = ["WeightVersions"]
 
 _HOME = 0  # the version whose storage is that of the masters at the start
 
@@ -36,22 +37,44 @@ def _can_hold(target: Tensor, values: Tensor) -> bool:
 
 
 def _collect(module: nn.Module) -> list[_Weight]:
-    names = {parameter: name for name, parameter in module.named_parameters()}
+    names = {parameter: canonical_name(name) for name, parameter in module.named_parameters()}
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for submodule in module.modules():
         for name, parameter in submodule.named_parameters(recurse=False, remove_duplicate=False):
             if parameter.requires_grad:
                 owners.setdefault(parameter, []).append((submodule, name))
+    at: dict[int, str] = {}
+    for parameter in owners:
+        _refuse(parameter, names[parameter])
+        other = at.setdefault(parameter.data_ptr(), names[parameter])
+        if other != names[parameter] and parameter.numel():
+            raise NotImplementedError(
+                f"the parameters {other} and {names[parameter]} share storage without being one parameter; "
+                "tie them by assigning one nn.Parameter to both modules"
+            )
     return [
-        _Weight(
-            names[parameter],
-            parameter,
-            tuple(places),
-            # Not detach(), which would share autograd's version counter with the parameter.
-            (nn.Parameter(parameter.data), nn.Parameter(parameter.data)),
-        )
+        _Weight(names[parameter], parameter, tuple(places), (_stand_in(parameter), _stand_in(parameter)))
         for parameter, places in owners.items()
     ]
+
+
+def _refuse(parameter: nn.Parameter, name: str) -> None:
+    if type(parameter) is not nn.Parameter:
+        raise NotImplementedError(
+            f"the parameter {name} is a {type(parameter).__name__}; Async2BW supports plain nn.Parameters"
+        )
+    if has_hooks(parameter):
+        raise NotImplementedError(
+            f"the parameter {name} has hooks on its gradient, which Async2BW would not run; change the "
+            "gradient in .grad after step() instead"
+        )
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    # Not of detach(), which would share autograd's version counter with the parameter.
+    stand_in = nn.Parameter(parameter.data)
+    stand_in.__dict__.update(parameter.__dict__)  # what a forward may read from its weights
+    return stand_in
 
 
 class WeightVersions:
@@ -60,11 +83,13 @@ class WeightVersions:
     Between batches the module shows its own parameters, and their values are what the next batch reads.
     While batches are in flight their storage changes from batch to batch, so that a tensor taken as
     `p.data` or `p.detach()` does not follow later updates; after `hold` it is the first one again.
-    Frozen parameters have no versions. Gradients of a batch gather on the stand-ins; hooks registered on
-    the module's own parameters do not run.
+    Frozen parameters have no versions. Gradients of a batch gather on the stand-ins.
 
     Args:
-        module: a module whose parameters are plain tensors, on any device.
+        module: a module whose trainable parameters are plain `nn.Parameter`s, on any device.
+
+    Raises:
+        NotImplementedError: if one is of another class, has hooks, or shares storage with another.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -75,7 +100,6 @@ class WeightVersions:
 
     def read(self) -> int:
         """The version that the next batch is to use: the masters' values now, or those that were held."""
-        self._check_unchanged()
         if self._held is not None:
             version, self._held = self._held, None
             return version
@@ -118,6 +142,12 @@ class WeightVersions:
 
     def set_next_weights(self, values: dict[str, Tensor]) -> None:
         """Let the next batch read `values`, which name every trainable parameter. None may be in flight."""
+        for weight in self._weights:
+            if values[weight.name].shape != weight.master.shape:
+                raise ValueError(
+                    f"the weight {weight.name} has shape {tuple(weight.master.shape)} in the module but "
+                    f"{tuple(values[weight.name].shape)} in what is loaded"
+                )
         self.hold()
         assert self._held is not None
         with torch.no_grad():
@@ -168,10 +198,42 @@ class WeightVersions:
             elif gradient is not None:
                 weight.master.grad.add_(gradient)
 
-    def _check_unchanged(self) -> None:
+    def check_unchanged(self) -> None:
+        """Refuse to go on with a module whose trainable parameters are no longer those of the start.
+
+        Raises:
+            RuntimeError: if one was replaced, frozen, added, or changed its dtype or device.
+            NotImplementedError: if one has got a hook.
+        """
         now = {p for p in self._module.parameters() if p.requires_grad}
-        if len(now) != len(self._weights) or any(w.master not in now for w in self._weights):
+        if len(now) != len(self._weights) or not all(
+            weight.master in now
+            and all(getattr(submodule, name) is weight.master for submodule, name in weight.owners)
+            and weight.master.dtype == weight.stand_ins[_HOME].dtype
+            and weight.master.device == weight.stand_ins[_HOME].device
+            for weight in self._weights
+        ):
             raise RuntimeError(
-                "the trainable parameters of the stage's module were replaced, frozen or added while it was "
-                "training; build a new schedule after such a change"
+                "the trainable parameters of the stage's module were replaced, frozen, added or moved while "
+                "it was training; call drain() before such a change and build a new schedule after it"
             )
+        for weight in self._weights:
+            _refuse(weight.master, weight.name)
+
+    def gradient_marks(self) -> list[tuple[int, int] | None]:
+        """What tells whether anything has touched the `.grad` of the module's own parameters."""
+        gradients = (weight.master.grad for weight in self._weights)
+        return [None if g is None else (id(g), g._version) for g in gradients]
+
+    def check_bypassed(self, marks: list[tuple[int, int] | None]) -> None:
+        """Refuse a module that reaches its parameters by other ways than its attributes.
+
+        Raises:
+            RuntimeError: if a backward has put gradients where `gradient_marks` saw none.
+        """
+        for weight, before, now in zip(self._weights, marks, self.gradient_marks(), strict=True):
+            if before != now:
+                raise RuntimeError(
+                    f"the module uses its parameter {weight.name} from outside of its modules' attributes (a "
+                    "list or a closure, say), where Async2BW cannot put the right version of it"
+                )

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchtitan.components.checkpointer import BaseCheckpointManager
-from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.dataloader import BaseDataLoader, DataloaderExhaustedError
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.validate import Validator
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.common.moe import MoE
 from torchtitan.trainer import Trainer
 
 from titan_async.errors import UserError
@@ -81,10 +82,12 @@ class AsyncTrainer(Trainer):
     def train(self) -> None:
         """Train up to `training.steps`, resuming from the latest checkpoint, and say what came out."""
         self._first_step: int | None = None
+        self._data_ended = False
         start = time.perf_counter()
         try:
             super().train()
-            self._drain_and_update()  # in flight only if the data ended before the last step
+            if self._data_ended:
+                self._save_at_the_end_of_data()
         finally:
             self.reporter.stop()
         self._summarize(time.perf_counter() - start)
@@ -97,7 +100,11 @@ class AsyncTrainer(Trainer):
         config, dims = self.config, self.parallel_dims
         self.optimizers.zero_grad(set_to_none=config.training.disable_cuda_graphs)
         rates = self._learning_rates()
-        groups, local_valid_tokens = self._next_batch(data_iterator)
+        try:
+            groups, local_valid_tokens = self._next_batch(data_iterator)
+        except DataloaderExhaustedError:
+            self._data_ended = True
+            raise  # torchtitan then leaves its loop
         global_valid_tokens = local_valid_tokens.to(self.device)
         if dims.dp_enabled:
             global_valid_tokens = dist_utils.dist_sum_tensor(global_valid_tokens, dims.get_mesh("batch"))
@@ -158,6 +165,15 @@ class AsyncTrainer(Trainer):
             if self.pp_schedule.drain():
                 self._update()
                 self.optimizers.zero_grad()
+
+    def _save_at_the_end_of_data(self) -> None:
+        self.step -= 1  # the one for which there was no batch
+        self._drain_and_update()
+        self.checkpointer.save(self.step, last_step=True)
+        self.reporter.say(
+            f"the data ended after step {self.step} of {self.config.training.steps}; give more text, or set "
+            "dataloader.infinite"
+        )
 
     def _learning_rates(self) -> dict[str, float]:
         if isinstance(self.optimizers, AsyncOptimizers):
@@ -289,6 +305,11 @@ def _check_async(config: Trainer.Config) -> None:
         raise ValueError(
             f"Async2BW computes in training.dtype ({training.dtype}): "
             "set training.mixed_precision_param to it"
+        )
+    if config.model_spec is not None and any(config.model_spec.model.traverse(MoE.Config)):
+        raise ValueError(
+            "Async2BW does not support mixtures of experts yet, whose routers change while batches are in "
+            'flight: choose parallelism.pipeline_parallel_schedule = "1F1B"'
         )
     if training.enable_cpu_offload:
         raise ValueError("Async2BW does not offload to the CPU: set training.enable_cpu_offload to false")
