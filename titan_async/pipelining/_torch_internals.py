@@ -6,7 +6,7 @@
 from typing import Any, cast
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
@@ -18,6 +18,7 @@ __all__ = [
     "canonical_name",
     "forget_input_gradients",
     "has_hooks",
+    "identity_of",
     "initialize_stage",
     "post_p2p",
     "split_microbatches",
@@ -77,6 +78,11 @@ def has_hooks(parameter: nn.Parameter) -> bool:
     """Whether a hook is to run on the gradient of `parameter`, or after it has been accumulated."""
     hooks = cast(Any, parameter)
     return bool(hooks._backward_hooks or hooks._post_accumulate_grad_hooks)
+
+
+def identity_of(tensor: Tensor | None) -> tuple[int, int] | None:
+    """Which tensor it is, and how often it has been written to."""
+    return None if tensor is None else (id(tensor), tensor._version)
 
 
 def canonical_name(name: str) -> str:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from titan_async.pipelining._torch_internals import canonical_name, has_hooks
+from titan_async.pipelining._torch_internals import canonical_name, has_hooks, identity_of
 
 __all__ = ["WeightVersions"]
 
@@ -222,8 +222,7 @@ class WeightVersions:
 
     def gradient_marks(self) -> list[tuple[int, int] | None]:
         """What tells whether anything has touched the `.grad` of the module's own parameters."""
-        gradients = (weight.master.grad for weight in self._weights)
-        return [None if g is None else (id(g), g._version) for g in gradients]
+        return [identity_of(weight.master.grad) for weight in self._weights]
 
     def check_bypassed(self, marks: list[tuple[int, int] | None]) -> None:
         """Refuse a module that reaches its parameters by other ways than its attributes.
