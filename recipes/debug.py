@@ -32,8 +32,8 @@ def debug() -> AsyncTrainer.Config:
 
     - Six layers of width 192: with embedding and head counted as a layer each, they split evenly over
       one, two and four stages.
-    - Muon's learning rate with `match_rms_adamw` is on AdamW's scale; of 5e-3 and 1e-2 the larger learned
-      faster at this size, synchronous and delayed alike.
+    - Muon's learning rate with `match_rms_adamw` is on AdamW's scale. Of 5e-3, 1e-2 and 2e-2 the middle one
+      gave the lowest validation loss after 300 delayed steps: 3.986, 3.976, 4.038 (one seed).
     - Warm-up over 10 % of the steps, cosine decay to 10 %, clip 1.0, weight decay 0.1: the settings of
       arXiv 2606.30634.
     - Separate query, key and value matrices, because Muon orthogonalizes each matrix by itself.
