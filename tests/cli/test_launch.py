@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -70,13 +71,13 @@ LAUNCHER = """
 """
 
 
-def start(case: str, folder: Path) -> subprocess.Popen[str]:
+def start(case: str, folder: Path, **variables: str) -> subprocess.Popen[str]:
     (folder / "worker.py").write_text(textwrap.dedent(WORKER))
     environment = {k: v for k, v in os.environ.items() if k not in ("NNODES", "NODE_RANK", "NGPU", "RANK")}
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(LAUNCHER), folder / "worker.py", case, folder],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
+        env=environment | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)} | variables,
     )  # fmt: skip
 
 
@@ -130,6 +131,24 @@ def test_a_signal_to_the_launcher_ends_every_worker(number: signal.Signals, tmp_
     if number != signal.SIGKILL:
         assert (launcher.returncode, err) == (128 + number, f"stopped by {number.name}\n")
     assert_gone(pids)
+
+
+@pytest.mark.parametrize("rank", [{"NODE_RANK": "1"}, {}], ids=["given-rank", "agreed-rank"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_launcher_that_waits_for_other_machines(
+    number: signal.Signals, rank: dict[str, str], tmp_path: Path
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    launcher = start("fine", tmp_path, NNODES="2", MASTER_ADDR="localhost", MASTER_PORT=port, **rank)
+    assert launcher.stderr is not None
+    assert launcher.stderr.readline() == f"waiting for all 2 machines to meet at localhost:{port} ...\n"
+    time.sleep(4)  # torch is imported, and the wait has begun
+    launcher.send_signal(number)
+    _, err = launcher.communicate(timeout=20)
+    assert (launcher.returncode, err) == (128 + number, f"stopped by {number.name}\n")
+    assert not list(tmp_path.glob("titan_async_*")), "the folder of reports is left over"
 
 
 def degrees(pp: int = 1, replicate: int = 1, shard: int = -1, tp: int = 1, cp: int = 1) -> SimpleNamespace:

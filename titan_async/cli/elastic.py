@@ -10,7 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
+import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +22,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from titan_async.training.failures import ERROR_DIR
 
 __all__ = ["Outcome", "WorkerExit", "run_workers"]
 
@@ -65,7 +70,7 @@ def run_workers(command: Sequence[str], nproc: int, rendezvous: dict[str, Any]) 
         shutdown_timeout=GRACE_SECONDS,
         **rendezvous,
     )
-    with _silent(), _noting_stops() as stopped:
+    with _silent(), _ending_at_once_before_workers(), _noting_stops() as stopped:
         try:
             elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as error:
@@ -90,6 +95,50 @@ def _silent() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
+
+
+@contextlib.contextmanager
+def _ending_at_once_before_workers() -> Iterator[None]:
+    """Lets a signal end this process while it waits for the other machines.
+
+    The wait is a call into C++, during which Python runs no signal handler; but the interpreter still
+    writes the signal's number to its wakeup descriptor, which a thread reads. Once there are workers,
+    the agent's handlers take over.
+    """
+    started = threading.Event()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    start = PContext.start
+
+    def noting_start(self: PContext) -> None:
+        started.set()
+        start(self)
+
+    def watch() -> None:
+        for number in iter(lambda: os.read(reader, 1), b""):
+            if not started.is_set():
+                shutil.rmtree(os.environ.get(ERROR_DIR, ""), ignore_errors=True)
+                print(f"stopped by {signal.Signals(number[0]).name}", file=sys.stderr, flush=True)
+                os._exit(128 + number[0])
+
+    def stop(number: int, frame: object) -> None:
+        raise SignalException(f"got {signal.Signals(number).name}", sigval=signal.Signals(number))
+
+    # A signal without a handler in Python is not written; the agent sets its own later.
+    terminate = signal.signal(signal.SIGTERM, stop)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    PContext.start = noting_start  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PContext.start = start  # type: ignore[method-assign]
+        signal.set_wakeup_fd(before)
+        signal.signal(signal.SIGTERM, terminate)
+        os.close(writer)
+        watcher.join()
+        os.close(reader)
 
 
 @contextlib.contextmanager

@@ -188,6 +188,10 @@ def launch(nproc: int, command: Sequence[str]) -> int:
     """
     rendezvous = _rendezvous(os.environ)
 
+    if rendezvous["max_nodes"] > 1:
+        where, nodes = rendezvous["rdzv_endpoint"], rendezvous["max_nodes"]
+        print(f"waiting for all {nodes} machines to meet at {where} ...", file=sys.stderr, flush=True)
+
     from titan_async.cli.elastic import run_workers
 
     with tempfile.TemporaryDirectory(prefix="titan_async_") as folder:
