@@ -83,7 +83,10 @@ def debug() -> AsyncTrainer.Config:
             enable=True, interval=100, last_save_model_only=False, keep_latest_k=2
         ),
         activation_checkpoint=None,
-        debug=DebugConfig(seed=0),  # the same run gives the same numbers
+        debug=DebugConfig(
+            seed=0,  # the same run gives the same numbers
+            enable_structured_logging=False,  # megabytes of trace spans a run
+        ),
     )
 
 

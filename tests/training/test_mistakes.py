@@ -244,6 +244,12 @@ def test_load_step_names_the_steps_that_there_are(mistake: Callable[..., str]) -
     assert_says(line, ["checkpoint.load_step is 7", "there are steps 20, 100"])
 
 
+def test_fewer_steps_than_the_checkpoint_has(mistake: Callable[..., str]) -> None:
+    Path("run/checkpoint/step-320").mkdir(parents=True)
+    line = mistake(str(RECIPE), "--training.steps", "40")
+    assert_says(line, ["training.steps is 40", "step 320", "raise training.steps", "another dump_folder"])
+
+
 def test_every_mistake_of_a_file_also_counts_in_a_dry_run(mistake: Callable[..., str]) -> None:
     assert_says(mistake(str(RECIPE), "--training.stesp", "3", "--dry-run"), ["unknown flag --training.stesp"])
 

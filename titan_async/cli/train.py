@@ -14,7 +14,7 @@ __all__ = ["EXAMPLES", "listing", "run"]
 EXAMPLES = """\
   titan-async train toml_configs/debug_cpu.toml
   titan-async train toml_configs/debug_cpu.toml --training.steps 500 --compile.no-enable
-  titan-async train toml_configs/debug_cpu.toml --optimizer.param_groups.0.optimizer_kwargs.lr 3e-4
+  titan-async train toml_configs/debug_cpu.toml --optimizer.muon.lr 5e-3
   titan-async train toml_configs/debug_cpu.toml --dry-run > my_run.toml
 """
 

@@ -92,8 +92,8 @@ class PackedDataset(IterableDataset[Sample]):
         if state_dict["data"] != self._identity:
             raise UserError(
                 f"The checkpoint stands in other data ({state_dict['data']}) than is configured "
-                f"({self._identity}): set the data as it was, or keep the loader's state out of "
-                "loading with checkpoint.exclude_from_loading."
+                f"({self._identity}): choose another dump_folder for a new run, or set the data as it was, "
+                "or keep the loader's state out of loading with checkpoint.exclude_from_loading."
             )
         self._documents_state = state_dict["documents"]
         self._pairs_done = state_dict["pairs_done"]

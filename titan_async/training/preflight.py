@@ -140,6 +140,12 @@ def _check_folders(config: Trainer.Config) -> None:
             f"checkpoint.load_step is {step}, but {folder / checkpoint.folder} has no such checkpoint: "
             f"{there}"
         )
+    steps = [n for n in _saved_steps(folder / checkpoint.folder) if n > config.training.steps]
+    if step == -1 and steps:
+        raise UserError(
+            f"training.steps is {config.training.steps}, but {folder / checkpoint.folder} has a checkpoint "
+            f"of step {steps[-1]}: raise training.steps to go on from it, or choose another dump_folder"
+        )
     path = checkpoint.initial_load_path
     if path and os.path.isabs(path) and not os.path.isdir(path):
         raise UserError(f"checkpoint.initial_load_path is {path}, which is not a folder: give a checkpoint's")
