@@ -147,7 +147,9 @@ def test_a_signal_ends_a_launcher_that_waits_for_other_machines(
     time.sleep(4)  # torch is imported, and the wait has begun
     launcher.send_signal(number)
     _, err = launcher.communicate(timeout=20)
-    assert (launcher.returncode, err) == (128 + number, f"stopped by {number.name}\n")
+    assert launcher.returncode == 128 + number
+    # The last line: torch's C++ may remark before it that its wait was interrupted.
+    assert err.endswith(f"stopped by {number.name}\n")
     assert not list(tmp_path.glob("titan_async_*")), "the folder of reports is left over"
 
 
