@@ -1,7 +1,6 @@
 """What can be known to be wrong before any process starts: names, files, and sizes that do not fit."""
 
 import copy
-import difflib
 import inspect
 import os
 import re
@@ -18,6 +17,7 @@ from titan_async.data import open_documents
 from titan_async.errors import UserError
 from titan_async.training._titan_internals import split_layers
 from titan_async.training.data import TextDataLoader
+from titan_async.training.edit import nearest
 from titan_async.training.optimizer import FACTORIES, AsyncOptimizers, match_group
 from titan_async.training.pipeline import ASYNC_SCHEDULE, delays_gradients
 
@@ -268,6 +268,6 @@ def _check_split(train: BaseDataLoader.Config, validation: BaseDataLoader.Config
 def _unknown(field: str, value: str, known: Iterable[str]) -> str:
     known = list(known)
     lowered = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(value.lower(), lowered, n=1, cutoff=0.4)
-    hint = f"; did you mean {lowered[close[0]]}?" if close else ""
+    close = nearest(value.lower(), lowered, cutoff=0.4)
+    hint = f"; did you mean {lowered[close]}?" if close else ""
     return f'{field} is "{value}", which is none of {", ".join(known)}{hint}'

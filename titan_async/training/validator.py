@@ -10,6 +10,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import Validator
 
+from titan_async.data import unigram_entropy
 from titan_async.training.data import TextDataLoader
 
 __all__ = ["AsyncValidator"]
@@ -50,5 +51,4 @@ class AsyncValidator(Validator):
         counts = getattr(self, "_counts", None)
         if counts is None:
             return math.nan
-        shares = counts[counts > 0].double() / counts.sum()
-        return float(-(shares * shares.log()).sum())
+        return unigram_entropy(counts.cpu().numpy())
