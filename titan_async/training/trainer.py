@@ -32,6 +32,7 @@ from titan_async.training.data import TextDataLoader
 from titan_async.training.metrics import AsyncMetrics, share_loss
 from titan_async.training.optimizer import AsyncOptimizers
 from titan_async.training.pipeline import adapt_model_spec, delays_gradients
+from titan_async.training.pipeline_config import PipelineConfig
 from titan_async.training.reporter import Reporter, format_duration
 from titan_async.training.validator import AsyncValidator
 
@@ -50,6 +51,7 @@ class AsyncTrainer(Trainer):
         metrics: MetricsProcessor.Config = field(default_factory=AsyncMetrics.Config)
         validator: Validator.Config = field(default_factory=AsyncValidator.Config)
         checkpoint: BaseCheckpointManager.Config = field(default_factory=AsyncCheckpointer.Config)
+        pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
         def __post_init__(self) -> None:
             # By name: a dataclass with slots is another class than the one super() would look for.

@@ -1,0 +1,17 @@
+"""The section `[pipeline]`: what this project adds to torchtitan's options for pipeline parallelism."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["PipelineConfig"]
+
+
+@dataclass(kw_only=True, slots=True)
+class PipelineConfig:
+    """Options of the pipeline that `torchtitan.config.ParallelismConfig` lacks."""
+
+    balance: Literal["layers", "measured"] = "layers"
+    """How the model is split into stages. "layers" is torchtitan's way: the same number of layers on each,
+    where `parallelism.pipeline_parallel_first_stage_less_layers` and `..._last_stage_less_layers` say how
+    many layers the embedding and the head count for. "measured" times a layer, the embedding and the head
+    when training starts, and makes the slowest stage as fast as a split into whole layers can."""
