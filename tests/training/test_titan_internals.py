@@ -10,7 +10,8 @@ cpu.ensure_device()
 def test_the_private_names_are_there():
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
     from torchtitan.components.checkpointer import CheckpointManager
-    from torchtitan.distributed.pipeline_parallel import _build_pipeline_schedule
+    from torchtitan.distributed.pipeline_parallel import _build_pipeline_schedule, _split_module
+    from torchtitan.models.common.decoder import Decoder
 
     from titan_async.training._titan_internals import split_layers
 
@@ -25,6 +26,8 @@ def test_the_private_names_are_there():
         "curr_step",
         "last_step",
     ]
+    assert list(inspect.signature(_split_module).parameters) == ["whole_model", "module_names"]
+    assert Decoder._skip_lm_head is False
     assert split_layers(2, 6, 1, 1) == [
         ["tok_embeddings", "layers.0", "layers.1", "layers.2"],
         ["layers.3", "layers.4", "layers.5", "norm", "lm_head"],

@@ -6,11 +6,13 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
-from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
+from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part, _split_module
 
-__all__ = ["ScheduleParts", "parts_of", "saves_at", "split_layers"]
+__all__ = ["ScheduleParts", "keep_modules", "leave_head_to", "parts_of", "saves_at", "split_layers"]
 
 
 class ScheduleParts(NamedTuple):
@@ -34,3 +36,14 @@ def saves_at(checkpointer: Any, step: int, last_step: bool) -> bool:
 def split_layers(num_stages: int, num_layers: int, first_less: int, last_less: int) -> list[list[str]]:
     """torchtitan's split of a decoder into stages, as module names; ValueError if it cannot be done."""
     return _generate_llm_fqn_per_model_part(num_stages, num_layers, first_less, last_less)
+
+
+def keep_modules(model: nn.Module, names: list[str]) -> nn.Module:
+    """A copy of a decoder on the meta device with these modules only, as torchtitan makes it for a stage."""
+    return _split_module(model, names)
+
+
+def leave_head_to(loss: ChunkedLossWrapper, part: nn.Module) -> None:
+    """Let a chunked loss apply the output projection of the last stage's `part`, as the trainer does."""
+    loss.set_lm_head(part.lm_head)
+    part._skip_lm_head = True

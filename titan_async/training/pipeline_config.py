@@ -13,5 +13,6 @@ class PipelineConfig:
     balance: Literal["layers", "measured"] = "layers"
     """How the model is split into stages. "layers" is torchtitan's way: the same number of layers on each,
     where `parallelism.pipeline_parallel_first_stage_less_layers` and `..._last_stage_less_layers` say how
-    many layers the embedding and the head count for. "measured" times a layer, the embedding and the head
-    when training starts, and makes the slowest stage as fast as a split into whole layers can."""
+    many layers the embedding and the head count for. "measured" instead times forward and backward of each
+    kind of layer, of the embedding and of the head when training starts, and makes the slowest stage as
+    fast as a split into whole layers can."""

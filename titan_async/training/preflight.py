@@ -16,6 +16,7 @@ from torchtitan.trainer import Trainer
 from titan_async.data import open_documents
 from titan_async.errors import UserError
 from titan_async.training._titan_internals import split_layers
+from titan_async.training.balance import KNOWN_MODULES, count_stages
 from titan_async.training.data import TextDataLoader
 from titan_async.training.edit import nearest
 from titan_async.training.optimizer import FACTORIES, AsyncOptimizers, match_group
@@ -55,6 +56,7 @@ def check(config: Trainer.Config, *, world_size: int) -> None:
     _check_folders(config)
     _check_tokenizer(config)
     model = _build_on_meta(config)
+    _check_balance(config, model)
     _check_parameter_groups(config, model)
     _check_optimizers(config, model)
     _check_data(config)
@@ -108,6 +110,8 @@ def _check_stages(config: Trainer.Config) -> None:
         return
     if parallelism.pipeline_parallel_layers_per_stage is not None:
         return  # torchtitan judges this one
+    if _measures_balance(config):
+        return  # counts no layers: see `_check_balance`
     first = parallelism.pipeline_parallel_first_stage_less_layers
     last = parallelism.pipeline_parallel_last_stage_less_layers
     try:
@@ -185,6 +189,45 @@ def _build_on_meta(config: Trainer.Config) -> nn.Module:
             return config.model_spec.model.build()
     except (ValueError, NotImplementedError) as error:
         raise UserError(f"the model: {' '.join(str(error).split())}") from error
+
+
+def _measures_balance(config: Trainer.Config) -> bool:
+    pipeline = getattr(config, "pipeline", None)  # torchtitan's own trainer has no such section
+    return (
+        pipeline is not None
+        and pipeline.balance == "measured"
+        and config.parallelism.pipeline_parallel_degree > 1
+    )
+
+
+def _check_balance(config: Trainer.Config, model: nn.Module) -> None:
+    if not _measures_balance(config):
+        return
+    parallelism = config.parallelism
+    for name in ("module_fqns_per_model_part", "pipeline_parallel_layers_per_stage"):
+        if getattr(parallelism, name) is not None:
+            raise UserError(
+                f'pipeline.balance = "measured" chooses itself what parallelism.{name} prescribes: '
+                f'unset {name}, or set pipeline.balance to "layers"'
+            )
+    if parallelism.expert_parallel_degree > 1:
+        raise UserError(
+            'pipeline.balance = "measured" times layers on one process, which does not work with '
+            f"parallelism.expert_parallel_degree = {parallelism.expert_parallel_degree}: set it to 1, or "
+            'pipeline.balance to "layers"'
+        )
+    children = {name for name, child in model.named_children() if any(True for _ in child.parameters())}
+    if children != set(KNOWN_MODULES):
+        raise UserError(
+            f'pipeline.balance = "measured" needs a model of {", ".join(KNOWN_MODULES)}, but '
+            f'{config.model_spec.name} has {", ".join(sorted(children))}: set it to "layers"'
+        )
+    layers, stages = len(config.model_spec.model.layers), count_stages(parallelism)
+    if stages > layers + 2:
+        raise UserError(
+            f"a model of {layers} layers does not split into {stages} stages, at least one on each but the "
+            "first and the last: lower parallelism.pipeline_parallel_degree"
+        )
 
 
 def _check_parameter_groups(config: Trainer.Config, model: nn.Module) -> None:

@@ -27,6 +27,7 @@ from torchtitan.trainer import Trainer
 from titan_async.errors import UserError
 from titan_async.training import cpu
 from titan_async.training._titan_internals import saves_at
+from titan_async.training.balance import balance_model_spec
 from titan_async.training.checkpoint import NEXT_WEIGHTS, AsyncCheckpointer
 from titan_async.training.data import TextDataLoader
 from titan_async.training.metrics import AsyncMetrics, share_loss
@@ -62,7 +63,8 @@ class AsyncTrainer(Trainer):
     def __init__(self, config: Config) -> None:
         self.delayed = delays_gradients(config.parallelism)
         config = cpu.adapt_config(config)
-        config = dataclasses.replace(config, model_spec=adapt_model_spec(config.model_spec))
+        model_spec = balance_model_spec(config.model_spec, config.pipeline)
+        config = dataclasses.replace(config, model_spec=adapt_model_spec(model_spec))
         if isinstance(config.optimizer, AsyncOptimizers.Config) and not self.delayed:
             feedback = dataclasses.replace(config.optimizer.error_feedback, enable=False)
             config.optimizer = dataclasses.replace(config.optimizer, error_feedback=feedback)
