@@ -11,7 +11,6 @@ from torch.distributed.pipelining.schedules import Schedule1F1B
 from tests.support.processes import WorkerPool
 from tests.support.recurrence import build_blocks, build_data, loss_fn
 from titan_async.pipelining import ScheduleAsync2BW
-from titan_async.pipelining import schedule as schedule_module
 
 
 @pytest.fixture(scope="module")
@@ -49,21 +48,77 @@ def test_fewer_microbatches_than_stages_is_refused_on_every_rank(pool, d, m):
 
 
 def wrapped(rank, group):
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+    from torch.distributed.tensor import DTensor, Replicate
     from torch.nn.parallel import DistributedDataParallel
 
-    messages = []
-    for wrap in (lambda m: fully_shard(m), lambda m: DistributedDataParallel(m, process_group=group)):
+    mesh = DeviceMesh("cpu", [0])
+
+    def parts_only(module):
+        fully_shard(module[0], mesh=mesh, reshard_after_forward=False)
+        return module
+
+    def reshards(module):
+        fully_shard(module[0], mesh=mesh, reshard_after_forward=True)
+        return fully_shard(module, mesh=mesh)
+
+    def ignores(module):
+        return fully_shard(module, mesh=mesh, ignored_params=set(module[0].parameters()))
+
+    def offloads(module):
+        return fully_shard(module, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+    def as_dtensors(module):
+        for name, parameter in list(module[0].named_parameters()):
+            whole = DTensor.from_local(parameter.detach(), mesh, [Replicate()])
+            module[0].register_parameter(name, nn.Parameter(whole))
+        return module
+
+    messages = {}
+    x = torch.zeros(1, 8)
+
+    def data_parallel(module):
+        return DistributedDataParallel(module, process_group=group)
+
+    for wrap in (
+        data_parallel,
+        parts_only,
+        reshards,
+        ignores,
+        offloads,
+        as_dtensors,
+    ):
+        module = wrap(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
         try:
-            build(rank, group, 1, module=wrap(nn.Linear(8, 8)))
+            build(rank, group, 1, module=module)[1].step(x, target=x)
         except NotImplementedError as error:
-            messages.append(str(error))
+            messages[wrap.__name__] = str(error)
     return messages
 
 
-def test_wrapped_modules_are_refused(pool):
+def test_what_is_not_supported_is_refused(pool):
     (messages,) = pool.run(1, wrapped)
-    assert "fully_shard" in messages[0] and "DistributedDataParallel" in messages[1]
+    for name, words in {
+        "data_parallel": "DistributedDataParallel",
+        "parts_only": "whole module of a stage",
+        "reshards": "reshard_after_forward=False",
+        "ignores": "ignored_params",
+        "offloads": "offload",
+        "as_dtensors": "DTensor parameters outside of fully_shard",
+    }.items():
+        assert words in messages[name]
+
+
+def several_stages(rank, group):
+    stage, _ = build(rank, group, 1)
+    with pytest.raises(NotImplementedError, match="one stage a rank"):
+        ScheduleAsync2BW([stage, stage], 2, loss_fn=loss_fn)
+    return True
+
+
+def test_several_stages_a_rank_are_refused(pool):
+    assert pool.run(1, several_stages) == [True]
 
 
 def synchronous_then_async(rank, group, m, scale_grads):
@@ -150,45 +205,6 @@ def test_gradients_accumulate_until_zeroed(pool):
     for (first, second), total in pool.run(2, accumulated, 2):
         for a, b, both in zip(first, second, total, strict=True):
             torch.testing.assert_close(a + b, both)
-
-
-def messages_sent(rank, group, m, batches):
-    """Every fused batch of messages, as (kind, peer) pairs, in the order this rank starts them."""
-    log = []
-    post = schedule_module.post_p2p
-
-    def record(ops):
-        log.append([(op.op.__name__, op.peer) for op in ops])
-        return post(ops)
-
-    inputs, targets = build_data(batches, m)
-    stage, schedule = build(rank, group, m)
-    schedule_module.post_p2p = record
-    try:
-        for b in range(batches):
-            args, options = feed(stage, inputs[b], targets[b])
-            schedule.step(*args, **options)
-            if b in (1, batches - 1):
-                schedule.drain()
-                with torch.no_grad():
-                    schedule.eval(*args, **options)
-    finally:
-        schedule_module.post_p2p = post
-    return log
-
-
-@pytest.mark.parametrize(("d", "m"), [(2, 2), (2, 5), (4, 4), (4, 6)])
-def test_neighbours_agree_on_every_fused_batch(pool, d, m):
-    """NCCL matches by order within a pair, and fused batches only with fused ones."""
-    logs = pool.run(d, messages_sent, m, 4)
-    mirror = {"isend": "irecv", "irecv": "isend"}
-    for left in range(d - 1):
-        right = left + 1
-        of_left = [sorted(kind for kind, _ in ops) for ops in logs[left] if ops[0][1] == right]
-        of_right = [sorted(mirror[kind] for kind, _ in ops) for ops in logs[right] if ops[0][1] == left]
-        assert of_left == of_right and len(of_left) > 4 * m
-    for log in logs:
-        assert all(len({peer for _, peer in ops}) == 1 for ops in log), "one batch spans two neighbours"
 
 
 def mistakes(rank, group, m):
@@ -291,8 +307,7 @@ def memory(rank, group, m):
         schedule.step(*args, **options)
     size = sum(p.untyped_storage().nbytes() for p in stage.submod.parameters())
     storages = {}
-    versions = schedule._versions
-    for weight in versions._weights:
+    for weight in schedule._versions._weights._weights:
         for p in (weight.master, *weight.stand_ins):
             storages[p.untyped_storage().data_ptr()] = p.untyped_storage().nbytes()
     schedule.drain()
@@ -329,40 +344,6 @@ def recurrent(rank, group):
 
 def test_modules_with_their_own_weight_lists(pool):
     assert pool.run(1, recurrent) == [True]
-
-
-def group_for_each_direction(rank, group, m, groups):
-    """Gradients with torch's option of one communicator for each direction, and without."""
-    results = []
-    inputs, targets = build_data(3, m)
-    for separate in (False, True):
-        stage, schedule = build(rank, group, m)
-        if separate:
-            stage._downstream_group, stage._upstream_group = groups
-        collected = []
-        for b in range(3):
-            args, options = feed(stage, inputs[b], targets[b])
-            schedule.step(*args, **options)
-            collected += [p.grad.clone() for p in stage.submod.parameters() if p.grad is not None]
-            stage.submod.zero_grad()
-        schedule.drain()
-        results.append(collected + [p.grad for p in stage.submod.parameters()])
-    return results
-
-
-def with_direction_groups(rank, group, m):
-    import torch.distributed as dist
-
-    ranks = list(range(group.size()))
-    return group_for_each_direction(rank, group, m, (dist.new_group(ranks), dist.new_group(ranks)))
-
-
-@pytest.mark.skipif(torch.__version__ < "2.14", reason="torch has no groups for each direction")
-def test_receives_are_waited_for_in_whatever_order_their_handles_come(pool):
-    """With two groups torch returns the handles of a fused batch sorted by group, not by operation."""
-    for together, apart in pool.run(4, with_direction_groups, 6):
-        for a, b in zip(together, apart, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def dropped(rank, group, m):

@@ -3,27 +3,40 @@
 `tests/pipelining/test_torch_internals.py` fails when one of these names is gone.
 """
 
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 __all__ = [
     "canonical_name",
     "forget_input_gradients",
+    "group_of",
     "has_hooks",
     "identity_of",
     "initialize_stage",
-    "post_p2p",
+    "is_fully_sharded",
+    "joint_group",
+    "keep_buffers",
+    "local_part",
+    "own_output",
+    "reshard",
     "split_microbatches",
-    "wrapper_of",
+    "unsupported_wrapper",
+    "write_count",
 ]
+
+_joined: Counter[tuple[int, ...]] = Counter()
 
 
 def initialize_stage(
@@ -34,6 +47,31 @@ def initialize_stage(
         schedule._initialize_stage(args, kwargs, target, loss_kwargs)
     else:
         cast(Any, schedule)._initialize_stage(args, kwargs)
+
+
+def group_of(stage: _PipelineStageBase) -> dist.ProcessGroup:
+    """The process group over which the stages of a pipeline lie."""
+    return stage.group if stage.group is not None else distributed_c10d._get_default_group()
+
+
+def joint_group(ranks: Iterable[int]) -> dist.ProcessGroup:
+    """A new process group, made by its members alone.
+
+    torch names such a group by the number of groups that the process has made before, and members that
+    have made different numbers wait for each other for ever. Here the number is that of groups of the very
+    same ranks.
+    """
+    members = tuple(sorted(ranks))
+    _joined[members] += 1
+    name = hashlib.sha1(f"titan_async {members} {_joined[members]}".encode()).hexdigest()
+    torch_name = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        group = dist.new_group(list(members), use_local_synchronization=True)
+    finally:
+        distributed_c10d._hash_ranks_to_str = torch_name
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def split_microbatches(
@@ -61,9 +99,14 @@ def split_microbatches(
     return split_args, split_kwargs, targets
 
 
-def post_p2p(ops: list[dist.P2POp]) -> list[dist.Work]:
-    """Start a fused batch of sends and receives."""
-    return schedules._batch_p2p(ops)
+def keep_buffers(stage: _PipelineStageBase, slots: int) -> None:
+    """Drop the receive buffers of all chunks but the first `slots`; torch makes one for each microbatch."""
+    infos = [stage.args_recv_info]
+    if stage.has_backward:
+        infos.append(stage.grad_recv_info)
+    for info in infos:
+        for chunk_id in [chunk_id for chunk_id in info if chunk_id >= slots]:
+            del info[chunk_id]
 
 
 def forget_input_gradients(stage: _PipelineStageBase, chunk_id: int) -> None:
@@ -72,6 +115,32 @@ def forget_input_gradients(stage: _PipelineStageBase, chunk_id: int) -> None:
         buffer = getattr(info, "buffer", None)
         if buffer is not None:
             buffer.grad = None
+
+
+def own_output(stage: _PipelineStageBase, chunk_id: int) -> None:
+    """Copy what the last stage returns of a chunk if it lies in its receive buffer, which is used again."""
+    received = (getattr(info, "buffer", None) for info in stage.args_recv_info[chunk_id])
+    buffers = {buffer.untyped_storage().data_ptr() for buffer in received if buffer is not None}
+
+    def own(value: Any) -> Any:
+        if isinstance(value, Tensor) and not isinstance(value, DTensor):
+            return value.clone() if value.untyped_storage().data_ptr() in buffers else value
+        return value
+
+    if buffers:
+        stage.output_chunks[-1] = tree_map(own, stage.output_chunks[-1])
+
+
+def reshard(module: nn.Module) -> None:
+    """Free the unsharded parameters of FSDP and let the module show its shards."""
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.reshard()
+
+
+def local_part(tensor: Tensor | None) -> Tensor | None:
+    """This rank's part of a tensor: of a DTensor the local one."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
@@ -85,17 +154,25 @@ def identity_of(tensor: Tensor | None) -> tuple[int, int] | None:
     return None if tensor is None else (id(tensor), tensor._version)
 
 
+def write_count(tensor: Tensor) -> int:
+    """How often a tensor has been written to."""
+    return tensor._version
+
+
 def canonical_name(name: str) -> str:
     """A parameter's name without what activation checkpointing and `torch.compile` put into it."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
-def wrapper_of(module: nn.Module) -> str | None:
-    """The name of the data- or tensor-parallel wrapper of `module`, None for a plain module."""
-    if any(isinstance(m, FSDPModule) for m in module.modules()):
-        return "fully_shard (FSDP2)"
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` or `replicate` has been applied to the module or a part of it."""
+    return any(isinstance(m, FSDPModule) for m in module.modules())
+
+
+def unsupported_wrapper(module: nn.Module) -> str | None:
+    """What makes `module` neither plain nor under FSDP2, None if nothing does."""
     if any(isinstance(m, DistributedDataParallel) for m in module.modules()):
         return "DistributedDataParallel"
-    if any(isinstance(p, DTensor) for p in module.parameters()):
-        return "DTensor parameters"
+    if not is_fully_sharded(module) and any(isinstance(p, DTensor) for p in module.parameters()):
+        return "DTensor parameters outside of fully_shard"
     return None

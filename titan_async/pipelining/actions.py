@@ -1,14 +1,27 @@
-"""The order of work of PipeDream-2BW, as plain lists that can be executed, printed or checked.
+"""The order of work of PipeDream-2BW, as plain lists that can be executed, printed, simulated or checked.
 
-A stage runs a forward of microbatch k, then the backward of microbatch k - w, where w is the number of
-microbatches it keeps in flight: d - 1 - r at stage r of d. Microbatches are numbered through all batches,
-so the pairs run across the batch boundary and the pipeline never empties (PipeDream-2BW, arXiv 2006.09503,
-section 3.1).
+A stage runs the forward of microbatch k, then the backward of microbatch k - w, where w is the number of
+microbatches it keeps in flight. Microbatches are numbered through all batches, so the pairs run across the
+batch boundary and the pipeline never empties (PipeDream-2BW, arXiv 2006.09503, section 3.1).
+
+With w = d - 1 - r at stage r of d, two neighbours wait two message latencies in every pair. A stage that
+holds two more than the next one instead of one hides them; `lookahead` spends activations on that.
 """
 
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-__all__ = ["Action", "drain_actions", "in_flight", "step_actions"]
+__all__ = [
+    "Action",
+    "Instruction",
+    "drain_actions",
+    "drain_program",
+    "evaluation_program",
+    "in_flight",
+    "slots",
+    "step_actions",
+    "step_program",
+]
 
 
 class Action(NamedTuple):
@@ -22,26 +35,57 @@ class Action(NamedTuple):
         return f"{self.kind}{self.batch}.{self.microbatch}"
 
 
-def in_flight(stage_index: int, num_stages: int) -> int:
-    """Microbatches whose backward is still to come when a stage's `step` returns: d - 1 - r."""
-    return num_stages - 1 - stage_index
+class Instruction(NamedTuple):
+    """One thing that a stage does for an action, in the order in which its process does them.
+
+    "receive" posts the receive of the action's input from the neighbour and goes on, "wait" waits until that
+    input is there, "compute" runs the action, "send" starts sending its output to the other neighbour.
+    """
+
+    kind: Literal["receive", "wait", "compute", "send"]
+    action: Action
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.action}"
 
 
-def step_actions(stage_index: int, num_stages: int, n_microbatches: int, batch: int) -> list[Action]:
-    """What one stage does in one step, in order.
+def in_flight(stage_index: int, num_stages: int, lookahead: int = 0) -> int:
+    """Microbatches whose backward is still to come when a stage's `step` returns.
+
+    That is d - 1 - r, and `lookahead` more at the first stage; in between their number falls evenly, because
+    a stage must hold at least one more than the next. The last stage holds none.
+    """
+    behind = num_stages - 1 - stage_index
+    return behind + (lookahead * behind // (num_stages - 1) if behind else 0)
+
+
+def slots(stage_index: int, num_stages: int, lookahead: int = 0) -> int:
+    """Microbatches that a stage needs receive buffers for at a time.
+
+    Those in flight, the one whose forward is running, and the next one, whose input is received meanwhile;
+    the first stage receives no activations.
+    """
+    return in_flight(stage_index, num_stages, lookahead) + (2 if stage_index else 1)
+
+
+def step_actions(
+    stage_index: int, num_stages: int, n_microbatches: int, batch: int, lookahead: int = 0
+) -> list[Action]:
+    """What one stage computes in one step, in order.
 
     Args:
         stage_index: the stage, r.
         num_stages: the number of stages, d.
-        n_microbatches: microbatches in a batch, m; at least d.
+        n_microbatches: microbatches in a batch, m; at least d + lookahead.
         batch: the batch's number since the pipeline was last empty. Batch 0 has no tail of a former batch
             to finish.
+        lookahead: microbatches that the first stage holds beyond the d - 1 that it must.
 
     Returns:
         The m forwards of `batch`, each followed by the backward that is then due: those of the former
         batch's tail first, then those of the head of `batch`.
     """
-    tail = in_flight(stage_index, num_stages)
+    tail = in_flight(stage_index, num_stages, lookahead)
     actions = []
     for microbatch in range(n_microbatches):
         actions.append(Action("F", batch, microbatch))
@@ -51,7 +95,72 @@ def step_actions(stage_index: int, num_stages: int, n_microbatches: int, batch: 
     return actions
 
 
-def drain_actions(stage_index: int, num_stages: int, n_microbatches: int, batch: int) -> list[Action]:
+def drain_actions(
+    stage_index: int, num_stages: int, n_microbatches: int, batch: int, lookahead: int = 0
+) -> list[Action]:
     """The backwards that empty one stage after the step of `batch`, in order."""
-    tail = in_flight(stage_index, num_stages)
+    tail = in_flight(stage_index, num_stages, lookahead)
     return [Action("B", batch, i) for i in range(n_microbatches - tail, n_microbatches)]
+
+
+def step_program(
+    stage_index: int, num_stages: int, n_microbatches: int, batch: int, lookahead: int = 0
+) -> list[Instruction]:
+    """`step_actions` with their messages.
+
+    A receive is posted one action of its kind ahead, so that the message is under way while the stage
+    computes. Forwards of the next step are not known to come, so its first one is received in it; the next
+    backward always comes, in the next step or in a drain, so it stays posted between steps.
+    """
+    actions = step_actions(stage_index, num_stages, n_microbatches, batch, lookahead)
+    receives_gradients = stage_index < num_stages - 1
+    program = []
+    if receives_gradients and batch == 0:
+        program.append(Instruction("receive", Action("B", 0, 0)))
+    if stage_index > 0:
+        program.append(Instruction("receive", Action("F", batch, 0)))
+    for action in actions:
+        program += _around(action, stage_index, num_stages, n_microbatches)
+    return program
+
+
+def drain_program(
+    stage_index: int, num_stages: int, n_microbatches: int, batch: int, lookahead: int = 0
+) -> list[Instruction]:
+    """`drain_actions` with their messages; the first receive was posted by the step before."""
+    actions = drain_actions(stage_index, num_stages, n_microbatches, batch, lookahead)
+    last = Action("B", batch, n_microbatches - 1)
+    return [
+        instruction
+        for action in actions
+        for instruction in _around(action, stage_index, num_stages, n_microbatches, last)
+    ]
+
+
+def evaluation_program(stage_index: int, num_stages: int, n_microbatches: int) -> list[Instruction]:
+    """One batch of forwards with their messages, for an empty pipeline."""
+    program = [Instruction("receive", Action("F", 0, 0))] if stage_index > 0 else []
+    for microbatch in range(n_microbatches):
+        program += _around(Action("F", 0, microbatch), stage_index, num_stages, n_microbatches)
+    return program
+
+
+def _around(
+    action: Action, stage_index: int, num_stages: int, n_microbatches: int, last: Action | None = None
+) -> Iterator[Instruction]:
+    from_neighbour, to_neighbour = stage_index > 0, stage_index < num_stages - 1
+    if action.kind == "B":
+        from_neighbour, to_neighbour = to_neighbour, from_neighbour
+    if from_neighbour:
+        yield Instruction("wait", action)
+        following = _following(action, n_microbatches)
+        if action != last and (action.kind == "B" or following.batch == action.batch):
+            yield Instruction("receive", following)
+    yield Instruction("compute", action)
+    if to_neighbour:
+        yield Instruction("send", action)
+
+
+def _following(action: Action, n_microbatches: int) -> Action:
+    number = action.batch * n_microbatches + action.microbatch + 1
+    return Action(action.kind, *divmod(number, n_microbatches))

@@ -5,32 +5,47 @@ The recurrence it runs, with b the batch and W the weights (arXiv 2606.30634):
     W[b+1] = W[b] - update(g_b),    g_b = gradient of batch b at W[max(b-1, 0)]
 """
 
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from titan_async.pipelining._torch_internals import (
     forget_input_gradients,
+    identity_of,
     initialize_stage,
-    post_p2p,
+    keep_buffers,
+    local_part,
+    own_output,
+    reshard,
     split_microbatches,
-    wrapper_of,
+    unsupported_wrapper,
 )
-from titan_async.pipelining.actions import Action, drain_actions, in_flight, step_actions
-from titan_async.pipelining.weight_versions import WeightVersions
+from titan_async.pipelining.actions import (
+    Action,
+    Instruction,
+    drain_program,
+    evaluation_program,
+    in_flight,
+    slots,
+    step_program,
+)
+from titan_async.pipelining.gradient_norm import GradientNorm, NormReducer
+from titan_async.pipelining.messages import Messages
+from titan_async.pipelining.versions import Gradient, Versions
 
 __all__ = ["ScheduleAsync2BW"]
 
-_abandoned: list[tuple[dist.Work, list[dist.P2POp]]] = []
+
+class _Batch(NamedTuple):
+    """What a batch needs until its last backward."""
+
+    version: int  # of the weights and buffers that it uses
+    losses: list[Tensor]  # one a microbatch, on the last stage
 
 
 class ScheduleAsync2BW(PipelineScheduleSingle):
@@ -44,23 +59,29 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         losses = []
         schedule.step(x, target=y, losses=losses)   # losses of this batch, gradient of the one before
         if schedule.gradient_ready:
+            schedule.clip_grad_norm_(1.0)           # over all stages, without waiting for them
             optimizer.step()
             optimizer.zero_grad()
 
     `drain` finishes what is in flight. Call it before saving, validating, or leaving.
 
     Args:
-        stage: the stage of this rank. Its module holds plain parameters: `fully_shard`,
-            `DistributedDataParallel` and DTensor parameters are refused.
-        n_microbatches: microbatches in a batch, m; at least the number of stages.
+        stage: the stage of this rank. Its module is plain, or under FSDP2 (`fully_shard` with
+            `reshard_after_forward=False`, or `replicate`), also over tensor or expert parallelism.
+        n_microbatches: microbatches in a batch, m; at least the number of stages, d.
         loss_fn: takes the last stage's output, a target and `loss_kwargs`; returns a scalar.
         args_chunk_spec, kwargs_chunk_spec, output_merge_spec: as in `Schedule1F1B`.
         scale_grads: divide each batch's gradient by m, for a loss that averages over a microbatch.
+        lookahead: microbatches that the first stage holds in flight beyond the d - 1 that it must, from 0
+            to m - d; it falls evenly to none at the last stage. It hides the latency of messages and
+            uneven stages, and each costs the activations of a microbatch. None takes d - 1, which hides one
+            message latency each way at every stage, or m - d if that is less.
 
     Raises:
-        ValueError: if there are fewer microbatches than stages; every rank raises it, before any
-            communication.
-        NotImplementedError: if the module is wrapped as above.
+        ValueError: if there are fewer microbatches than stages, or too few for `lookahead`; every rank
+            raises it, before any communication.
+        NotImplementedError: for several stages a rank, for `DistributedDataParallel`, and for DTensor
+            parameters outside of FSDP2.
     """
 
     def __init__(
@@ -72,11 +93,26 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         kwargs_chunk_spec: dict | None = None,
         output_merge_spec: dict[str, Any] | tuple | None = None,
         scale_grads: bool = True,
+        lookahead: int | None = None,
     ) -> None:
-        if n_microbatches < stage.num_stages:
+        if isinstance(stage, list | tuple):
+            raise NotImplementedError(
+                "Async2BW runs one stage a rank: its pipeline never empties, so interleaved stages have no "
+                "bubble to shorten; pass the stage itself"
+            )
+        stages = stage.num_stages
+        if n_microbatches < stages:
             raise ValueError(
                 f"Async2BW needs at least as many microbatches ({n_microbatches}) as stages "
-                f"({stage.num_stages}); use more microbatches or fewer stages"
+                f"({stages}); use more microbatches or fewer stages"
+            )
+        most = n_microbatches - stages
+        if lookahead is None:
+            lookahead = min(stages - 1, most)
+        if not 0 <= lookahead <= most:
+            raise ValueError(
+                f"lookahead is {lookahead}, but {n_microbatches} microbatches over {stages} stages leave "
+                f"room for 0 to {most}; use that or more microbatches"
             )
         super().__init__(
             stage=stage,
@@ -87,19 +123,20 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             output_merge_spec=output_merge_spec,
             scale_grads=scale_grads,
         )
+        self._lookahead = lookahead
         # Only the last stage finishes a batch's backwards within the batch's own step.
-        self._tail = in_flight(stage.stage_index, stage.num_stages)
-        self._versions: WeightVersions | None = None
-        self._batch = 0  # batches since the pipeline was last empty
-        self._version_of: dict[int, int] = {}  # batch -> the version of the weights it uses
-        self._complete: dict[int, list[Tensor | None]] = {}  # batch -> its gradient, not yet delivered
+        self._tail = in_flight(stage.stage_index, stages, lookahead)
+        self._slots = slots(stage.stage_index, stages, lookahead)
+        self._versions: Versions | None = None
+        self._messages = Messages(stage, self._tail)
+        self._number = 0  # batches since the pipeline was last empty
+        self._batches: dict[int, _Batch] = {}
+        self._complete: dict[int, Gradient] = {}  # batch -> its gradient, not yet delivered
         self._gradient_ready = False
-        # The last gradient a step computes travels together with the next step's first activation: a pair
-        # of neighbours then agrees on every fused batch, which NCCL insists on.
-        self._unsent: list[dist.P2POp] = []
-        self._sending: deque[tuple[dist.Work, list[dist.P2POp]]] = deque()
-        # gloo cancels a send whose handle is gone: those of a schedule that is dropped must outlive it.
-        weakref.finalize(self, _abandoned.extend, self._sending).atexit = False
+        self._reducer: NormReducer | None = None
+        self._norms: dict[int, GradientNorm] = {}
+        self._norm: GradientNorm | None = None  # of the gradient in .grad
+        self._marks: list[tuple[int, int] | None] = []  # what tells whether .grad is still that gradient
         self._broken = False
         self._refuse_wrapped()
 
@@ -107,6 +144,55 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
     def gradient_ready(self) -> bool:
         """Whether the last `step` or `drain` left a batch's gradient in `.grad`, so that an update is due."""
         return self._gradient_ready
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the gradient that `step` or `drain` has left in `.grad` by its norm over the whole model.
+
+        What `torch.nn.utils.clip_grad_norm_` would do to all stages and shards together. From the second
+        call on, the norm's all-reduce starts as soon as a stage's gradient is complete, so that this waits
+        for no stage. Call it right after `step` or `drain`, on every rank.
+
+        Args:
+            max_norm: the most that the norm (2) may be; `math.inf` only measures.
+
+        Returns:
+            The norm before, a float32 scalar: not finite if any stage's gradient is not.
+
+        Raises:
+            RuntimeError: if there is no gradient, or `.grad` is no longer what was delivered.
+        """
+        self._refuse_broken()
+        if not self._gradient_ready:
+            raise RuntimeError("there is no gradient to clip; check gradient_ready first")
+        versions = self._checked_versions()
+        gradients = versions.gradients()
+        if self._reducer is None:
+            self._reducer = NormReducer(self._stage)
+            self._norm = self._reducer.start(gradients)
+            for batch, complete in sorted(self._complete.items()):
+                self._norms[batch] = self._reducer.start(complete.of_parameters)
+        if [identity_of(gradient) for gradient in gradients] != self._marks:
+            raise RuntimeError(
+                "the gradient in .grad is not what step() has delivered, so its norm is not known; clip it "
+                "once, before you change it, and call zero_grad() before the next step()"
+            )
+        assert self._norm is not None
+        norm = self._norm.value()
+        torch.nn.utils.clip_grads_with_norm_(versions.parameters, max_norm, norm)
+        return norm
+
+    def gradient_is_finite(self) -> bool:
+        """Whether the clipped gradient is free of infinities and NaNs, on every stage and shard.
+
+        The same answer on all ranks, for the norm tells it. Waits for the norm and for no other work of an
+        accelerator.
+
+        Raises:
+            RuntimeError: before `clip_grad_norm_`.
+        """
+        if self._norm is None:
+            raise RuntimeError("the norm is not known; call clip_grad_norm_() first")
+        return self._norm.is_finite()
 
     def step(
         self,
@@ -150,7 +236,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             raise TypeError(f"losses must be a list but is a {type(losses).__name__}")
         if self._has_backward and self._stage.is_last and targets is None:
             raise ValueError("the last stage needs a target to train; pass target= or target_mbs=")
-        if not self._has_backward and self._batch:
+        if not self._has_backward and self._number:
             raise RuntimeError("batches are in flight; call drain() and apply its gradient before eval()")
 
         stage = self._stage
@@ -180,32 +266,29 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         """
         self._refuse_broken()
         self._gradient_ready = False
-        if self._batch:
+        if self._number:
             versions = self._checked_versions()
-            batch = self._batch - 1
-            stage = self._stage
-            actions = drain_actions(stage.stage_index, stage.num_stages, self._n_microbatches, batch)
+            batch = self._number - 1
             with self._breaks_on_error():
-                self._exchange([])
-                self._run(actions, None, [])
-                self._exchange([])
-                self._wait_for_sends(0)
+                self._run(drain_program(*self._shape, batch, self._lookahead))
+                self._messages.close()
             versions.hold()
             self._deliver(batch)
-            self._batch = 0
-            self._version_of.clear()
+            self._number = 0
+            self._batches.clear()
         return self._gradient_ready
 
     def state_dict(self) -> dict[str, Tensor]:
         """What a run needs, beside module and optimizer, to go on exactly: the weights of the next batch.
 
         After `drain` and its update these are one update older than the module's. Keys are the names of
-        the module's trainable parameters; the tensors are valid until the next `step`.
+        the module's trainable parameters and of the buffers in its `state_dict`; tensors are sharded like
+        the parameters, and valid until the next `step`.
 
         Raises:
             RuntimeError: if batches are in flight; drain first.
         """
-        return self._idle_versions().next_weights()
+        return self._idle_versions().next_values()
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Let the next `step` read the weights of `state_dict`; the module keeps its own.
@@ -215,18 +298,22 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             KeyError, ValueError: if a trainable parameter is missing or has another shape, without any
                 change.
         """
-        self._idle_versions().set_next_weights(state_dict)
+        self._idle_versions().set_next_values(state_dict)
 
-    def _idle_versions(self) -> WeightVersions:
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        return self._stage.stage_index, self._stage.num_stages, self._n_microbatches
+
+    def _idle_versions(self) -> Versions:
         self._refuse_broken()
-        if self._batch:
+        if self._number:
             raise RuntimeError("batches are in flight; call drain() and apply its gradient first")
         return self._checked_versions()
 
-    def _checked_versions(self) -> WeightVersions:
+    def _checked_versions(self) -> Versions:
         if self._versions is None:
             self._refuse_wrapped()
-            self._versions = WeightVersions(self._stage.submod)
+            self._versions = Versions(self._stage.submod)
         self._versions.check_unchanged()
         return self._versions
 
@@ -245,6 +332,14 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
                 "an earlier step failed and what was in flight is lost; build a new schedule on every rank"
             )
 
+    def _refuse_wrapped(self) -> None:
+        wrapper = unsupported_wrapper(self._stage.submod)
+        if wrapper is not None:
+            raise NotImplementedError(
+                f"Async2BW does not support a module with {wrapper}; use a plain module or fully_shard, "
+                "which also replicates (HSDP)"
+            )
+
     def _step_microbatches(
         self,
         arg_mbs: list | None = None,
@@ -255,129 +350,124 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
         assert arg_mbs is not None and kwarg_mbs is not None
-        stage = self._stage
         initialize_stage(self, arg_mbs[0], kwarg_mbs[0], target_mbs[0] if target_mbs else None, loss_kwargs)
+        keep_buffers(self._stage, self._slots)
+        self._messages.open()
         batch_losses: list[Tensor] = []
-
-        def forward(microbatch: int) -> None:
-            output = stage.forward_one_chunk(
-                microbatch, arg_mbs[microbatch], kwarg_mbs[microbatch], save_forward_output=return_outputs
-            )
-            if stage.is_last and self._loss_fn is not None and target_mbs is not None:
-                batch_losses.append(self._loss_fn(output, target_mbs[microbatch], **(loss_kwargs or {})))
-
+        forward = self._forward_of(
+            arg_mbs, kwarg_mbs, target_mbs, batch_losses, return_outputs, loss_kwargs or {}
+        )
         if self._has_backward:
             self._train(forward, batch_losses)
         else:
             self._evaluate(forward)
-        if losses is not None and stage.is_last:
+        if losses is not None and self._stage.is_last:
             losses[:] = batch_losses
 
-    def _train(self, forward: Callable[[int], None], losses: list[Tensor]) -> None:
-        assert self._versions is not None
-        batch, stage = self._batch, self._stage
-        self._version_of[batch] = version = self._versions.read()
-        if not self._tail:
-            self._versions.release_other(version)
-        actions = step_actions(stage.stage_index, stage.num_stages, self._n_microbatches, batch)
-        self._run(actions, forward, losses)
-        if self._tail:
-            self._versions.preserve(version)
-        self._batch += 1
-        self._gradient_ready = False
-        if batch:
-            self._deliver(batch - 1)
-            del self._version_of[batch - 1]
-
-    def _run(
-        self, actions: list[Action], forward: Callable[[int], None] | None, losses: list[Tensor]
-    ) -> None:
-        assert self._versions is not None
-        marks = self._versions.gradient_marks()
-        try:
-            self._execute(actions, forward, losses)
-        finally:
-            self._versions.show(None)
-        self._versions.check_bypassed(marks)
-
-    def _execute(
-        self, actions: list[Action], forward: Callable[[int], None] | None, losses: list[Tensor]
-    ) -> None:
-        assert self._versions is not None
-        stage, shown = self._stage, None
-        for action, following in zip_longest(actions, actions[1:]):
-            batch, microbatch = action.batch, action.microbatch
-            version = self._version_of[batch]
-            if action.kind == "F":
-                forget_input_gradients(stage, microbatch)
-                self._exchange(stage.get_fwd_recv_ops(microbatch))
-            else:
-                self._exchange(stage.get_bwd_recv_ops(microbatch))
-            if version != shown:
-                # Before backwards too: activation checkpointing computes the forward once more.
-                self._versions.show(version)
-                shown = version
-            if action.kind == "F":
-                assert forward is not None
-                forward(microbatch)
-                self._unsent = stage.get_fwd_send_ops(microbatch)
-            else:
-                stage.backward_one_chunk(microbatch, loss=losses[microbatch] if stage.is_last else None)
-                self._unsent = stage.get_bwd_send_ops(microbatch)
-                if microbatch == self._n_microbatches - 1:
-                    self._complete[batch] = self._gradient_of(version)
-            if following is not None and following.kind == action.kind:
-                self._exchange([])  # the neighbour has nothing to pair it with
-
-    def _evaluate(self, forward: Callable[[int], None]) -> None:
+    def _forward_of(
+        self,
+        args: list,
+        kwargs: list,
+        targets: list | None,
+        losses: list[Tensor],
+        return_outputs: bool,
+        loss_kwargs: dict[str, Any],
+    ) -> Callable[[int, int], None]:
         stage = self._stage
-        for microbatch in range(self._n_microbatches):
-            self._exchange(stage.get_fwd_recv_ops(microbatch))
-            forward(microbatch)
-            self._unsent = stage.get_fwd_send_ops(microbatch)
-            self._exchange([])
-            del stage.fwd_cache[microbatch]
-        self._wait_for_sends(0)
 
-    def _gradient_of(self, version: int) -> list[Tensor | None]:
+        def forward(microbatch: int, slot: int) -> None:
+            output = stage.forward_one_chunk(slot, args[microbatch], kwargs[microbatch], return_outputs)
+            if not stage.is_last:
+                return
+            if self._loss_fn is not None and targets is not None:
+                losses.append(self._loss_fn(output, targets[microbatch], **loss_kwargs))
+            if return_outputs:
+                own_output(stage, slot)
+
+        return forward
+
+    def _train(self, forward: Callable[[int, int], None], losses: list[Tensor]) -> None:
         assert self._versions is not None
-        gradients = self._versions.take_gradients(version)
-        present = [gradient for gradient in gradients if gradient is not None]
+        versions, number = self._versions, self._number
+        batch = self._batches[number] = _Batch(versions.read(), losses)
+        if not self._tail:
+            versions.release_other(batch.version)
+        self._run(step_program(*self._shape, number, self._lookahead), forward)
+        if self._tail:
+            versions.preserve(batch.version)
+        self._number += 1
+        self._gradient_ready = False
+        if number:
+            self._deliver(number - 1)
+            del self._batches[number - 1]
+
+    def _evaluate(self, forward: Callable[[int, int], None]) -> None:
+        for instruction in evaluation_program(*self._shape):
+            self._message(instruction)
+            if instruction.kind == "compute":
+                slot = self._slot(instruction.action)
+                forward(instruction.action.microbatch, slot)
+        self._stage.fwd_cache.clear()
+        self._messages.close()
+        reshard(self._stage.submod)
+
+    def _run(self, program: list[Instruction], forward: Callable[[int, int], None] | None = None) -> None:
+        assert self._versions is not None
+        shown: int | None = None
+        with self._versions.running():
+            for instruction in program:
+                self._message(instruction)
+                if instruction.kind == "compute":
+                    version = self._batches[instruction.action.batch].version
+                    if version != shown:
+                        # Before backwards too: activation checkpointing computes the forward once more.
+                        self._versions.show(version)
+                        shown = version
+                    self._compute(instruction.action, forward)
+
+    def _message(self, instruction: Instruction) -> None:
+        kind, action = instruction
+        if kind == "wait":
+            self._messages.wait(action)
+        elif kind == "receive":
+            slot = self._slot(action)
+            if action.kind == "F":
+                forget_input_gradients(self._stage, slot)
+                self._messages.receive(action, self._stage.get_fwd_recv_ops(slot))
+            else:
+                self._messages.receive(action, self._stage.get_bwd_recv_ops(slot))
+        elif kind == "send":
+            get_ops = self._stage.get_fwd_send_ops if action.kind == "F" else self._stage.get_bwd_send_ops
+            self._messages.send(action, get_ops(self._slot(action)))
+
+    def _compute(self, action: Action, forward: Callable[[int, int], None] | None) -> None:
+        slot = self._slot(action)
+        if action.kind == "F":
+            assert forward is not None
+            forward(action.microbatch, slot)
+            return
+        batch = self._batches[action.batch]
+        self._stage.backward_one_chunk(slot, batch.losses[action.microbatch] if self._stage.is_last else None)
+        if action.microbatch == self._n_microbatches - 1:
+            self._finish(action.batch)
+
+    def _slot(self, action: Action) -> int:
+        return (action.batch * self._n_microbatches + action.microbatch) % self._slots
+
+    def _finish(self, number: int) -> None:
+        assert self._versions is not None
+        gradient = self._versions.take(self._batches[number].version)
+        present = [part for part in map(local_part, gradient.of_parameters) if part is not None]
         if self.scale_grads and present:
             torch._foreach_div_(present, self._n_microbatches)
-        return gradients
+        if self._reducer is not None:
+            self._norms[number] = self._reducer.start(gradient.of_parameters)
+        self._complete[number] = gradient
 
-    def _deliver(self, batch: int) -> None:
+    def _deliver(self, number: int) -> None:
         assert self._versions is not None
-        self._versions.deliver(self._complete.pop(batch))
+        fresh = all(gradient is None for gradient in self._versions.gradients())
+        self._versions.deliver(self._complete.pop(number))
+        self._norm = self._norms.pop(number, None)
+        self._marks = [identity_of(gradient) for gradient in self._versions.gradients()] if fresh else []
         self._gradient_ready = True
-
-    def _exchange(self, receives: list[dist.P2POp]) -> None:
-        """Start what is to be sent and received as one fused batch, and wait for what it receives."""
-        sends, self._unsent = self._unsent, []
-        ops = sends + receives
-        if not ops:
-            return
-        works = post_p2p(ops)
-        # gloo gives one handle an op, NCCL one for a mixed batch. With a group for each direction they
-        # come in another order than the ops.
-        separate = len(works) == len(ops) and len({op.group for op in ops}) == 1
-        for index, work in enumerate(works):
-            if receives and (not separate or index >= len(sends)):
-                work.wait()
-            else:
-                self._sending.append((work, sends))
-        # A neighbour has taken everything but the latest few messages, so this does not block.
-        self._wait_for_sends(2 * (self._tail + 2))
-
-    def _wait_for_sends(self, most_pending: int) -> None:
-        while len(self._sending) > most_pending:
-            work, _ = self._sending.popleft()
-            work.wait()
-
-    def _refuse_wrapped(self) -> None:
-        wrapper = wrapper_of(self._stage.submod)
-        if wrapper is not None:
-            raise NotImplementedError(
-                f"Async2BW does not support a module with {wrapper} yet; use a plain module, one copy a stage"
-            )

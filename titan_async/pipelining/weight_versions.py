@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from titan_async.pipelining._torch_internals import canonical_name, has_hooks, identity_of
+from titan_async.pipelining._torch_internals import canonical_name, has_hooks
 
 __all__ = ["WeightVersions"]
 
@@ -97,6 +97,16 @@ class WeightVersions:
         self._weights = _collect(module)
         self._master_version = _HOME  # the version whose storage the masters are in
         self._held: int | None = None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The module's own trainable parameters, which the optimizer knows."""
+        return [weight.master for weight in self._weights]
+
+    @property
+    def names(self) -> list[str]:
+        """Their names, in the same order."""
+        return [weight.name for weight in self._weights]
 
     def read(self) -> int:
         """The version that the next batch is to use: the masters' values now, or those that were held."""
@@ -190,14 +200,6 @@ class WeightVersions:
             stand_in.grad = None
         return gradients
 
-    def deliver(self, gradients: list[Tensor | None]) -> None:
-        """Add `gradients` to the `.grad` of the module's own parameters."""
-        for weight, gradient in zip(self._weights, gradients, strict=True):
-            if weight.master.grad is None:
-                weight.master.grad = gradient
-            elif gradient is not None:
-                weight.master.grad.add_(gradient)
-
     def check_unchanged(self) -> None:
         """Refuse to go on with a module whose trainable parameters are no longer those of the start.
 
@@ -219,20 +221,3 @@ class WeightVersions:
             )
         for weight in self._weights:
             _refuse(weight.master, weight.name)
-
-    def gradient_marks(self) -> list[tuple[int, int] | None]:
-        """What tells whether anything has touched the `.grad` of the module's own parameters."""
-        return [identity_of(weight.master.grad) for weight in self._weights]
-
-    def check_bypassed(self, marks: list[tuple[int, int] | None]) -> None:
-        """Refuse a module that reaches its parameters by other ways than its attributes.
-
-        Raises:
-            RuntimeError: if a backward has put gradients where `gradient_marks` saw none.
-        """
-        for weight, before, now in zip(self._weights, marks, self.gradient_marks(), strict=True):
-            if before != now:
-                raise RuntimeError(
-                    f"the module uses its parameter {weight.name} from outside of its modules' attributes (a "
-                    "list or a closure, say), where Async2BW cannot put the right version of it"
-                )

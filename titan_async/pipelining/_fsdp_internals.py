@@ -1,0 +1,167 @@
+"""Everything that this layer uses of FSDP2's private state, for torch 2.11 to 2.14.
+
+`tests/pipelining/test_torch_internals.py` fails when one of these names is gone.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+
+__all__ = ["FsdpParameters"]
+
+
+_OUTSIDE = -1
+"""The copy that FSDP itself uses, whenever the module runs outside of a schedule's step."""
+
+
+class _Unsharded(NamedTuple):
+    """What FSDP keeps of one unsharded parameter."""
+
+    parameter: nn.Parameter | None  # None before the first all-gather
+    outputs: list[Tensor]  # the storage that all-gathers write to
+    gradient: Tensor | None  # summed up over microbatches in the dtype of the reduction
+
+
+class FsdpParameters:
+    """The parameters of a module under `fully_shard`, with several unsharded copies instead of one.
+
+    Args:
+        root: a module to which `fully_shard` or `replicate` was applied last, after its submodules.
+
+    Raises:
+        NotImplementedError: if FSDP would free an unsharded copy by itself, or computes it in a way of its
+            own, so that no second one can stand beside it.
+    """
+
+    def __init__(self, root: FSDPModule) -> None:
+        self._root: Any = root
+        state = self._root._get_fsdp_state()
+        state._lazy_init()
+        self._state = state
+        self._groups = [group for each in state._state_ctx.all_states for group in _groups_of(each)]
+        self._params = [param for group in self._groups for param in group.fsdp_params]
+        self._copies: dict[int, list[_Unsharded]] = {}
+        self._installed = _OUTSIDE
+        self._refuse()
+
+    @property
+    def sharded(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer knows."""
+        return [param.sharded_param for param in self._params]
+
+    @property
+    def names(self) -> list[str]:
+        """Their names, in the same order."""
+        return [param._param_fqn for param in self._params]
+
+    def gather(self, copy: int) -> None:
+        """All-gather the shards as they are into `copy`. The module must show its shards, and goes on to."""
+        self._install(copy)
+        for group, following in zip(self._groups, [*self._groups[1:], None], strict=True):
+            group.unshard(async_op=True)
+            if following is not None:  # on its way while this one is copied out
+                following.unshard(async_op=True)
+            group.wait_for_unshard()
+        self.show(None)
+
+    def show(self, copy: int | None) -> None:
+        """Let the module show `copy`, which must have been gathered, or its shards (None)."""
+        self._install(_OUTSIDE if copy is None else copy)
+        state = ShardedState.SHARDED if copy is None else ShardedState.UNSHARDED
+        for param in self._params:
+            param._setattr_on_modules(param.sharded_param if copy is None else param._unsharded_param)
+            param.sharded_state = state
+        for group in self._groups:
+            group._sharded_state = state
+
+    def free(self, copy: int) -> None:
+        """Free the memory of `copy`, which is not shown; the next `gather` allocates it again."""
+        for unsharded in self._copies.get(copy, []):
+            for output in unsharded.outputs:
+                output.untyped_storage().resize_(0)
+
+    def reduce(self) -> list[Tensor | None]:
+        """Reduce the gradients gathered on the copy that is shown, over the data-parallel ranks.
+
+        Returns:
+            The sharded gradients, in the order of `sharded`; those already in `.grad` stay there.
+        """
+        before = [param.sharded_param.grad for param in self._params]
+        for param in self._params:
+            param.sharded_param.grad = None
+        self._synchronize_gradients(True)
+        for group in self._groups:
+            group.post_backward()
+        self._state._root_post_backward_final_callback()
+        self._synchronize_gradients(False)
+        gradients = [param.sharded_param.grad for param in self._params]
+        for param, gradient in zip(self._params, before, strict=True):
+            param.sharded_param.grad = gradient
+        return gradients
+
+    def unsharded_bytes(self) -> int:
+        """Bytes of all copies that are allocated."""
+        self._save()
+        return sum(
+            output.untyped_storage().nbytes()
+            for copy in self._copies.values()
+            for unsharded in copy
+            for output in unsharded.outputs
+        )
+
+    def _synchronize_gradients(self, last: bool) -> None:
+        self._root.set_is_last_backward(last)
+        self._root.set_reshard_after_backward(False)
+        self._root.set_requires_gradient_sync(last)
+
+    def _save(self) -> None:
+        self._copies[self._installed] = [
+            _Unsharded(
+                getattr(param, "_unsharded_param", None),
+                param.all_gather_outputs,
+                param.unsharded_accumulated_grad,
+            )
+            for param in self._params
+        ]
+
+    def _install(self, copy: int) -> None:
+        if copy == self._installed:
+            return
+        self._save()
+        self._installed = copy
+        blank = [_Unsharded(None, [], None)] * len(self._params)
+        for param, unsharded in zip(self._params, self._copies.get(copy, blank), strict=True):
+            if unsharded.parameter is not None:
+                param._unsharded_param = unsharded.parameter
+            elif hasattr(param, "_unsharded_param"):
+                del param._unsharded_param  # FSDP then makes a new one, as at its very first all-gather
+            param.all_gather_outputs = unsharded.outputs
+            param.unsharded_accumulated_grad = unsharded.gradient
+
+    def _refuse(self) -> None:
+        for group in self._groups:
+            if group._reshard_after_forward:
+                raise NotImplementedError(
+                    "Async2BW does not support FSDP modules that reshard after forward: their backward would "
+                    "gather weights of another version; use fully_shard(..., reshard_after_forward=False)"
+                )
+        for param in self._params:
+            if param.offload_to_cpu:
+                raise NotImplementedError(
+                    "Async2BW does not support FSDP's offload to the CPU; use fully_shard without "
+                    "an offload_policy"
+                )
+            local = param.sharded_param.to_local()
+            if hasattr(local, "fsdp_pre_all_gather"):
+                raise NotImplementedError(
+                    f"the parameter {param._param_fqn} is a {type(local).__name__} with an all-gather of its "
+                    "own, of which Async2BW cannot keep two versions; use plain tensors"
+                )
+
+
+def _groups_of(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []

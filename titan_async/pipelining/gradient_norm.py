@@ -1,0 +1,105 @@
+"""The global norm of a batch's gradient, reduced while the pipeline goes on.
+
+A norm that is waited for where it is needed costs a bubble at every batch: stages finish a batch one after
+another. Here its all-reduce starts when a stage's gradient is complete, on a process group of its own.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.distributed.tensor import DTensor, Replicate
+
+from titan_async.pipelining._torch_internals import group_of, joint_group, local_part
+
+__all__ = ["GradientNorm", "NormReducer"]
+
+
+class GradientNorm:
+    """A norm on its way: the sum of squares over all ranks that hold a part of the gradient."""
+
+    def __init__(self, squares: Tensor, group: dist.ProcessGroup) -> None:
+        self._squares = squares
+        self._work = dist.all_reduce(squares, group=group, async_op=True)
+        self._on_host: tuple[Tensor, torch.Event] | None = None
+        if squares.device.type != "cpu":
+            self._on_host = self._copy_to_host()
+
+    def value(self) -> Tensor:
+        """The norm, a float32 scalar on the gradient's device. Lets the current stream wait for it."""
+        assert self._work is not None
+        self._work.wait()
+        return self._squares.sqrt().float()
+
+    def is_finite(self) -> bool:
+        """Whether no rank's gradient holds an infinity or a NaN. Waits for the norm and nothing else."""
+        if self._on_host is None:
+            self.value()
+            return bool(self._squares.isfinite())
+        squares, copied = self._on_host
+        copied.synchronize()
+        return bool(squares.isfinite())
+
+    def _copy_to_host(self) -> tuple[Tensor, torch.Event]:
+        # On a stream of its own: the current one is full of forwards and backwards that come first.
+        device = self._squares.device
+        host = torch.empty(self._squares.shape, dtype=self._squares.dtype, pin_memory=True)
+        stream, copied = torch.Stream(device), torch.Event(device.type)
+        with stream:
+            assert self._work is not None
+            self._work.wait()
+            host.copy_(self._squares, non_blocking=True)
+        stream.record_event(copied)
+        self._squares.record_stream(stream)
+        return host, copied
+
+
+class NormReducer:
+    """Starts the reductions of gradient norms. Making one is a collective of the ranks that it spans.
+
+    Args:
+        stage: the stage of this rank. The pipeline's group, and the meshes of the parameters of its module,
+            say which ranks hold parts of the gradient.
+    """
+
+    def __init__(self, stage: _PipelineStageBase) -> None:
+        group, mine = group_of(stage), {dist.get_rank()}
+        for parameter in stage.submod.parameters():
+            if isinstance(parameter, DTensor):
+                mine.update(parameter.device_mesh.mesh.flatten().tolist())
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, mine, group=group)
+        self._device = stage.device
+        self._group = joint_group(set().union(*everyone))
+        # Connects now: later, a rank that is the first to start a reduction must not wait for the others.
+        dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
+
+    def start(self, gradients: Sequence[Tensor | None]) -> GradientNorm:
+        """Start reducing the norm of one batch's gradient, of which `gradients` are this rank's part."""
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        shares: dict[int, list[Tensor]] = {}
+        for gradient in gradients:
+            part = local_part(gradient)
+            if gradient is not None and part is not None:
+                shares.setdefault(_replicas(gradient), []).append(part)
+        for replicas, tensors in shares.items():
+            norms = torch.stack([norm.double() for norm in torch._foreach_norm(tensors)])
+            squares += norms.square().sum() / replicas
+        return GradientNorm(squares, self._group)
+
+
+def _replicas(gradient: Tensor) -> int:
+    """How many ranks hold the same part of a gradient as this one."""
+    if not isinstance(gradient, DTensor):
+        return 1
+    sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
+    replicas = 1
+    for placement, size in sizes:
+        if isinstance(placement, Replicate):
+            replicas *= size
+        elif not placement.is_shard():
+            raise NotImplementedError(f"a gradient with the placement {placement} has no norm yet")
+    return replicas

@@ -1,0 +1,146 @@
+"""Messages between a stage and its neighbours, received early and sent without waiting.
+
+Every edge of the pipeline has a process group of its own for each direction. Messages of one group arrive in
+the order in which they are sent, and nothing waits for a message of another group: with NCCL, whose
+operations on one communicator run one after another, an early receive would otherwise hold up what is sent
+after it.
+"""
+
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from titan_async.pipelining._torch_internals import group_of, joint_group
+from titan_async.pipelining.actions import Action
+
+__all__ = ["Messages", "most_pending"]
+
+_Sends = deque[tuple[list[dist.P2POp], list[dist.Work]]]
+
+
+@dataclass(eq=False)
+class _Lanes:
+    """The groups of a stage's edges, by kind of action and the neighbour's rank."""
+
+    groups: dict[tuple[str, int], dist.ProcessGroup] = field(default_factory=dict)
+    busy: bool = False
+
+
+_lanes: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[_Lanes]]" = weakref.WeakKeyDictionary()
+_abandoned: list[dist.Work] = []
+
+
+def most_pending(in_flight: int) -> int:
+    """Messages of one direction that a stage may have on their way before it waits for the oldest.
+
+    The neighbour has then answered to those before, so that the wait is for nothing.
+    """
+    return in_flight + 2
+
+
+class Messages:
+    """What one stage sends to and receives from the stages before and after it.
+
+    Args:
+        stage: the stage of this rank.
+        in_flight: microbatches that it keeps in flight.
+    """
+
+    def __init__(self, stage: _PipelineStageBase, in_flight: int) -> None:
+        self._stage = stage
+        self._in_flight = in_flight
+        self._lanes: _Lanes | None = None
+        self._receiving: dict[Action, list[dist.Work]] = {}
+        self._sending: dict[str, _Sends] = {"F": deque(), "B": deque()}
+        # gloo cancels a send whose handle is gone: those of a schedule that is dropped must outlive it.
+        weakref.finalize(self, _abandon, list(self._sending.values())).atexit = False
+
+    def open(self) -> None:
+        """Get ready for an empty pipeline to fill. A collective of the pipeline's ranks the first time.
+
+        Schedules of the same pipeline share their groups as long as no two of them have microbatches in
+        flight, so that making many schedules does not make many connections.
+        """
+        if self._lanes is not None:
+            return
+        group = group_of(self._stage)
+        there = _lanes.setdefault(group, [])
+        self._lanes = next((lanes for lanes in there if not lanes.busy), None)
+        if self._lanes is None:
+            self._lanes = _connect(self._stage, group)
+            there.append(self._lanes)
+        self._lanes.busy = True
+
+    def close(self) -> None:
+        """Wait until everything that was sent has been taken. Nothing may be left to receive."""
+        assert self._lanes is not None and not self._receiving
+        for pending in self._sending.values():
+            self._finish(pending, 0)
+        self._lanes.busy = False
+        self._lanes = None
+
+    def receive(self, action: Action, ops: list[dist.P2POp]) -> None:
+        """Post the receives of the input of `action`."""
+        self._receiving[action] = self._start(action, ops)
+
+    def wait(self, action: Action) -> None:
+        """Wait until the input of `action` is there; on an accelerator, let the current stream wait."""
+        for work in self._receiving.pop(action):
+            work.wait()
+
+    def send(self, action: Action, ops: list[dist.P2POp]) -> None:
+        """Start sending the output of `action`."""
+        pending = self._sending[action.kind]
+        self._finish(pending, most_pending(self._in_flight) - 1)
+        pending.append((ops, self._start(action, ops)))
+
+    def _start(self, action: Action, ops: list[dist.P2POp]) -> list[dist.Work]:
+        assert self._lanes is not None
+        works = []
+        for op in ops:
+            work = op.op(op.tensor, op.peer, self._lanes.groups[action.kind, op.peer])
+            assert work is not None  # this rank is a member of the group
+            works.append(work)
+        return works
+
+    @staticmethod
+    def _finish(pending: _Sends, most: int) -> None:
+        while len(pending) > most:
+            _, works = pending.popleft()
+            for work in works:
+                work.wait()
+
+
+def _connect(stage: _PipelineStageBase, group: dist.ProcessGroup) -> _Lanes:
+    index, lanes = stage.stage_index, _Lanes()
+    rank_of = {
+        i: dist.get_global_rank(group, stage.stage_index_to_group_rank[i])
+        for i in (index - 1, index, index + 1)
+        if 0 <= i < stage.num_stages
+    }
+    for neighbour in (index - 1, index + 1):  # along the pipeline, so that no two ranks wait for each other
+        if neighbour in rank_of:
+            ranks = rank_of[index], rank_of[neighbour]
+            upstream, downstream = ranks if neighbour > index else ranks[::-1]
+            lanes.groups["F", rank_of[neighbour]] = _edge_group(upstream, downstream, stage.device)
+            lanes.groups["B", rank_of[neighbour]] = _edge_group(downstream, upstream, stage.device)
+    return lanes
+
+
+def _edge_group(source: int, destination: int, device: torch.device) -> dist.ProcessGroup:
+    """A group of two neighbours, whose connection is made here: later, either may wait for the other."""
+    group = joint_group((source, destination))
+    token = torch.zeros(1, device=device)
+    if dist.get_rank() == source:
+        dist.send(token, destination, group)
+    else:
+        dist.recv(token, source, group)
+    return group
+
+
+def _abandon(sending: list[_Sends]) -> None:
+    _abandoned.extend(work for pending in sending for _, works in pending for work in works)

@@ -1,0 +1,113 @@
+"""Weights and buffers of a stage's module in two versions, whatever the module is wrapped in."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from titan_async.pipelining._torch_internals import identity_of, is_fully_sharded
+from titan_async.pipelining.buffer_versions import BufferVersions
+from titan_async.pipelining.sharded_versions import ShardedVersions
+from titan_async.pipelining.weight_versions import WeightVersions
+
+__all__ = ["Gradient", "Versions"]
+
+
+class Gradient(NamedTuple):
+    """What a complete batch has to say: its gradient, and how it has changed the module's buffers."""
+
+    of_parameters: list[Tensor | None]
+    buffer_changes: list[Tensor | None]
+
+
+class Versions:
+    """The versions of everything in `module` that changes while it trains.
+
+    Between steps the module shows its own parameters, whose values are what the next batch reads.
+
+    Args:
+        module: a plain module, or one under FSDP2; see `WeightVersions` and `ShardedVersions`.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._weights = ShardedVersions(module) if is_fully_sharded(module) else WeightVersions(module)
+        self._buffers = BufferVersions(module)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The module's own trainable parameters, in the order of gradients."""
+        return self._weights.parameters
+
+    def gradients(self) -> list[Tensor | None]:
+        """The `.grad` of the parameters."""
+        return [parameter.grad for parameter in self.parameters]
+
+    def read(self) -> int:
+        """The version that the next batch is to use: the module's values now, or those that were held."""
+        version = self._weights.read()
+        self._buffers.read(version)
+        return version
+
+    def preserve(self, version: int) -> None:
+        """Make `version` safe from the next update. The other version must no longer be needed."""
+        self._weights.preserve(version)
+
+    def release_other(self, version: int) -> None:
+        """Free the memory of the version that is not `version`, where it has some of its own."""
+        self._weights.release_other(version)
+
+    def show(self, version: int | None) -> None:
+        """Let the module show `version`, or its own parameters and buffers (None)."""
+        self._weights.show(version)
+        self._buffers.show(version)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let the module show what it will inside, and its own afterwards.
+
+        Raises:
+            RuntimeError: if a backward has put gradients into the module's own parameters.
+        """
+        before = [identity_of(gradient) for gradient in self.gradients()]
+        try:
+            yield
+        finally:
+            self.show(None)
+        for name, old, gradient in zip(self._weights.names, before, self.gradients(), strict=True):
+            if identity_of(gradient) != old:
+                raise RuntimeError(
+                    f"the module uses its parameter {name} from outside of its modules' attributes (a list "
+                    "or a closure, say), where Async2BW cannot put the right version of it"
+                )
+
+    def take(self, version: int) -> Gradient:
+        """Remove and return what the complete batch of `version`, which is shown, has gathered."""
+        return Gradient(self._weights.take_gradients(version), self._buffers.take_changes(version))
+
+    def deliver(self, gradient: Gradient) -> None:
+        """Add a batch's gradient to the `.grad` of the module's own parameters, and change its buffers."""
+        for parameter, part in zip(self.parameters, gradient.of_parameters, strict=True):
+            if parameter.grad is None:
+                parameter.grad = part
+            elif part is not None:
+                parameter.grad.add_(part)
+        self._buffers.deliver(gradient.buffer_changes)
+
+    def hold(self) -> None:
+        """Keep the module's values of now for the next batch. No batch may be in flight."""
+        self._weights.hold()
+        self._buffers.hold()
+
+    def next_values(self) -> dict[str, Tensor]:
+        """What the next batch will read, by name: trainable parameters, and buffers of a `state_dict`."""
+        return self._weights.next_weights() | self._buffers.next_values()
+
+    def set_next_values(self, values: dict[str, Tensor]) -> None:
+        """Let the next batch read `values`, which name all of these."""
+        self._weights.set_next_weights(values)
+        self._buffers.set_next_values(values)
+
+    def check_unchanged(self) -> None:
+        """Refuse to go on with a module whose trainable parameters are no longer those of the start."""
+        self._weights.check_unchanged()
