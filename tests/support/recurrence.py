@@ -5,18 +5,22 @@ W[b+1] = W[b] - update(g_b),    g_b = gradient of batch b at W[max(b-1, 0)]
 
 import copy
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 WIDTH = 8
+
+Recompute = Literal[False, True, "selective"]
+"""Activation checkpointing: none, full, or of all but the matrix products."""
 
 
 class Block(nn.Module):
     """A layer whose gradient needs the weights in more than one way: scale, matrices, bias."""
 
-    def __init__(self, recompute: bool = False) -> None:
+    def __init__(self, recompute: Recompute = False) -> None:
         super().__init__()
         self.recompute = recompute
         self.scale = nn.Parameter(torch.rand(WIDTH, dtype=torch.float64) + 0.5)
@@ -27,10 +31,17 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x * self.scale)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
+        if not self.recompute:
+            return self.body(x)
+        contexts = {"context_fn": _keep_products} if self.recompute == "selective" else {}
+        return checkpoint(self.body, x, use_reentrant=False, **contexts)
 
 
-def build_blocks(num_stages: int, seed: int = 0, recompute: bool = False) -> list[nn.Module]:
+def _keep_products() -> tuple:
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+
+
+def build_blocks(num_stages: int, seed: int = 0, recompute: Recompute = False) -> list[nn.Module]:
     torch.manual_seed(seed)
     return [Block(recompute) for _ in range(num_stages)]
 
@@ -55,6 +66,7 @@ def run_recurrence(
     make_optimizer: Callable,
     *,
     delay: int = 1,
+    max_norm: float | None = None,
 ) -> tuple[dict[str, Tensor], list[list[float]]]:
     """Weights after `batches` updates and every microbatch's loss; `delay=0` is synchronous training."""
     newest = nn.Sequential(*build_blocks(num_stages))
@@ -69,6 +81,8 @@ def run_recurrence(
         (sum(batch_losses) / n_microbatches).backward()
         for parameter, stale in zip(newest.parameters(), reader.parameters(), strict=True):
             parameter.grad = stale.grad.clone()
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(newest.parameters(), max_norm)
         optimizer.step()
         history.append(copy.deepcopy(newest.state_dict()))
         losses.append([loss.item() for loss in batch_losses])

@@ -29,10 +29,10 @@ class GradientNorm:
             self._on_host = self._copy_to_host()
 
     def value(self) -> Tensor:
-        """The norm, a float32 scalar on the gradient's device. Lets the current stream wait for it."""
+        """The norm, a float64 scalar on the gradient's device. Lets the current stream wait for it."""
         assert self._work is not None
         self._work.wait()
-        return self._squares.sqrt().float()
+        return self._squares.sqrt()
 
     def is_finite(self) -> bool:
         """Whether no rank's gradient holds an infinity or a NaN. Waits for the norm and nothing else."""

@@ -156,7 +156,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             max_norm: the most that the norm (2) may be; `math.inf` only measures.
 
         Returns:
-            The norm before, a float32 scalar: not finite if any stage's gradient is not.
+            The norm before, a float64 scalar: not finite if any stage's gradient is not.
 
         Raises:
             RuntimeError: if there is no gradient, or `.grad` is no longer what was delivered.

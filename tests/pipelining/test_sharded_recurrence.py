@@ -1,0 +1,209 @@
+"""ScheduleAsync2BW with FSDP2 in each stage against a single-process loop of the recurrence.
+
+{1, 2, 4 stages} x {1, 2 shards} x activation checkpointing x compilation x clipping.
+"""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import PipelineStage
+
+from tests.support.processes import WorkerPool
+from tests.support.recurrence import build_blocks, build_data, loss_fn, run_recurrence
+from titan_async.pipelining import ScheduleAsync2BW
+from titan_async.pipelining._fsdp_internals import FsdpParameters
+from titan_async.pipelining.sharded_versions import ShardedVersions
+
+BLOCKS = 4
+BATCHES = 5
+MAX_NORM = 0.05  # clips every batch
+SHAPES = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)]
+RECOMPUTE = {"none": False, "selective": "selective", "full": True}
+
+meshes: dict[tuple[int, ...], DeviceMesh] = {}
+
+
+def make_meshes(rank, group):
+    """All ranks take part in making each group, also those that are not in it."""
+    for pp, dp in SHAPES:
+        meshes[pp, dp] = DeviceMesh("cpu", torch.arange(pp * dp).view(pp, dp), mesh_dim_names=("pp", "dp"))
+    meshes[2, 2, 2] = DeviceMesh(
+        "cpu", torch.arange(8).view(2, 2, 2), mesh_dim_names=("pp", "replicate", "shard")
+    )
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = WorkerPool(8)
+    pool.run(8, make_meshes)
+    yield pool
+    pool.close()
+
+
+class Stage(nn.Module):
+    """Some of the blocks, under the names that they have in the whole model."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        for index, block in blocks:
+            self.add_module(str(index), block)
+
+    def forward(self, x):
+        for block in self.children():
+            x = block(x)
+        return x
+
+
+def build(pp, mesh, shard_mesh, m, recompute=False, backend=None):
+    index = mesh.get_local_rank("pp")
+    blocks = list(enumerate(build_blocks(BLOCKS, recompute=recompute)))
+    per_stage = BLOCKS // pp
+    module = Stage(blocks[index * per_stage : (index + 1) * per_stage])
+    for block in module.children():
+        if backend is not None:
+            block.compile(backend=backend)
+        fully_shard(block, mesh=shard_mesh, reshard_after_forward=False)
+    fully_shard(module, mesh=shard_mesh, reshard_after_forward=False)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_force_sum_reduction_for_comms(True)
+    stage = PipelineStage(module, index, pp, torch.device("cpu"), group=mesh.get_group("pp"))
+    return stage, ScheduleAsync2BW(stage, m, loss_fn=loss_fn)
+
+
+def whole(module):
+    """The module's weights, gathered from its shards."""
+    assert all(hasattr(p, "full_tensor") for p in module.parameters()), "unsharded between steps"
+    return {name: p.full_tensor().detach().clone() for name, p in module.named_parameters()}
+
+
+def pipeline(
+    rank, group, pp, dp, m, recompute=False, backend=None, clip=False, drain_after=(), evaluate_after=(),
+    break_it=None,
+):  # fmt: skip
+    """Weights of this rank's stage after all updates, its losses, norms, and the number of graphs by step."""
+    if backend is not None:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+    mesh = meshes[pp, dp]
+    shard = mesh.get_local_rank("dp")
+    stage, schedule = build(pp, mesh, mesh["dp"], m, recompute, backend)
+    optimizer = torch.optim.AdamW(stage.submod.parameters(), lr=0.05)
+    inputs, targets = build_data(BATCHES, m * dp)
+    inputs, targets = inputs[:, shard::dp], targets[:, shard::dp]
+    losses, norms, graphs = [], [], []
+    undo = break_it() if break_it else None
+
+    def update():
+        if schedule.gradient_ready:
+            if clip:
+                norms.append(schedule.clip_grad_norm_(MAX_NORM).item())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    try:
+        for b in range(BATCHES):
+            batch_losses = []
+            args = (inputs[b].flatten(0, 1),) if stage.is_first else ()
+            target = targets[b].flatten(0, 1) if stage.is_last else None
+            schedule.step(*args, target=target, losses=batch_losses)
+            losses.append([loss.item() for loss in batch_losses])
+            update()
+            if b in drain_after or b in evaluate_after or b == BATCHES - 1:
+                schedule.drain()
+                update()
+            if b in evaluate_after:
+                with torch.no_grad():
+                    schedule.eval(*args, target=target, losses=[])
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    finally:
+        if undo is not None:
+            undo()
+    return whole(stage.submod), losses, norms, graphs
+
+
+def expected(dp, m, clip=False, delay=1):
+    def adamw(module):
+        return torch.optim.AdamW(module.parameters(), lr=0.05)
+
+    max_norm = MAX_NORM if clip else None
+    return run_recurrence(BLOCKS, m * dp, BATCHES, adamw, delay=delay, max_norm=max_norm)
+
+
+def difference(results, dp, oracle):
+    weights, losses = oracle
+    worst, seen = 0.0, set()
+    for found, *_ in results:
+        for name, value in found.items():
+            seen.add(name)
+            worst = max(worst, float((value - weights[name]).abs().max()))
+    assert seen == set(weights)
+    for shard, (_, found, *_) in enumerate(results[-dp:]):
+        for batch, wanted in zip(found, losses, strict=True):
+            pairs = zip(batch, wanted[shard::dp], strict=True)
+            worst = max(worst, max(abs(a - b) for a, b in pairs))
+    return worst
+
+
+CASES = list(itertools.product(SHAPES, RECOMPUTE, [None, "aot_eager"], [False, True]))
+
+
+@pytest.mark.parametrize(("shape", "recompute", "backend", "clip"), CASES)
+def test_weights_and_losses_equal_the_recurrence(pool, shape, recompute, backend, clip):
+    pp, dp = shape
+    m = pp + 1
+    results = pool.run(
+        pp * dp, pipeline, pp, dp, m, recompute=RECOMPUTE[recompute], backend=backend, clip=clip
+    )
+    assert difference(results, dp, expected(dp, m, clip)) < 1e-12
+    assert difference(results, dp, expected(dp, m, clip, delay=0)) > 1e-4
+    for _, _, norms, graphs in results:
+        assert graphs[-1] == graphs[0], "a weight version caused a recompilation"
+        assert norms == results[0][2] and len(norms) == (BATCHES if clip else 0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_draining_and_evaluating_do_not_change_the_trajectory(pool, shape):
+    pp, dp = shape
+    results = pool.run(pp * dp, pipeline, pp, dp, pp, drain_after=(0, 1), evaluate_after=(1, 2))
+    assert difference(results, dp, expected(dp, pp)) < 1e-12
+
+
+def one_shared_copy():
+    gather, show = FsdpParameters.gather, FsdpParameters.show
+    FsdpParameters.gather = lambda self, copy: gather(self, 0)
+    FsdpParameters.show = lambda self, copy: show(self, None if copy is None else 0)
+
+    def undo():
+        FsdpParameters.gather, FsdpParameters.show = gather, show
+
+    return undo
+
+
+def reshard_at_the_boundary():
+    """Frees and gathers again what microbatches in flight need, as torch does after a batch."""
+    read = ShardedVersions.read
+
+    def read_and_gather(self):
+        if self._needed is not None:
+            self._fsdp.gather(self._needed)  # the shards are one update further by now
+        return read(self)
+
+    ShardedVersions.read = read_and_gather
+
+    def undo():
+        ShardedVersions.read = read
+
+    return undo
+
+
+@pytest.mark.parametrize("broken", [one_shared_copy, reshard_at_the_boundary])
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2), (4, 2)])
+def test_mixed_versions_fail_the_check(pool, shape, broken):
+    pp, dp = shape
+    results = pool.run(pp * dp, pipeline, pp, dp, pp, break_it=broken)
+    assert difference(results, dp, expected(dp, pp)) > 1e-6
