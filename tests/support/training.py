@@ -11,7 +11,7 @@ from pathlib import Path
 
 import titan_async
 
-__all__ = ["RECIPE", "ROOT", "Run", "command", "environment", "train"]
+__all__ = ["RECIPE", "ROOT", "Run", "command", "environment", "processes_of", "train"]
 
 ROOT = Path(titan_async.__file__).parents[1]
 RECIPE = ROOT / "toml_configs" / "debug_cpu.toml"
@@ -73,3 +73,15 @@ def train(folder: Path, *flags: object, recipe: object = RECIPE, timeout: float 
         cwd=folder, env=environment(), capture_output=True, text=True, timeout=timeout, check=False,
     )  # fmt: skip
     return Run(done.returncode, done.stdout, done.stderr)
+
+
+def processes_of(launcher: int) -> dict[int, int]:
+    """The pid of every rank that a launcher has started, by rank."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    ranks = {}
+    for pid in map(int, children):
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        rank = next((value[5:] for value in variables if value.startswith(b"RANK=")), None)
+        if rank is not None and b"titan_async.training.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            ranks[int(rank)] = pid
+    return ranks

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.support.training import Run, command, environment, train
+from tests.support.training import Run, command, environment, processes_of, train
 
 STEPS = 120
 LINE = re.compile(
@@ -155,18 +155,6 @@ def test_compiled_stages_learn(tmp_path: Path) -> None:
     run = train(tmp_path, *SHORT, "--compile.enable")
     assert_learns(run, silent=False)  # the compiler warns of what it finds on the machine
     assert "on 2 stages under Async2BW" in run.out
-
-
-def processes_of(launcher: int) -> dict[int, int]:
-    """The pid of every rank that a launcher has started, by rank."""
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    ranks = {}
-    for pid in map(int, children):
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        rank = next((value[5:] for value in variables if value.startswith(b"RANK=")), None)
-        if rank is not None and b"titan_async.training.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            ranks[int(rank)] = pid
-    return ranks
 
 
 def is_alive(pid: int) -> bool:

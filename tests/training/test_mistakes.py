@@ -237,15 +237,32 @@ def test_ngpu_that_contradicts_the_degrees(
     assert_says(line, ["NGPU=3", "pipeline_parallel_degree 2", "change NGPU or the degrees"])
 
 
+def saved(step: int, *, completely: bool = True) -> None:
+    folder = Path(f"run/checkpoint/step-{step}")
+    folder.mkdir(parents=True)
+    (folder / "__0_0.distcp").touch()
+    if completely:
+        (folder / ".metadata").touch()
+
+
 def test_load_step_names_the_steps_that_there_are(mistake: Callable[..., str]) -> None:
     for step in (20, 100):
-        Path(f"run/checkpoint/step-{step}").mkdir(parents=True)
+        saved(step)
     line = mistake(str(RECIPE), "--checkpoint.load_step", "7")
     assert_says(line, ["checkpoint.load_step is 7", "there are steps 20, 100"])
 
 
+def test_a_half_written_checkpoint_is_none(mistake: Callable[..., str]) -> None:
+    saved(20)
+    saved(320, completely=False)
+    line = mistake(str(RECIPE), "--checkpoint.load_step", "320")
+    assert line.endswith("has no such checkpoint: there are steps 20\n")
+    with pytest.raises(AssertionError, match="^processes were started$"):
+        mistake(str(RECIPE), "--training.steps", "40")
+
+
 def test_fewer_steps_than_the_checkpoint_has(mistake: Callable[..., str]) -> None:
-    Path("run/checkpoint/step-320").mkdir(parents=True)
+    saved(320)
     line = mistake(str(RECIPE), "--training.steps", "40")
     assert_says(line, ["training.steps is 40", "step 320", "raise training.steps", "another dump_folder"])
 

@@ -1,84 +1,271 @@
 """A run that stops and goes on in new processes is, bit for bit, the run that never stopped."""
 
-import dataclasses
 import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.processes import WorkerPool
+from tests.support.training import RECIPE
+
+Trained = list[dict[str, dict[str, torch.Tensor]]]
+"""Each rank's weights after training, as "model", the rest of its state, as "state", and, as "seen", what its
+generator draws next and in which steps a save was going on."""
 
 
-def train(rank, group, folder, steps, schedule="Async2BW"):
-    """Train up to `steps`, from the checkpoint in `folder` if there is one; returns the stage's weights."""
+def train(rank, group, folder, steps, flags, *, slow_writes=0.0, random_state=True):
+    """Train up to `steps`, from the checkpoint in `folder` if there is one."""
     from titan_async.training import cpu
 
     cpu.ensure_device()
-    from titan_async.recipes.debug import debug
+    from torch.distributed.checkpoint import FileSystemWriter
 
-    os.environ.update(LOCAL_RANK=str(rank), LOG_RANK="0,1")
-    config = debug()
-    config = dataclasses.replace(
-        config,
-        dump_folder=folder,
-        training=dataclasses.replace(config.training, steps=steps, seq_len=32, local_batch_size=4),
-        parallelism=dataclasses.replace(
-            config.parallelism,
-            pipeline_parallel_degree=group.size(),
-            pipeline_parallel_schedule=schedule,
-            pipeline_parallel_microbatch_size=1,
-        ),
-        lr_scheduler=dataclasses.replace(config.lr_scheduler, warmup_steps=3, total_steps=8),
-        validator=dataclasses.replace(config.validator, enable=False),
-        checkpoint=dataclasses.replace(config.checkpoint, interval=4),
-    )
+    from titan_async.training.recipe_file import resolve
+
+    os.environ.update(LOCAL_RANK=str(rank), LOG_RANK="0,1,2,3")
+    config = resolve(
+        [
+            str(RECIPE), "--dump_folder", folder, "--training.steps", str(steps), "--training.seq_len", "32",
+            "--training.local_batch_size", "4", "--parallelism.pipeline_parallel_microbatch_size", "1",
+            "--parallelism.pipeline_parallel_degree", str(group.size()), "--lr_scheduler.warmup_steps", "3",
+            "--lr_scheduler.total_steps", "8", "--validator.no-enable", "--checkpoint.interval", "4", *flags,
+        ]
+    )  # fmt: skip
     trainer = config.build()
+    trainer.resumes_random_state = random_state
+    step, write, in_flight = trainer.train_step, FileSystemWriter.write_data, []
+
+    def drawing_step(batches):
+        # Nothing in this model draws, so without this all states of the generators would be the same.
+        torch.rand(3)
+        step(batches)
+        saving = getattr(trainer.checkpointer, "save_future", None)
+        in_flight.append(saving is not None and not saving.done())
+
+    def slow_write(*args):
+        time.sleep(slow_writes)
+        return write(*args)
+
+    trainer.train_step, FileSystemWriter.write_data = drawing_step, slow_write
     try:
         trainer.train()
-        state = trainer.model_parts[0].state_dict()
-        return {n: getattr(v, "full_tensor", lambda v=v: v)().detach().clone() for n, v in state.items()}
+        model = {name: value for part in trainer.model_parts for name, value in part.state_dict().items()}
+        state = trainer.optimizers.state_dict() | trainer.state_dict().get("next_weights", {})
+        return {
+            "model": tensors(model),
+            "state": tensors(state),
+            "seen": {"rand": torch.rand(3), "in_flight": torch.tensor(in_flight)},
+        }
     finally:
+        FileSystemWriter.write_data = write
         trainer.close()
 
 
-def run(pool, *args, **kwargs):
-    results = pool.run(2, train, *args, timeout=240, **kwargs)
-    return {name: value for result in results for name, value in result.items()}
+def tensors(state):
+    return {
+        name: getattr(value, "full_tensor", lambda value=value: value)().detach().clone()
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+class Runs:
+    """Runs of any number of ranks, in processes that stay up, or in others that have not trained yet."""
+
+    def __init__(self) -> None:
+        self._pools: dict[tuple[int, bool], WorkerPool] = {}
+
+    def __call__(
+        self, ranks: int, folder: Path, steps: int, *flags: str, anew: bool = False, **kwargs: object
+    ) -> Trained:
+        key = (ranks, anew)
+        if key not in self._pools:
+            self._pools[key] = WorkerPool(ranks)
+        return self._pools[key].run(ranks, train, str(folder), steps, flags, timeout=300, **kwargs)
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
 
 
 @pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
+def runs() -> Iterator[Runs]:
+    runs = Runs()
+    yield runs
+    runs.close()
+
+
+LAYOUTS = [
+    pytest.param(1, (), id="1 stage"),
+    pytest.param(2, (), id="2 stages"),
+    pytest.param(4, (), id="4 stages"),
+]
+"""Numbers of ranks, and what is to be added to the flags for them."""
+
+PLAIN = ("--optimizer.name", "sgd", "--optimizer.implementation", "foreach")
+"""An optimizer that does not amplify rounding: Muon and AdamW make 1e-4 of 1e-8 in four steps."""
+
+SYNCHRONOUS = ("--parallelism.pipeline_parallel_schedule", "1F1B")
 
 
 @pytest.fixture(scope="module")
-def whole(pool, tmp_path_factory):
-    return run(pool, str(tmp_path_factory.mktemp("whole")), 8)
+def whole(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Trained]]:
+    """For a layout: eight steps in one go, and the folder with the checkpoints of steps 4 and 8."""
+    done: dict[tuple, tuple[Path, Trained]] = {}
+
+    def get(ranks: int, *flags: str) -> tuple[Path, Trained]:
+        if (ranks, flags) not in done:
+            folder = tmp_path_factory.mktemp("whole")
+            done[ranks, flags] = folder, runs(ranks, folder, 8, *flags)
+        return done[ranks, flags]
+
+    return get
 
 
-def test_resuming_in_new_processes_changes_nothing(pool, tmp_path, whole):
-    run(pool, str(tmp_path), 4)
-    fresh = WorkerPool(2)
-    try:
-        resumed = run(fresh, str(tmp_path), 8)
-    finally:
-        fresh.close()
-    assert set(resumed) == set(whole)
-    for name, value in whole.items():
-        assert torch.equal(resumed[name], value), name
+def half(source: Path, target: Path) -> Path:
+    """A copy of a run's folder as it was after step 4."""
+    shutil.copytree(source / "checkpoint/step-4", target / "checkpoint/step-4")
+    return target
 
 
-def test_a_synchronous_start_may_go_on_delayed(pool, tmp_path, whole):
-    start = run(pool, str(tmp_path), 4, schedule="1F1B")
-    resumed = run(pool, str(tmp_path), 8)
-    assert all(torch.isfinite(value).all() for value in resumed.values())
-    assert not torch.equal(resumed["norm.weight"], start["norm.weight"])
-    assert not torch.equal(resumed["norm.weight"], whole["norm.weight"])
+def merged(trained: Trained, kind: str) -> dict[str, torch.Tensor]:
+    return {name: value for rank in trained for name, value in rank[kind].items()}
 
 
-def test_a_delayed_start_may_go_on_synchronously(pool, tmp_path):
-    start = run(pool, str(tmp_path), 4)
-    resumed = run(pool, str(tmp_path), 8, schedule="1F1B")
-    assert not torch.equal(resumed["norm.weight"], start["norm.weight"])
+def assert_same(one: Trained, other: Trained, *kinds: str) -> None:
+    for kind in kinds:
+        first, second = merged(one, kind), merged(other, kind)
+        assert first.keys() == second.keys()
+        for name, value in first.items():
+            assert torch.equal(value, second[name]), name
+
+
+def difference(one: Trained, other: Trained) -> float:
+    """The largest one between two weights."""
+    first, second = merged(one, "model"), merged(other, "model")
+    assert first.keys() == second.keys()
+    return max(float((value - second[name]).abs().max()) for name, value in first.items())
+
+
+@pytest.mark.parametrize(("ranks", "flags"), LAYOUTS)
+def test_resuming_in_new_processes_changes_nothing(
+    runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path, ranks: int, flags: tuple
+) -> None:
+    _, undisturbed = whole(ranks, *flags)
+    runs(ranks, tmp_path, 4, *flags)
+    resumed = runs(ranks, tmp_path, 8, *flags, anew=True)
+    assert_same(resumed, undisturbed, "model", "state")
+    for mine, theirs in zip(resumed, undisturbed, strict=True):
+        assert torch.equal(mine["seen"]["rand"], theirs["seen"]["rand"]), "the generators went another way"
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_checkpoint_of_a_step_in_between_holds_that_step(
+    runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path, mode: str
+) -> None:
+    # The files are written while training goes on, long after the weights of step 4 have gone.
+    saving = runs(2, tmp_path / "saving", 8, "--checkpoint.async_mode", mode, slow_writes=1.0)
+    for rank in saving:
+        assert rank["seen"]["in_flight"].any() == (mode == "async")
+    assert_same(saving, whole(2)[1], "model", "state")
+    resumed = runs(2, half(tmp_path / "saving", tmp_path / "resumed"), 8, anew=True)
+    assert_same(resumed, whole(2)[1], "model", "state")
+
+
+@pytest.mark.parametrize("schedule", [(), SYNCHRONOUS], ids=["delayed", "synchronous"])
+def test_a_checkpoint_goes_on_at_another_number_of_stages(
+    runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path, schedule: tuple
+) -> None:
+    flags = (*schedule, *PLAIN)
+    folder, undisturbed = whole(2, *flags)
+    resumed = runs(4, half(folder, tmp_path), 8, *flags)
+    assert difference(resumed, undisturbed) < 1e-6
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_all_state_arrives_at_another_number_of_stages(
+    runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path, ranks: int
+) -> None:
+    folder, _ = whole(2)
+    there = runs(2, half(folder, tmp_path / "2"), 4)
+    here = runs(ranks, half(folder, tmp_path / "other"), 4)
+    assert_same(here, there, "model")
+    if ranks > 1:
+        assert_same(here, there, "state")
+    else:  # one stage is synchronous
+        mine, all_ = merged(here, "state"), merged(there, "state")
+        assert mine.keys() < all_.keys()
+        assert all(torch.equal(value, all_[name]) for name, value in mine.items())
+
+
+def test_a_synchronous_start_may_go_on_delayed(
+    runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path
+) -> None:
+    flags = (*SYNCHRONOUS, *PLAIN)
+    folder, synchronous = whole(2, *flags)
+    # The first batch reads the newest weights, there being no older ones, and its update is not
+    # corrected, there being no history: it is that of a synchronous run.
+    delayed = runs(2, half(folder, tmp_path / "delayed"), 5, *PLAIN)
+    next_step = runs(2, half(folder, tmp_path / "synchronous"), 5, *flags)
+    assert difference(delayed, next_step) < 1e-6
+    further = runs(2, tmp_path / "delayed", 8, *PLAIN)
+    assert 1e-4 < difference(further, synchronous) < 1
+
+
+def test_a_delayed_start_may_go_on_synchronously(
+    runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path
+) -> None:
+    folder, undisturbed = whole(2, *PLAIN)
+    pipelined = runs(2, half(folder, tmp_path / "2"), 8, *SYNCHRONOUS, *PLAIN)
+    alone = runs(1, half(folder, tmp_path / "1"), 8, *PLAIN)
+    assert difference(pipelined, alone) < 1e-6
+    assert difference(pipelined, undisturbed) > 1e-4
+
+
+def test_a_checkpoint_without_random_state_goes_on(
+    runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path
+) -> None:
+    runs(2, tmp_path, 4, random_state=False)
+    resumed = runs(2, tmp_path, 8, anew=True)
+    undisturbed = whole(2)[1]
+    assert_same(resumed, undisturbed, "model", "state")
+    assert not torch.equal(resumed[0]["seen"]["rand"], undisturbed[0]["seen"]["rand"])
+
+
+def test_starting_from_another_run(
+    runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path
+) -> None:
+    folder, undisturbed = whole(2)
+    source = ("--checkpoint.initial_load_path", str(folder / "checkpoint/step-8"))
+    model_only = runs(2, tmp_path / "model", 0, *source)
+    assert_same(model_only, undisturbed, "model")
+    # With its weights and nothing else: the first update is that of a run without a past.
+    runs(2, tmp_path / "model", 2, *source)
+    assert (tmp_path / "model/checkpoint/step-2/.metadata").is_file()
+
+    source = ("--checkpoint.initial_load_path", str(folder / "checkpoint/step-4"))
+    everything = runs(2, tmp_path / "all", 8, *source, "--checkpoint.no-initial_load_model_only")
+    assert_same(everything, undisturbed, "model", "state")
+
+
+@pytest.mark.parametrize("left_out", ["optimizer", "train_state", "dataloader", "lr_scheduler"])
+def test_leaving_a_part_out_of_loading(
+    runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path, left_out: str
+) -> None:
+    folder, undisturbed = whole(2)
+    flags = ("--checkpoint.exclude_from_loading", left_out)
+    resumed = runs(2, half(folder, tmp_path), 8, *flags)
+    assert 0 < difference(resumed, undisturbed) < 1
+
+
+def test_a_last_save_of_the_model_alone(
+    runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path
+) -> None:
+    trained = runs(2, tmp_path / "first", 4, "--checkpoint.last_save_model_only")
+    source = ("--checkpoint.initial_load_path", str(tmp_path / "first/checkpoint/step-4"))
+    loaded = runs(2, tmp_path / "second", 0, *source)
+    assert_same(loaded, trained, "model")

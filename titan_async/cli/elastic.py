@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,12 @@ from titan_async.training.failures import ERROR_DIR
 __all__ = ["Outcome", "WorkerExit", "run_workers"]
 
 GRACE_SECONDS = 10
-"""How long processes may take to end by themselves after they are told to."""
+"""How long processes may take to end once another one has ended badly after SIGTERM."""
+
+SAVE_SECONDS = 60
+"""How long processes may take to finish a step, save and end after SIGTERM."""
+
+_SAME_REQUEST_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -49,13 +55,26 @@ class Outcome:
     interrupted: signal.Signals | None = None
     """The signal that the launcher itself was sent."""
     failed: bool = False
+    """Whether any process did not end with status 0."""
+    killed_after: float | None = None
+    """Seconds after SIGTERM at which processes that were still there were killed."""
+
+
+@dataclass
+class _Request:
+    """The SIGTERM that was passed on to the workers."""
+
+    at: float | None = None
+    """When, by `time.monotonic`; None as long as there was none."""
+    killed_after: float | None = None
 
 
 def run_workers(command: Sequence[str], nproc: int, rendezvous: dict[str, Any]) -> Outcome:
     """Runs `nproc` copies of `command` and returns when all have ended.
 
-    They write to this process's own terminal. When one fails, or this process gets SIGINT, SIGTERM,
-    SIGHUP or SIGQUIT, the others are sent SIGTERM and after `GRACE_SECONDS` are killed.
+    They write to this process's own terminal. When one fails, or this process gets SIGINT, SIGHUP or
+    SIGQUIT, the others are killed. SIGTERM is passed on, as a request to save and end with status 0; after
+    `SAVE_SECONDS`, or at a second SIGTERM, they are killed.
 
     Args:
         command: the program and its arguments.
@@ -70,7 +89,13 @@ def run_workers(command: Sequence[str], nproc: int, rendezvous: dict[str, Any]) 
         shutdown_timeout=GRACE_SECONDS,
         **rendezvous,
     )
-    with _silent(), _ending_at_once_before_workers(), _noting_stops() as stopped:
+    request = _Request()
+    with (
+        _silent(),
+        _ending_at_once_before_workers(),
+        _passing_sigterm_on(request),
+        _noting_stops(request) as stopped,
+    ):
         try:
             elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as error:
@@ -80,9 +105,10 @@ def run_workers(command: Sequence[str], nproc: int, rendezvous: dict[str, Any]) 
                 for rank, failure in error.failures.items()
                 if failure.pid not in stopped
             ]
-            return Outcome(exits=exits, failed=True)
+            interrupted = None if request.at is None else signal.SIGTERM
+            return Outcome(exits, interrupted, failed=True, killed_after=request.killed_after)
         except SignalException as error:
-            return Outcome(interrupted=error.sigval, failed=True)
+            return Outcome(interrupted=error.sigval, failed=True, killed_after=request.killed_after)
     return Outcome()
 
 
@@ -142,11 +168,54 @@ def _ending_at_once_before_workers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _noting_stops() -> Iterator[set[int]]:
+def _passing_sigterm_on(request: _Request) -> Iterator[None]:
+    """Lets the workers themselves answer a SIGTERM to this process, and the agent watch them do it."""
+    start = PContext.start
+    timers: list[threading.Timer] = []
+
+    def passing_on(self: PContext) -> None:
+        start(self)
+        processes = [handler.proc for handler in self.subprocess_handlers.values()]  # type: ignore[attr-defined]
+
+        def kill() -> None:
+            for process in processes:
+                if process.poll() is None:
+                    request.killed_after = SAVE_SECONDS
+                    process.kill()
+
+        def pass_on(number: int, frame: object) -> None:
+            if request.at is None:
+                request.at = time.monotonic()
+                for process in processes:
+                    process.send_signal(signal.SIGTERM)
+                timer = threading.Timer(SAVE_SECONDS, kill)
+                timer.daemon = True
+                timer.start()
+                timers.append(timer)
+            elif time.monotonic() - request.at > _SAME_REQUEST_SECONDS:
+                # Not a repetition such as `timeout` sends, to its child and then to the child's group.
+                for process in processes:
+                    process.kill()
+                raise SignalException(f"got {signal.Signals(number).name}", sigval=signal.Signals(number))
+
+        # In place of the agent's handler, which would end the watching.
+        signal.signal(signal.SIGTERM, pass_on)
+
+    PContext.start = passing_on  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PContext.start = start  # type: ignore[method-assign]
+        for timer in timers:
+            timer.cancel()
+
+
+@contextlib.contextmanager
+def _noting_stops(request: _Request) -> Iterator[set[int]]:
     """Yields the set of processes that were still alive when the agent stopped them.
 
-    The agent waits 30 s for them after a failure, which is a constant in its code, so the wrapper
-    also passes our shorter time.
+    They are killed: SIGTERM would be a request to go on to the end of the step, which without the others
+    they cannot reach. Only after such a request they are given time to finish what the others had finished.
     """
     stopped: set[int] = set()
     close = PContext.close
@@ -157,8 +226,8 @@ def _noting_stops() -> Iterator[set[int]]:
         for handler in getattr(self, "subprocess_handlers", {}).values():
             if handler.proc.poll() is None:
                 stopped.add(handler.proc.pid)
-        # One signal for every reason to end: on SIGINT Python programs print tracebacks.
-        close(self, death_sig if death_sig == signal.SIGKILL else signal.SIGTERM, timeout or GRACE_SECONDS)
+        asked = request.at is not None and death_sig in (None, signal.SIGTERM)
+        close(self, signal.SIGTERM if asked else signal.SIGKILL, GRACE_SECONDS)
 
     PContext.close = noting_close  # type: ignore[method-assign]
     try:

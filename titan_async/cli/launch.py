@@ -181,7 +181,8 @@ def launch(nproc: int, command: Sequence[str]) -> int:
     """Runs `nproc` copies of `command` on this machine, waits, and returns the exit status.
 
     After a failure one line on stderr names the cause: 1, or 2 if a worker reported a user's mistake.
-    After a signal to this process the status is 128 plus its number.
+    After a signal to this process the status is 128 plus its number; after SIGTERM it is 0 if all copies
+    ended with 0, having saved.
 
     Raises:
         UserError: the environment does not say how several machines find each other.
@@ -210,16 +211,21 @@ def launch(nproc: int, command: Sequence[str]) -> int:
 
 def _judge(outcome: Outcome, reports: list[failures.Failure]) -> tuple[int, str | None]:
     """Returns the exit status and the sentence for the way a run ended."""
-    if outcome.interrupted is not None:
-        return 128 + outcome.interrupted, f"stopped by {outcome.interrupted.name}"
     if not outcome.failed:
         return 0, None
+    cause = failures.root_cause(reports)
+    if outcome.interrupted is not None:
+        line = f"stopped by {outcome.interrupted.name}"
+        if outcome.killed_after is not None:
+            line += f"; ranks that had not saved after {outcome.killed_after:.0f} s were killed"
+        elif cause is not None and cause.kind != "lost_peer":
+            line += f"; rank {cause.rank} failed: {' '.join(cause.message.split())}"
+        return 128 + outcome.interrupted, line
     # A signal from outside comes first: whatever the others report is what followed from it.
     for exit_ in outcome.exits:
         if exit_.status < 0:
             name = signal.Signals(-exit_.status).name
             return FAILED, f"rank {exit_.rank} was killed by {name}; the other ranks were stopped"
-    cause = failures.root_cause(reports)
     if cause is None:
         first = min(outcome.exits, key=lambda exit_: exit_.rank, default=None)
         if first is None:

@@ -13,6 +13,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 
 from titan_async.data import PackedDataset, TextSource
 from titan_async.errors import UserError
+from titan_async.training.preemption import shield_data_worker
 
 __all__ = ["Batch", "TextDataLoader"]
 
@@ -110,6 +111,9 @@ class TextDataLoader(ParallelAwareDataloader):
             snapshot_every_n_steps=snapshot_every_n_steps,
             batch_size=local_batch_size,
             drop_last=True,
+            worker_init_fn=shield_data_worker,
+            # Each pass draws a seed. Of the global generator it would change what a resumed run draws.
+            generator=torch.Generator().manual_seed(config.data_seed),
         )
 
     def __iter__(self) -> Iterator[Batch]:

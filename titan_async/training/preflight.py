@@ -17,6 +17,7 @@ from titan_async.data import open_documents
 from titan_async.errors import UserError
 from titan_async.training._titan_internals import split_layers
 from titan_async.training.balance import KNOWN_MODULES, count_stages
+from titan_async.training.checkpoint import complete_steps
 from titan_async.training.data import TextDataLoader
 from titan_async.training.edit import nearest
 from titan_async.training.optimizer import FACTORIES, AsyncOptimizers, match_group
@@ -136,28 +137,21 @@ def _check_folders(config: Trainer.Config) -> None:
     checkpoint = config.checkpoint
     if not checkpoint.enable:
         return
-    step = checkpoint.load_step
-    if step != -1 and not (folder / checkpoint.folder / f"step-{step}").is_dir():
-        steps = _saved_steps(folder / checkpoint.folder)
-        there = f"there are steps {', '.join(map(str, steps))}" if steps else "there is none"
+    step, saved = checkpoint.load_step, complete_steps(folder / checkpoint.folder)
+    if step != -1 and step not in saved:
+        there = f"there are steps {', '.join(map(str, saved))}" if saved else "there is none"
         raise UserError(
             f"checkpoint.load_step is {step}, but {folder / checkpoint.folder} has no such checkpoint: "
             f"{there}"
         )
-    steps = [n for n in _saved_steps(folder / checkpoint.folder) if n > config.training.steps]
-    if step == -1 and steps:
+    if step == -1 and saved and saved[-1] > config.training.steps:
         raise UserError(
             f"training.steps is {config.training.steps}, but {folder / checkpoint.folder} has a checkpoint "
-            f"of step {steps[-1]}: raise training.steps to go on from it, or choose another dump_folder"
+            f"of step {saved[-1]}: raise training.steps to go on from it, or choose another dump_folder"
         )
     path = checkpoint.initial_load_path
     if path and os.path.isabs(path) and not os.path.isdir(path):
         raise UserError(f"checkpoint.initial_load_path is {path}, which is not a folder: give a checkpoint's")
-
-
-def _saved_steps(folder: Path) -> list[int]:
-    found = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.glob("step-*"))
-    return sorted(int(match[1]) for match in found if match)
 
 
 def _check_tokenizer(config: Trainer.Config) -> None:

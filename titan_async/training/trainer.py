@@ -25,15 +25,16 @@ from torchtitan.models.common.moe import MoE
 from torchtitan.trainer import Trainer
 
 from titan_async.errors import UserError
-from titan_async.training import cpu
+from titan_async.training import cpu, random_state
 from titan_async.training._titan_internals import saves_at
 from titan_async.training.balance import balance_model_spec
-from titan_async.training.checkpoint import NEXT_WEIGHTS, AsyncCheckpointer
+from titan_async.training.checkpoint import NEXT_WEIGHTS, RANDOM_STATE, AsyncCheckpointer, save_for_resuming
 from titan_async.training.data import TextDataLoader
 from titan_async.training.metrics import AsyncMetrics, share_loss
 from titan_async.training.optimizer import AsyncOptimizers
 from titan_async.training.pipeline import adapt_model_spec, delays_gradients
 from titan_async.training.pipeline_config import PipelineConfig
+from titan_async.training.preemption import PreemptedError, Preemption
 from titan_async.training.reporter import Reporter, format_duration
 from titan_async.training.validator import AsyncValidator
 
@@ -72,6 +73,10 @@ class AsyncTrainer(Trainer):
         self._grad_norm: torch.Tensor | None = None
         self.resumes_delay = True
         """Whether the training state includes the weights of the next batch; see `AsyncCheckpointer`."""
+        self.resumes_random_state = True
+        """Whether it includes the generators' states; see `AsyncCheckpointer`."""
+        self.random_key = random_state.layout_key(self.parallel_dims, dist.get_rank(), self.device)
+        self.preemption = Preemption()
         self.reporter = Reporter(speaks=dist.get_rank() == 0, steps=config.training.steps)
         if isinstance(self.metrics_processor, AsyncMetrics):
             self.metrics_processor.reporter = self.reporter
@@ -84,7 +89,13 @@ class AsyncTrainer(Trainer):
         return not self.parallel_dims.pp_enabled or self.pp_has_last_stage
 
     def train(self) -> None:
-        """Train up to `training.steps`, resuming from the latest checkpoint, and say what came out."""
+        """Train up to `training.steps`, resuming from the latest checkpoint, and say what came out.
+
+        After SIGTERM all ranks stop after the same step and save.
+
+        Raises:
+            PreemptedError: after SIGTERM, if the settings allow no save.
+        """
         self._first_step: int | None = None
         self._data_ended = False
         start = time.perf_counter()
@@ -92,6 +103,9 @@ class AsyncTrainer(Trainer):
             super().train()
             if self._data_ended:
                 self._save_at_the_end_of_data()
+        except PreemptedError:
+            self._save_after_sigterm()
+            return
         finally:
             self.reporter.stop()
         self._summarize(time.perf_counter() - start)
@@ -101,6 +115,7 @@ class AsyncTrainer(Trainer):
         if self._first_step is None:
             self._first_step = self.step - 1
             self._start()
+            self.preemption.listen()
         config, dims = self.config, self.parallel_dims
         self.optimizers.zero_grad(set_to_none=config.training.disable_cuda_graphs)
         rates = self._learning_rates()
@@ -109,6 +124,7 @@ class AsyncTrainer(Trainer):
         except DataloaderExhaustedError:
             self._data_ended = True
             raise  # torchtitan then leaves its loop
+        self.preemption.begin_step()
         global_valid_tokens = local_valid_tokens.to(self.device)
         if dims.dp_enabled:
             global_valid_tokens = dist_utils.dist_sum_tensor(global_valid_tokens, dims.get_mesh("batch"))
@@ -126,6 +142,8 @@ class AsyncTrainer(Trainer):
         self.reporter.advance(self.step)
         if self.metrics_processor.should_log(self.step) or last_step:
             self._log(loss, local_valid_tokens, global_valid_tokens, rates)
+        if self.preemption.end_step() and not last_step:
+            raise PreemptedError
 
     @property
     def _gradient_ready(self) -> bool:
@@ -177,6 +195,20 @@ class AsyncTrainer(Trainer):
         self.reporter.say(
             f"the data ended after step {self.step} of {self.config.training.steps}; give more text, or set "
             "dataloader.infinite"
+        )
+
+    def _save_after_sigterm(self) -> None:
+        self._drain_and_update()
+        steps, checkpoint = self.config.training.steps, self.config.checkpoint
+        if not save_for_resuming(self.checkpointer, self.step):
+            self.reporter.say(
+                f"SIGTERM: stopped after step {self.step} of {steps} without saving, because of "
+                f"checkpoint.{'load_only' if checkpoint.enable else 'no-enable'}"
+            )
+            raise PreemptedError
+        folder = Path(self.config.dump_folder) / checkpoint.folder
+        self.reporter.say(
+            f"SIGTERM: saved step {self.step} of {steps} in {folder}; resume with the same command"
         )
 
     def _learning_rates(self) -> dict[str, float]:
@@ -258,13 +290,17 @@ class AsyncTrainer(Trainer):
         state = super().state_dict()
         if self.delayed and self.resumes_delay:
             state[NEXT_WEIGHTS] = self.pp_schedule.state_dict()
+        if self.resumes_random_state:
+            state[RANDOM_STATE] = {self.random_key: random_state.capture(self.device)}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         if self.delayed and NEXT_WEIGHTS in state_dict:
             self.pp_schedule.load_state_dict(state_dict[NEXT_WEIGHTS])
-        self.resumes_delay = True
+        if RANDOM_STATE in state_dict:
+            random_state.restore(state_dict[RANDOM_STATE][self.random_key], self.device)
+        self.resumes_delay = self.resumes_random_state = True
 
     def _sequences_per_step(self) -> int:
         degree = self.parallel_dims.get_mesh("batch").size() if self.parallel_dims.dp_enabled else 1

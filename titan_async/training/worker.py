@@ -2,11 +2,13 @@
 
 Errors leave in three ways. A mistake of the user is one sentence, printed by the launcher for all ranks.
 Any other exception is printed here, with its traceback, before this process's connections close; the
-ranks that fail because it is gone stay silent. The exit status is 0, 2 for a mistake, 1 otherwise.
+ranks that fail because it is gone stay silent. The exit status is 0, 2 for a mistake, 143 after a SIGTERM
+for which nothing could be saved, 1 otherwise.
 """
 
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
@@ -34,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train this rank's part of the run and return the exit status."""
     failures.end_with_launcher()
     try:
-        _train(list(sys.argv[1:] if argv is None else argv))
+        return _train(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
         if not failures.report_failure("user", str(error)):
             _say_once(str(error))
@@ -50,7 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.flush()
         failures.report_failure("error", text[:500])
         return 1
-    return 0
 
 
 def _say_once(sentence: str) -> None:
@@ -61,7 +62,7 @@ def _say_once(sentence: str) -> None:
         time.sleep(10)  # torchrun stops all ranks as soon as one ends: rank 0 must have spoken by then
 
 
-def _train(argv: list[str]) -> None:
+def _train(argv: list[str]) -> int:
     _quiet()
     from titan_async.training.recipe_file import resolve
 
@@ -77,16 +78,20 @@ def _train(argv: list[str]) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
     from torchtitan.observability import structured_logger
 
+    from titan_async.training.preemption import PreemptedError
+
     structured_logger.init_structured_logger(
         source="training", output_dir=config.dump_folder, enable=config.debug.enable_structured_logging
     )
-    trainer = None
+    trainer, status = None, 0
     try:
         trainer = config.build()
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
         else:
             trainer.train()
+    except PreemptedError:
+        status = 128 + signal.SIGTERM
     except (CheckpointException, FileNotFoundError) as error:
         mistake = _checkpoint_mistake(error, config)
         if mistake is None:
@@ -96,6 +101,7 @@ def _train(argv: list[str]) -> None:
         if trainer is not None:
             trainer.close()
     dist.destroy_process_group()
+    return status
 
 
 def _quiet() -> None:
