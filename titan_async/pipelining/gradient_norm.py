@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from titan_async.pipelining._torch_internals import group_of, joint_group, local_part
 
-__all__ = ["GradientNorm", "NormReducer"]
+__all__ = ["GradientNorm", "NormReducer", "clip_"]
 
 
 class GradientNorm:
@@ -73,7 +73,9 @@ class NormReducer:
         everyone: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, mine, group=group)
         self._device = stage.device
-        self._group = joint_group(set().union(*everyone))
+        ranks = set().union(*everyone)
+        self._ranks_of_a_stage = len(ranks) // len(everyone)
+        self._group = joint_group(ranks)
         # Connects now: later, a rank that is the first to start a reduction must not wait for the others.
         dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
 
@@ -84,22 +86,31 @@ class NormReducer:
         for gradient in gradients:
             part = local_part(gradient)
             if gradient is not None and part is not None:
-                shares.setdefault(_replicas(gradient), []).append(part)
-        for replicas, tensors in shares.items():
+                shares.setdefault(_parts(gradient), []).append(part)
+        for parts, tensors in shares.items():
             norms = torch.stack([norm.double() for norm in torch._foreach_norm(tensors)])
-            squares += norms.square().sum() / replicas
+            # The other ranks of the stage hold the same parts, also those outside of the gradient's mesh.
+            squares += norms.square().sum() * parts / self._ranks_of_a_stage
         return GradientNorm(squares, self._group)
 
 
-def _replicas(gradient: Tensor) -> int:
-    """How many ranks hold the same part of a gradient as this one."""
-    if not isinstance(gradient, DTensor):
-        return 1
-    sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
-    replicas = 1
-    for placement, size in sizes:
-        if isinstance(placement, Replicate):
-            replicas *= size
-        elif not placement.is_shard():
-            raise NotImplementedError(f"a gradient with the placement {placement} has no norm yet")
-    return replicas
+def clip_(gradients: Sequence[Tensor | None], max_norm: float, norm: Tensor) -> None:
+    """Scale `gradients`, of norm `norm`, to at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`.
+
+    Each rank scales its own parts: gradients that lie on several meshes cannot be scaled as DTensors together.
+    """
+    parts = [part for part in map(local_part, gradients) if part is not None]
+    if parts:
+        torch._foreach_mul_(parts, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+
+def _parts(gradient: Tensor) -> int:
+    """Into how many parts a gradient is split over the ranks of its stage."""
+    parts = 1
+    if isinstance(gradient, DTensor):
+        for placement, size in zip(gradient.placements, gradient.device_mesh.shape, strict=True):
+            if placement.is_partial():
+                raise NotImplementedError(f"a gradient with the placement {placement} has no norm yet")
+            if not isinstance(placement, Replicate):
+                parts *= size
+    return parts

@@ -34,7 +34,7 @@ from titan_async.pipelining.actions import (
     slots,
     step_program,
 )
-from titan_async.pipelining.gradient_norm import GradientNorm, NormReducer
+from titan_async.pipelining.gradient_norm import GradientNorm, NormReducer, clip_
 from titan_async.pipelining.messages import Messages
 from titan_async.pipelining.versions import Gradient, Versions
 
@@ -136,7 +136,8 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         self._reducer: NormReducer | None = None
         self._norms: dict[int, GradientNorm] = {}
         self._norm: GradientNorm | None = None  # of the gradient in .grad
-        self._marks: list[tuple[int, int] | None] = []  # what tells whether .grad is still that gradient
+        # What tells whether .grad is still that gradient; None once it is not.
+        self._marks: list[tuple[int, int] | None] | None = None
         self._broken = False
         self._refuse_wrapped()
 
@@ -178,7 +179,8 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             )
         assert self._norm is not None
         norm = self._norm.value()
-        torch.nn.utils.clip_grads_with_norm_(versions.parameters, max_norm, norm)
+        clip_(gradients, max_norm, norm)
+        self._marks = None
         return norm
 
     def gradient_is_finite(self) -> bool:
@@ -469,5 +471,5 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         fresh = all(gradient is None for gradient in self._versions.gradients())
         self._versions.deliver(self._complete.pop(number))
         self._norm = self._norms.pop(number, None)
-        self._marks = [identity_of(gradient) for gradient in self._versions.gradients()] if fresh else []
+        self._marks = [identity_of(gradient) for gradient in self._versions.gradients()] if fresh else None
         self._gradient_ready = True
