@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
@@ -27,9 +28,9 @@ __all__ = [
     "initialize_stage",
     "is_fully_sharded",
     "joint_group",
-    "keep_buffers",
     "local_part",
     "own_output",
+    "prepare_buffers",
     "reshard",
     "split_microbatches",
     "unsupported_wrapper",
@@ -99,14 +100,21 @@ def split_microbatches(
     return split_args, split_kwargs, targets
 
 
-def keep_buffers(stage: _PipelineStageBase, slots: int) -> None:
-    """Drop the receive buffers of all chunks but the first `slots`; torch makes one for each microbatch."""
+def prepare_buffers(stage: _PipelineStageBase, slots: int) -> None:
+    """Keep the receive buffers of the first `slots` chunks, where torch makes one for each microbatch.
+
+    They become contiguous, as a receive must be; torch gives them the strides of what will be sent.
+    """
     infos = [stage.args_recv_info]
     if stage.has_backward:
         infos.append(stage.grad_recv_info)
     for info in infos:
         for chunk_id in [chunk_id for chunk_id in info if chunk_id >= slots]:
             del info[chunk_id]
+        for received in (each for chunk in info.values() for each in chunk):
+            buffer = getattr(received, "buffer", None)
+            if buffer is not None and not buffer.is_contiguous():
+                received.buffer = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)
 
 
 def forget_input_gradients(stage: _PipelineStageBase, chunk_id: int) -> None:

@@ -94,6 +94,8 @@ class Messages:
 
     def send(self, action: Action, ops: list[dist.P2POp]) -> None:
         """Start sending the output of `action`."""
+        for op in ops:
+            op.tensor = op.tensor.contiguous()
         pending = self._sending[action.kind]
         self._finish(pending, most_pending(self._in_flight) - 1)
         pending.append((ops, self._start(action, ops)))

@@ -18,9 +18,9 @@ from titan_async.pipelining._torch_internals import (
     forget_input_gradients,
     identity_of,
     initialize_stage,
-    keep_buffers,
     local_part,
     own_output,
+    prepare_buffers,
     reshard,
     split_microbatches,
     unsupported_wrapper,
@@ -250,6 +250,38 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             self._step_microbatches(split_args, split_kwargs, targets, losses, return_outputs, loss_kwargs)
         return self._merge_outputs(stage.output_chunks) if stage.is_last and return_outputs else None
 
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list | None = None,
+        arg_mbs: list[tuple] | None = None,
+        kwarg_mbs: list[dict] | None = None,
+        target_mbs: list | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the forwards of one batch, as `Schedule1F1B.eval`, on an empty pipeline.
+
+        Inputs that come split may be of any number of microbatches, the same on every rank.
+        """
+        has_backward, n_microbatches = self._has_backward, self._n_microbatches
+        split = arg_mbs or kwarg_mbs or target_mbs
+        try:
+            self._has_backward = False
+            if split:
+                self._n_microbatches = len(split)
+            return self.step(
+                *args,
+                target=target,
+                losses=losses,
+                arg_mbs=arg_mbs,
+                kwarg_mbs=kwarg_mbs,
+                target_mbs=target_mbs,
+                **kwargs,
+            )
+        finally:
+            self._has_backward, self._n_microbatches = has_backward, n_microbatches
+
     def drain(self) -> bool:
         """Finish what is in flight, and leave the last batch's gradient in `.grad`.
 
@@ -353,7 +385,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
     ) -> None:
         assert arg_mbs is not None and kwarg_mbs is not None
         initialize_stage(self, arg_mbs[0], kwarg_mbs[0], target_mbs[0] if target_mbs else None, loss_kwargs)
-        keep_buffers(self._stage, self._slots)
+        prepare_buffers(self._stage, self._slots)
         self._messages.open()
         batch_losses: list[Tensor] = []
         forward = self._forward_of(

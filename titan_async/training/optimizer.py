@@ -150,7 +150,10 @@ class AsyncOptimizers(OptimizersContainer):
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         self._groups = config.resolved_groups()
-        super().__init__(config, model_parts=model_parts)
+        try:
+            super().__init__(config, model_parts=model_parts)
+        except NotImplementedError as error:  # a parameter that the optimizer cannot update
+            raise UserError(f"{error} (optimizer.name, optimizer.param_groups)") from error
         feedback = config.error_feedback
         if feedback.enable and feedback.strength:
             self.optimizers = [

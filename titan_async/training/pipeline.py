@@ -6,18 +6,23 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.pipelining.schedules import _PipelineSchedule
-from torchtitan.config import CompileConfig, ParallelismConfig
+from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
-from torchtitan.distributed.compile import apply_compile
 from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.trainer import Trainer
 
-from titan_async.errors import UserError
 from titan_async.pipelining import ScheduleAsync2BW
 from titan_async.training import cpu
 from titan_async.training._titan_internals import parts_of
+from titan_async.training.pipeline_config import PipelineConfig
 
-__all__ = ["ASYNC_SCHEDULE", "adapt_model_spec", "delays_gradients"]
+__all__ = [
+    "ASYNC_SCHEDULE",
+    "accumulation_of",
+    "adapt_model_spec",
+    "check_microbatches",
+    "delays_gradients",
+]
 
 ASYNC_SCHEDULE = "Async2BW"
 """The name that selects `ScheduleAsync2BW` in `parallelism.pipeline_parallel_schedule`."""
@@ -31,12 +36,40 @@ def delays_gradients(parallelism: ParallelismConfig) -> bool:
     )
 
 
-def adapt_model_spec(model_spec: ModelSpec) -> ModelSpec:
+def check_microbatches(config: Trainer.Config, accumulation: int) -> None:
+    """Refuse fewer microbatches than the pipeline needs.
+
+    Args:
+        config: a configuration whose pipeline is asynchronous.
+        accumulation: passes of `training.local_batch_size` sequences in a batch.
+
+    Raises:
+        ValueError: one sentence that names the fields and the mend.
+    """
+    parallelism, stages = config.parallelism, config.parallelism.pipeline_parallel_degree
+    size = parallelism.pipeline_parallel_microbatch_size
+    microbatches = config.training.local_batch_size // size * accumulation
+    if microbatches < stages:
+        raise ValueError(
+            f"Async2BW needs at least as many microbatches ({microbatches}, training.local_batch_size / "
+            f"parallelism.pipeline_parallel_microbatch_size) as stages ({stages}, "
+            "parallelism.pipeline_parallel_degree): set training.local_batch_size to at least "
+            f"{stages * size}"
+        )
+    lookahead = config.pipeline.lookahead
+    if lookahead is not None and not 0 <= lookahead <= microbatches - stages:
+        raise ValueError(
+            f"pipeline.lookahead is {lookahead}, but {microbatches} microbatches over {stages} stages leave "
+            f"room for 0 to {microbatches - stages}: set it to one of these or leave it out"
+        )
+
+
+def adapt_model_spec(model_spec: ModelSpec, pipeline: PipelineConfig) -> ModelSpec:
     """A copy of any torchtitan model's spec that also builds `ScheduleAsync2BW`, and runs on CPU."""
     return dataclasses.replace(
         model_spec,
         parallelize_fn=partial(_parallelize, model_spec.parallelize_fn),
-        pipelining_fn=model_spec.pipelining_fn and partial(_pipeline, model_spec.pipelining_fn),
+        pipelining_fn=model_spec.pipelining_fn and partial(_pipeline, model_spec.pipelining_fn, pipeline),
     )
 
 
@@ -45,43 +78,35 @@ def _parallelize(parallelize_fn, model: nn.Module, **kwargs: Any) -> nn.Module:
 
 
 def _pipeline(
-    pipelining_fn, model: nn.Module, *, parallelism: ParallelismConfig, **kwargs: Any
+    pipelining_fn,
+    pipeline: PipelineConfig,
+    model: nn.Module,
+    *,
+    parallelism: ParallelismConfig,
+    training: TrainingConfig,
+    parallel_dims: ParallelDims,
+    **kwargs: Any,
 ) -> tuple[_PipelineSchedule, list[nn.Module], bool, bool]:
+    kwargs |= {"training": training, "parallel_dims": parallel_dims}
     if not delays_gradients(parallelism):
         return pipelining_fn(model, parallelism=parallelism, **kwargs)
     # torchtitan knows torch's own schedules only: let it build the stages for 1F1B, then use them.
-    kwargs["parallelize_fn"] = _compile_and_checkpoint
     parallelism = dataclasses.replace(parallelism, pipeline_parallel_schedule="1F1B")
     built, model_parts, has_first, has_last = pipelining_fn(model, parallelism=parallelism, **kwargs)
     parts = parts_of(built)
-    # torchtitan's losses sum over tokens and divide by the batch's count, so gradients add up unscaled.
-    schedule = ScheduleAsync2BW(parts.stage, parts.n_microbatches, loss_fn=parts.loss_fn, scale_grads=False)
+    schedule = ScheduleAsync2BW(
+        parts.stage,
+        parts.n_microbatches * accumulation_of(training, parallel_dims.dp_replicate * parallel_dims.dp_shard),
+        loss_fn=parts.loss_fn,
+        # torchtitan's losses sum over tokens and divide by the batch's count, so gradients add up unscaled.
+        scale_grads=False,
+        lookahead=pipeline.lookahead,
+    )
     return schedule, model_parts, has_first, has_last
 
 
-def _compile_and_checkpoint(
-    model: nn.Module,
-    *,
-    parallel_dims: ParallelDims,
-    compile_config: CompileConfig,
-    ac_config: ActivationCheckpointingConfig,
-    dump_folder: str,
-    **unused: Any,
-) -> nn.Module:
-    """What torchtitan's own functions do for a model without data or tensor parallelism.
-
-    They would wrap it in FSDP even on one rank, which `ScheduleAsync2BW` does not support.
-
-    Raises:
-        UserError: if there are more processes than stages.
-    """
-    if parallel_dims.world_size != parallel_dims.pp:
-        raise UserError(
-            f"Async2BW runs one process a stage, but {parallel_dims.world_size} processes were started for "
-            f"{parallel_dims.pp} stages: set NGPU to {parallel_dims.pp}"
-        )
-    if ac_config is not None:
-        ac_config.build(dump_folder=dump_folder).apply(model)
-    if compile_config.enable and "model" in compile_config.components:
-        apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
-    return model
+def accumulation_of(training: TrainingConfig, data_parallel_degree: int) -> int:
+    """Passes of `training.local_batch_size` sequences on each data-parallel rank that make up a batch."""
+    if training.global_batch_size < 0:
+        return 1
+    return training.global_batch_size // (training.local_batch_size * data_parallel_degree)

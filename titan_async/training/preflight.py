@@ -21,7 +21,12 @@ from titan_async.training.checkpoint import complete_steps
 from titan_async.training.data import TextDataLoader
 from titan_async.training.edit import nearest
 from titan_async.training.optimizer import FACTORIES, AsyncOptimizers, match_group
-from titan_async.training.pipeline import ASYNC_SCHEDULE, delays_gradients
+from titan_async.training.pipeline import (
+    ASYNC_SCHEDULE,
+    accumulation_of,
+    check_microbatches,
+    delays_gradients,
+)
 
 __all__ = ["SCHEDULES", "check"]
 
@@ -71,6 +76,7 @@ def _check_numbers(config: Trainer.Config) -> None:
         "training.local_batch_size": (config.training.local_batch_size, 1),
         "training.gc_freq": (config.training.gc_freq, 1),
         "lr_scheduler.warmup_steps": (config.lr_scheduler.warmup_steps, 0),
+        "max_skipped_updates": (getattr(config, "max_skipped_updates", 1), 1),
         "dataloader.num_workers": (getattr(config.dataloader, "num_workers", 0), 0),
     }
     if config.validator.enable:
@@ -87,12 +93,26 @@ def _check_numbers(config: Trainer.Config) -> None:
 
 
 def _check_processes(config: Trainer.Config, world_size: int) -> None:
-    stages = config.parallelism.pipeline_parallel_degree
-    if delays_gradients(config.parallelism) and world_size != stages:
-        raise UserError(
-            f"Async2BW runs one process a stage, but {world_size} processes are to run {stages} stages: "
-            "set NGPU x NNODES to the number of stages, or leave NGPU unset"
-        )
+    parallelism, training = config.parallelism, config.training
+    model_parallel = (
+        parallelism.pipeline_parallel_degree
+        * parallelism.tensor_parallel_degree
+        * parallelism.context_parallel_degree
+    )
+    data_parallel = world_size // model_parallel
+    if training.global_batch_size >= 0:
+        share = training.local_batch_size * data_parallel
+        if share == 0 or training.global_batch_size == 0 or training.global_batch_size % share:
+            raise UserError(
+                f"training.global_batch_size is {training.global_batch_size}, which {data_parallel} "
+                f"data-parallel ranks with training.local_batch_size {training.local_batch_size} do not "
+                f"divide: set it to a multiple of {share}"
+            )
+        if delays_gradients(parallelism):
+            try:
+                check_microbatches(config, accumulation_of(training, data_parallel))
+            except ValueError as error:
+                raise UserError(str(error)) from None
 
 
 def _check_schedule(config: Trainer.Config) -> None:

@@ -5,7 +5,6 @@ ready after every batch.
 """
 
 import dataclasses
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,10 +20,8 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.validate import Validator
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.models.common.moe import MoE
 from torchtitan.trainer import Trainer
 
-from titan_async.errors import UserError
 from titan_async.training import cpu, random_state
 from titan_async.training._titan_internals import saves_at
 from titan_async.training.balance import balance_model_spec
@@ -32,10 +29,11 @@ from titan_async.training.checkpoint import NEXT_WEIGHTS, RANDOM_STATE, AsyncChe
 from titan_async.training.data import TextDataLoader
 from titan_async.training.metrics import AsyncMetrics, share_loss
 from titan_async.training.optimizer import AsyncOptimizers
-from titan_async.training.pipeline import adapt_model_spec, delays_gradients
+from titan_async.training.pipeline import adapt_model_spec, check_microbatches, delays_gradients
 from titan_async.training.pipeline_config import PipelineConfig
 from titan_async.training.preemption import PreemptedError, Preemption
 from titan_async.training.reporter import Reporter, format_duration
+from titan_async.training.skipped_updates import SkippedUpdates
 from titan_async.training.validator import AsyncValidator
 
 __all__ = ["AsyncTrainer"]
@@ -55,6 +53,10 @@ class AsyncTrainer(Trainer):
         checkpoint: BaseCheckpointManager.Config = field(default_factory=AsyncCheckpointer.Config)
         pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
+        max_skipped_updates: int = 10
+        """A gradient that holds an infinity or a NaN anywhere makes no update on any rank. The run stops
+        after this many skipped updates in a row."""
+
         def __post_init__(self) -> None:
             # By name: a dataclass with slots is another class than the one super() would look for.
             Trainer.Config.__post_init__(self)
@@ -65,12 +67,13 @@ class AsyncTrainer(Trainer):
         self.delayed = delays_gradients(config.parallelism)
         config = cpu.adapt_config(config)
         model_spec = balance_model_spec(config.model_spec, config.pipeline)
-        config = dataclasses.replace(config, model_spec=adapt_model_spec(model_spec))
+        config = dataclasses.replace(config, model_spec=adapt_model_spec(model_spec, config.pipeline))
         if isinstance(config.optimizer, AsyncOptimizers.Config) and not self.delayed:
             feedback = dataclasses.replace(config.optimizer.error_feedback, enable=False)
             config.optimizer = dataclasses.replace(config.optimizer, error_feedback=feedback)
         super().__init__(config)
         self._grad_norm: torch.Tensor | None = None
+        self.skipped = SkippedUpdates(config.max_skipped_updates)
         self.resumes_delay = True
         """Whether the training state includes the weights of the next batch; see `AsyncCheckpointer`."""
         self.resumes_random_state = True
@@ -155,6 +158,9 @@ class AsyncTrainer(Trainer):
         for _ in range(self.gradient_accumulation_steps):
             groups.append([next(data_iterator) for _ in range(self.num_pipeline_parallel_microbatches)])
             valid_tokens += sum((labels != IGNORE_INDEX).sum() for _, labels in groups[-1])
+        if self.delayed:
+            # A pipeline that never drains accumulates by more microbatches, not by more passes.
+            groups = [[microbatch for group in groups for microbatch in group]]
         return groups, valid_tokens
 
     def _run(self, microbatches: list[Microbatch], global_valid_tokens: torch.Tensor) -> torch.Tensor:
@@ -169,17 +175,29 @@ class AsyncTrainer(Trainer):
         return loss if self._has_last_stage else torch.zeros_like(loss)
 
     def _update(self) -> None:
-        norm = dist_utils.clip_grad_norm_(
-            [p for part in self.model_parts for p in part.parameters()],
-            self.config.training.max_norm,
-            foreach=True,
-            pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
-            ep_enabled=self.parallel_dims.ep_enabled,
-        )
+        max_norm = self.config.training.max_norm
+        if self.delayed:
+            self._grad_norm = self.pp_schedule.clip_grad_norm_(max_norm)
+            finite = self.pp_schedule.gradient_is_finite()
+        else:
+            self._grad_norm = dist_utils.clip_grad_norm_(
+                [p for part in self.model_parts for p in part.parameters()],
+                max_norm,
+                foreach=True,
+                pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
+                ep_enabled=self.parallel_dims.ep_enabled,
+            )
+            finite = bool(self._grad_norm.isfinite())
         self.checkpointer.maybe_wait_for_staging()
-        self.optimizers.step()
+        self.skipped.note(finite, self.step)
+        if finite:
+            self.optimizers.step()
+        else:
+            self.reporter.say(
+                f"step {self.step}: the gradient is not finite, so its update is skipped "
+                f"({self.skipped.total} so far)"
+            )
         self.lr_schedulers.step()
-        self._grad_norm = norm
 
     def _drain_and_update(self) -> None:
         if self.delayed:
@@ -232,17 +250,13 @@ class AsyncTrainer(Trainer):
             local_average = loss * global_valid_tokens / local_valid_tokens.to(self.device)
             average, largest = dist_utils.dist_sum(loss, mesh), dist_utils.dist_max(local_average, mesh)
             tokens_seen = dist_utils.dist_sum(torch.tensor(tokens_seen, device=self.device), mesh)
-        if not math.isfinite(average):
-            raise UserError(
-                f"the loss is {average} at step {self.step}; lower the learning rate or training.max_norm"
-            )
         norm = self._grad_norm
         self.metrics_processor.log(
             self.step,
             average,
             largest,
             None if norm is None else float(norm.item()),
-            extra_metrics={"n_tokens_seen": tokens_seen, **rates},
+            extra_metrics={"n_tokens_seen": tokens_seen, "skipped_updates": self.skipped.total, **rates},
         )
 
     def _start(self) -> None:
@@ -314,42 +328,18 @@ def _check_async(config: Trainer.Config) -> None:
         ValueError: one sentence that names the fields and the mend.
     """
     parallelism, training = config.parallelism, config.training
-    stages = parallelism.pipeline_parallel_degree
-    microbatches = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
-    if microbatches < stages:
+    if training.global_batch_size < 0:  # else the degrees decide, which are not all known yet
+        check_microbatches(config, accumulation=1)
+    if parallelism.context_parallel_degree > 1:
         raise ValueError(
-            f"Async2BW needs at least as many microbatches ({microbatches}, training.local_batch_size / "
-            f"parallelism.pipeline_parallel_microbatch_size) as stages ({stages}, "
-            "parallelism.pipeline_parallel_degree): set training.local_batch_size to at least "
-            f"{stages * parallelism.pipeline_parallel_microbatch_size}"
+            "Async2BW is not tried with parallelism.context_parallel_degree = "
+            f"{parallelism.context_parallel_degree} yet: set it to 1, or choose "
+            'parallelism.pipeline_parallel_schedule = "1F1B"'
         )
-    for name in (
-        "data_parallel_replicate_degree",
-        "data_parallel_shard_degree",
-        "tensor_parallel_degree",
-        "context_parallel_degree",
-        "expert_parallel_degree",
-    ):
-        degree = getattr(parallelism, name)
-        if degree > 1:
-            raise ValueError(
-                f"Async2BW does not combine with parallelism.{name} = {degree} yet: set it to 1, or choose "
-                'parallelism.pipeline_parallel_schedule = "1F1B"'
-            )
-    if training.global_batch_size not in (-1, training.local_batch_size):
+    if parallelism.fsdp_reshard_after_forward == "always":
         raise ValueError(
-            "Async2BW does not accumulate gradients over several passes: leave training.global_batch_size "
-            "unset and raise training.local_batch_size instead"
-        )
-    if training.mixed_precision_param != training.dtype:
-        raise ValueError(
-            f"Async2BW computes in training.dtype ({training.dtype}): "
-            "set training.mixed_precision_param to it"
-        )
-    if config.model_spec is not None and any(config.model_spec.model.traverse(MoE.Config)):
-        raise ValueError(
-            "Async2BW does not support mixtures of experts yet, whose routers change while batches are in "
-            'flight: choose parallelism.pipeline_parallel_schedule = "1F1B"'
+            "Async2BW keeps the unsharded weights of a microbatch until its backward: set "
+            'parallelism.fsdp_reshard_after_forward to "default" or "never"'
         )
     if training.enable_cpu_offload:
         raise ValueError("Async2BW does not offload to the CPU: set training.enable_cpu_offload to false")

@@ -1,0 +1,31 @@
+"""Updates that are not made because a gradient is not finite, and when there are too many of them."""
+
+from dataclasses import dataclass
+
+from titan_async.errors import UserError
+
+__all__ = ["SkippedUpdates"]
+
+
+@dataclass
+class SkippedUpdates:
+    """Counts skipped updates; all ranks count alike, since the norm of a gradient is global."""
+
+    most_in_a_row: int
+    """With this many in a row the run stops."""
+    total: int = 0
+    in_a_row: int = 0
+
+    def note(self, finite: bool, step: int) -> None:
+        """Count the update of `step`, made if its gradient is `finite` and skipped otherwise.
+
+        Raises:
+            UserError: if as many as `most_in_a_row` were skipped without one that was made.
+        """
+        self.in_a_row = 0 if finite else self.in_a_row + 1
+        self.total += not finite
+        if self.in_a_row >= self.most_in_a_row:
+            raise UserError(
+                f"the gradient was not finite {self.in_a_row} times in a row up to step {step}: lower the "
+                "learning rate or training.max_norm, or look at the data (max_skipped_updates says how many)"
+            )
