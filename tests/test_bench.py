@@ -1,0 +1,35 @@
+"""The benchmark still runs, in its smallest form; its times are nobody's concern here."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[1] / "tools" / "bench" / "schedule.py"
+
+
+def run(*flags):
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, flags)], capture_output=True, text=True, timeout=240
+    )
+
+
+def test_every_part_runs_and_is_recorded(tmp_path):
+    path = tmp_path / "results.json"
+    done = run("--quick", "--json", path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(path.read_text())
+    assert list(record["parts"]) == ["sleeping", "jitter", "compute", "memory", "overhead"]
+    for results in record["parts"].values():
+        assert "Async2BW" in {result["schedule"] for result in results}
+    runs = {result["schedule"]: result["median"] is not None for result in record["parts"]["sleeping"]}
+    assert runs.pop("DualPipeV") is False  # needs as many microbatches as stages, of which it has two a rank
+    assert all(runs.values())
+    # Bytes are counted, so that they do not depend on the machine.
+    assert all(abs(result["error"]) < 0.05 for result in record["parts"]["memory"])
+
+
+def test_an_unknown_part_is_named():
+    done = run("--only", "speed")
+    assert done.returncode == 2
+    assert "speed" in done.stderr and "sleeping" in done.stderr

@@ -1,0 +1,139 @@
+"""The schedules that are compared, each with the training step a user would write around it."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from titan_async.pipelining import ScheduleAsync2BW
+
+__all__ = ["SCHEDULES", "Pipeline", "build_pipeline", "squared_error"]
+
+MAX_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """A schedule class and how it lays its stages out."""
+
+    build: Callable[..., Any]
+    stages_per_rank: int = 1
+    v_shaped: bool = False
+    """Whether the stages run down the ranks and up again; otherwise they start again at the first rank."""
+
+    def stage_indices(self, rank: int, size: int) -> list[int]:
+        if self.v_shaped:
+            return [rank, 2 * size - 1 - rank]
+        return [rank + size * i for i in range(self.stages_per_rank)]
+
+
+SCHEDULES = {
+    "GPipe": ScheduleKind(ScheduleGPipe),
+    "1F1B": ScheduleKind(Schedule1F1B),
+    "Interleaved1F1B": ScheduleKind(ScheduleInterleaved1F1B, 2),
+    "InterleavedZeroBubble": ScheduleKind(ScheduleInterleavedZeroBubble, 2),
+    "ZBVZeroBubble": ScheduleKind(ScheduleZBVZeroBubble, 2, v_shaped=True),
+    "DualPipeV": ScheduleKind(ScheduleDualPipeV, 2, v_shaped=True),
+    "Async2BW": ScheduleKind(ScheduleAsync2BW),
+}
+
+
+def squared_error(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def _clip_over_pipeline(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Clip by the norm over all stages, with a blocking all-reduce as torchtitan's."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    squared = torch.nn.utils.get_total_norm(gradients) ** 2
+    dist.all_reduce(squared, group=group)
+    torch.nn.utils.clip_grads_with_norm_(parameters, MAX_NORM, squared.sqrt())
+
+
+@dataclass
+class Pipeline:
+    """One rank's part of a pipeline, ready to train on the same batch again and again."""
+
+    schedule: Any
+    stages: list[PipelineStage]
+    optimizer: torch.optim.Optimizer
+    group: dist.ProcessGroup
+    inputs: Tensor
+    targets: Tensor
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def train_step(self) -> None:
+        """One batch: forward, backward, clip, update."""
+        args = (self.inputs,) if any(stage.is_first for stage in self.stages) else ()
+        target = self.targets if any(stage.is_last for stage in self.stages) else None
+        self.schedule.step(*args, target=target, return_outputs=False)
+        if not isinstance(self.schedule, ScheduleAsync2BW):
+            _clip_over_pipeline(self.parameters, self.group)
+        elif self.schedule.gradient_ready:
+            self.schedule.clip_grad_norm_(MAX_NORM)
+        else:
+            return
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def warm_up(self) -> None:
+        """The steps in which torch infers shapes, and Async2BW first clips and makes its groups for that."""
+        for _ in range(2):
+            self.train_step()
+        self.finish()
+
+    def finish(self) -> None:
+        """Empty the pipeline, so that another one may use the group."""
+        if isinstance(self.schedule, ScheduleAsync2BW):
+            self.schedule.drain()
+            self.optimizer.zero_grad()
+
+
+def build_pipeline(
+    name: str,
+    group: dist.ProcessGroup,
+    n_microbatches: int,
+    make_modules: Callable[[list[int], int], Iterable[nn.Module]],
+    batch: tuple[Tensor, Tensor],
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = squared_error,
+    lookahead: int | None = None,
+) -> Pipeline | None:
+    """One rank's part of the pipeline `name`, or None where the schedule refuses this number of microbatches.
+
+    Args:
+        make_modules: makes the modules of this rank from their stage indices and the number of stages.
+        batch: inputs and targets, split along dimension 0 into `n_microbatches`.
+        lookahead: of Async2BW; None for its default.
+    """
+    kind, rank = SCHEDULES[name], dist.get_rank(group)
+    indices = kind.stage_indices(rank, group.size())
+    count = kind.stages_per_rank * group.size()
+    modules = list(make_modules(indices, count))
+    stages = [
+        PipelineStage(module, index, count, torch.device("cpu"), group=group)
+        for index, module in zip(indices, modules, strict=True)
+    ]
+    options = {} if lookahead is None else {"lookahead": lookahead}
+    try:
+        schedule = kind.build(
+            stages[0] if kind.stages_per_rank == 1 else stages, n_microbatches, loss_fn=loss_fn, **options
+        )
+    except ValueError:
+        return None
+    optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=1e-4)
+    return Pipeline(schedule, stages, optimizer, group, *batch)

@@ -1,0 +1,202 @@
+"""Peak bytes of each stage, and the formula that predicts them (docs/memory.md explains it).
+
+The formula takes the sizes of a stage, measured on one microbatch without any pipeline, and counts how
+often the schedule holds each of them.
+"""
+
+import gc
+import statistics
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from _pipelines import build_pipeline, squared_error
+from _pool import Pool
+from _storages import StorageTracker
+from _transformer import random_batch, transformer_stage
+from torch import nn
+
+__all__ = ["Peak", "Sizes", "measure_memory", "predict_peak"]
+
+_BLOCKS, _WIDTH, _LENGTH = 2, 128, 128
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of one stage."""
+
+    parameters: int
+    message: int
+    """A microbatch's input, output, and the gradient of either."""
+    activations: int
+    """What a forward leaves behind for its backward, its output included and its input not."""
+    forward_extra: int
+    """The most that a forward holds beyond what it leaves behind."""
+    backward_extra: int
+    """The most that a backward holds beyond what was there when it began, the gradients included."""
+    first_backward_extra: int
+    """The same of the first backward of a batch, which makes the gradients."""
+
+
+@dataclass
+class Peak:
+    """One schedule on one stage; bytes."""
+
+    schedule: str
+    stage: int
+    ranks: int
+    microbatches: int
+    lookahead: int | None
+    """Of Async2BW, None for 1F1B."""
+    sizes: Sizes
+    predicted: int
+    parts: dict[str, int] = field(default_factory=dict)
+    """What the last repetition's peak consisted of."""
+    repetitions: list[int] = field(default_factory=list)
+
+    @property
+    def measured(self) -> float:
+        return statistics.median(self.repetitions)
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, relative to the measured peak."""
+        return self.predicted / self.measured - 1
+
+
+def predict_peak(sizes: Sizes, stage: int, ranks: int, microbatches: int, lookahead: int | None) -> int:
+    """Peak bytes of stage r of d, optimizer state excepted: of Async2BW, or of 1F1B if `lookahead` is None.
+
+    1F1B holds the parameters, one gradient, a receive buffer for each microbatch and direction, and
+    min(m, d - r) microbatches. Async2BW keeps w = d - 1 - r and its share of the lookahead in flight between
+    steps, one more between a forward and a backward; a second version of the parameters where w > 0; the
+    gradient of the batch before beside that of the batch; w + 2 receive buffers a direction (w + 1 on the
+    first stage), and w + 2 messages on their way to the stage before.
+    """
+    downstream = ranks - 1 - stage
+    if lookahead is None:
+        in_flight = min(microbatches, downstream + 1)
+        versions, gradients = 1, 1
+        slots, sent = microbatches, 1
+        refilled = microbatches > in_flight
+    else:
+        tail = downstream + (lookahead * downstream // (ranks - 1) if downstream else 0)
+        in_flight = tail + 1
+        versions, gradients = (2 if tail else 1), 2
+        slots, sent = tail + (2 if stage else 1), tail + 2
+        refilled = microbatches - tail > 1
+    # Outputs that are on their way are in flight too, all but one.
+    messages = (slots + sent) * (stage > 0) + (slots + 1) * (downstream > 0)
+    # The first backward of a batch makes its gradient, and frees activations meanwhile.
+    moments = [
+        (gradients - 1) * sizes.parameters + in_flight * sizes.activations + sizes.first_backward_extra
+    ]
+    if refilled:  # a forward follows it, and then a backward that adds to the gradient
+        moments.append(
+            gradients * sizes.parameters
+            + in_flight * sizes.activations
+            + max(sizes.forward_extra, sizes.backward_extra)
+        )
+    elif lookahead is None and microbatches > 1:  # backwards follow it
+        moments.append(
+            gradients * sizes.parameters + (in_flight - 1) * sizes.activations + sizes.backward_extra
+        )
+    else:  # the update follows it
+        moments.append(gradients * sizes.parameters + (in_flight - 1) * sizes.activations)
+    return versions * sizes.parameters + messages * sizes.message + max(moments)
+
+
+def _sizes(rank: int, group: dist.ProcessGroup) -> Sizes:
+    last = rank == group.size() - 1
+    inputs, targets = random_batch(1, _LENGTH, _WIDTH)
+    inputs.requires_grad_(rank > 0)
+    with StorageTracker() as tracker:
+        tracker.exclude(inputs, targets)
+        module = transformer_stage(_BLOCKS, _WIDTH)
+        parameters = tracker.live
+        backward_extra = []
+        for _ in range(2):  # the second time the parameters have gradients
+            before = tracker.live
+            tracker.reset_peak()
+            output = module(inputs)
+            if last:
+                output = squared_error(output, targets)
+            after, forward_peak = tracker.live, tracker.peak
+            tracker.reset_peak()
+            output.backward(None if last else targets)
+            backward_extra.append(tracker.peak - after)
+            inputs.grad = None
+            del output
+    return Sizes(
+        parameters,
+        inputs.untyped_storage().nbytes(),
+        activations=after - before,
+        forward_extra=forward_peak - after,
+        backward_extra=backward_extra[1],
+        first_backward_extra=backward_extra[0],
+    )
+
+
+def _run(
+    rank: int,
+    group: dist.ProcessGroup,
+    schedule: str,
+    microbatches: int,
+    lookahead: int | None,
+    steps: int,
+) -> tuple[int, dict[str, int]]:
+    """The peak of `steps` steps after a warm-up, and what it consisted of."""
+    torch.manual_seed(rank)
+    batch = random_batch(microbatches, _LENGTH, _WIDTH)
+    with StorageTracker() as tracker:
+        tracker.exclude(*batch)
+        pipeline = build_pipeline(
+            schedule,
+            group,
+            microbatches,
+            lambda indices, _: [transformer_stage(_BLOCKS, _WIDTH) for _ in indices],
+            batch,
+            loss_fn=tracker.attributed("activations", squared_error),
+            lookahead=lookahead,
+        )
+        assert pipeline is not None
+        (stage,) = pipeline.stages
+        stage.forward_maybe_with_nosync = tracker.attributed("activations", stage.forward_maybe_with_nosync)
+        stage.backward_maybe_with_nosync = tracker.attributed("gradients", stage.backward_maybe_with_nosync)
+        for _ in range(2):
+            pipeline.train_step()
+        tracker.reset_peak()
+        for _ in range(steps):
+            pipeline.train_step()
+        peak, parts = tracker.peak, tracker.peak_by_origin
+        every = [o for o in gc.get_objects() if type(o) is nn.Parameter]
+        parameters = tracker.bytes_of(stage.submod.parameters())
+        second = tracker.bytes_of(every) - parameters
+        pipeline.finish()
+    messages = parts.pop("other") - parameters - second
+    return peak, {"parameters": parameters, "second version": second, "messages": messages, **parts}
+
+
+def measure_memory(pool: Pool, shapes: list[tuple[int, int]], repeats: int, steps: int = 2) -> list[Peak]:
+    """Peaks of 1F1B, and of Async2BW with the least and its default lookahead, by turns."""
+    results = []
+    for ranks, microbatches in shapes:
+        sizes = pool.run(ranks, _sizes)
+        lookaheads = {0, min(ranks - 1, microbatches - ranks)}
+        rows: list[list[Peak]] = []
+        for name, lookahead in [("1F1B", None), *(("Async2BW", value) for value in sorted(lookaheads))]:
+            rows.append([
+                Peak(
+                    name, stage, ranks, microbatches, lookahead, sizes[stage],
+                    predict_peak(sizes[stage], stage, ranks, microbatches, lookahead),
+                )
+                for stage in range(ranks)
+            ])  # fmt: skip
+        for _ in range(repeats):
+            for row in rows:
+                measured = pool.run(ranks, _run, row[0].schedule, microbatches, row[0].lookahead, steps)
+                for case, (peak, parts) in zip(row, measured, strict=True):
+                    case.repetitions.append(peak)
+                    case.parts = parts
+        results += [case for row in rows for case in row]
+    return results
