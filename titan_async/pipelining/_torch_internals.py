@@ -32,6 +32,7 @@ __all__ = [
     "own_output",
     "prepare_buffers",
     "reshard",
+    "show_parameter",
     "split_microbatches",
     "unsupported_wrapper",
     "write_count",
@@ -160,6 +161,17 @@ def has_hooks(parameter: nn.Parameter) -> bool:
 def identity_of(tensor: Tensor | None) -> tuple[int, int] | None:
     """Which tensor it is, and how often it has been written to."""
     return None if tensor is None else (id(tensor), tensor._version)
+
+
+def show_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Assign a parameter that takes the place of another, without the checks of `nn.Module`.
+
+    A module with an assignment of its own gets it that way: RNNs keep a list of their weights.
+    """
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[name] = parameter
+    else:
+        setattr(module, name, parameter)
 
 
 def write_count(tensor: Tensor) -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from titan_async.pipelining._torch_internals import canonical_name, has_hooks
+from titan_async.pipelining._torch_internals import canonical_name, has_hooks, show_parameter
 
 __all__ = ["WeightVersions"]
 
@@ -188,8 +188,7 @@ class WeightVersions:
         for _, master, owners, stand_ins in self._weights:
             parameter = master if version is None else stand_ins[version]
             for submodule, name in owners:
-                # Through setattr, because some modules (RNNs) keep their own list of weights.
-                setattr(submodule, name, parameter)
+                show_parameter(submodule, name, parameter)
 
     def take_gradients(self, version: int) -> list[Tensor | None]:
         """Remove and return the gradients gathered on `version`, in the order of the parameters."""
