@@ -76,6 +76,12 @@ class FsdpParameters:
         for group in self._groups:
             group._sharded_state = state
 
+    def leave_outside(self) -> None:
+        """Show the shards, and free what a forward outside of a schedule's step has gathered."""
+        self.show(None)
+        self._save()
+        self.free(_OUTSIDE)
+
     def free(self, copy: int) -> None:
         """Free the memory of `copy`, which is not shown; the next `gather` allocates it again."""
         for unsharded in self._copies.get(copy, []):

@@ -97,7 +97,7 @@ class NormReducer:
 def clip_(gradients: Sequence[Tensor | None], max_norm: float, norm: Tensor) -> None:
     """Scale `gradients`, of norm `norm`, to at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`.
 
-    Each rank scales its own parts: gradients that lie on several meshes cannot be scaled as DTensors together.
+    Each rank scales its own parts: DTensors of different meshes cannot be scaled together.
     """
     parts = [part for part in map(local_part, gradients) if part is not None]
     if parts:

@@ -1,0 +1,157 @@
+"""ScheduleAsync2BW with every way to apply FSDP2 to a stage, against a single-process loop."""
+
+import pytest
+import torch
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.support.processes import WorkerPool
+from tests.support.sharded import (
+    BFLOAT16,
+    bfloat16_gradient,
+    difference,
+    make_meshes,
+    oracle,
+    shard,
+    train,
+)
+from titan_async.pipelining import gradient_norm
+from titan_async.pipelining._fsdp_internals import FsdpParameters
+
+DP, HSDP, TP = ("pp", "dp"), ("pp", "replicate", "shard"), ("pp", "dp", "tp")
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = WorkerPool(8)
+    pool.run(8, make_meshes)
+    yield pool
+    pool.close()
+
+
+def each_part(stage, mesh, **options):
+    for part in stage.children():
+        shard(part, mesh["dp"], **options)
+    shard(stage, mesh["dp"], **options)
+
+
+def hybrid(stage, mesh):
+    for part in [*stage.children(), stage]:
+        shard(part, mesh["replicate", "shard"])
+
+
+def replicated(stage, mesh):
+    for part in [*stage.children(), stage]:
+        replicate(part, mesh=mesh["dp"])
+
+
+def only_the_root(stage, mesh):
+    fully_shard(stage, mesh=mesh["dp"])
+
+
+def grouped_head(stage, mesh):
+    """As torchtitan does: norm and head, which follow each other, are gathered together."""
+    for name, part in stage.named_children():
+        if name.isdigit():
+            shard(part, mesh["dp"])
+    if hasattr(stage, "head"):
+        shard([stage.norm, stage.head], mesh["dp"])
+    fully_shard(stage, mesh=mesh["dp"])
+
+
+def low_precision(stage, mesh):
+    each_part(stage, mesh, mp_policy=BFLOAT16)
+
+
+def tensor_parallel(stage, mesh):
+    """Matrices split over tp, the bias of the second replicated there; other parameters unknown to tp."""
+    for name, part in stage.named_children():
+        if name.isdigit():
+            parallelize_module(part, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    each_part(stage, mesh)
+
+
+MODES = {
+    "each part": (each_part, DP, {}),
+    "frozen": (each_part, DP, {"frozen": True}),
+    "hsdp": (hybrid, HSDP, {}),
+    "replicate": (replicated, DP, {}),
+    "only the root": (only_the_root, DP, {}),
+    "grouped": (grouped_head, DP, {}),
+    "tensor parallel": (tensor_parallel, TP, {"hidden": 8}),
+}
+
+
+def run(pool, wrap, names, **options):
+    """The results of all ranks, and how many shares the data had."""
+    results = pool.run(4 if names == DP else 8, train, wrap, names, **options)
+    return results, 4 if names == HSDP else 2
+
+
+@pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
+@pytest.mark.parametrize("mode", MODES)
+def test_equals_the_recurrence(pool, mode, clip):
+    """Weights, losses and norms, also where a parameter has uneven or empty shards (an odd hidden size)."""
+    wrap, names, model = MODES[mode]
+    results, shares = run(pool, wrap, names, clip=clip, **model)
+    assert difference(results, shares, oracle(shares, clip=clip, **model)) < 1e-12
+    assert difference(results, shares, oracle(shares, clip=clip, delay=0, **model)) > 1e-4
+
+
+MIXED = {"dtype": torch.float32}
+
+
+def test_mixed_precision_equals_the_recurrence(pool):
+    """Forward and backward in bfloat16; weights, sums over microbatches and reductions in float32."""
+    results, shares = run(pool, low_precision, DP, **MIXED)
+    assert difference(results, shares, oracle(shares, gradient=bfloat16_gradient, **MIXED)) < 1e-6
+    assert difference(results, shares, oracle(shares, **MIXED)) > 1e-4
+    assert all(value.dtype == torch.float32 for weights, *_ in results for value in weights.values())
+
+
+def sums_in_bfloat16(stage, mesh):
+    each_part(stage, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+
+def sums_are_lost():
+    """Showing the other version drops what the microbatches before have summed up."""
+    install = FsdpParameters._install
+
+    def install_without_sums(self, copy):
+        install(self, copy)
+        for param in self._params:
+            param.unsharded_accumulated_grad = None
+
+    FsdpParameters._install = install_without_sums
+
+    def undo():
+        FsdpParameters._install = install
+
+    return undo
+
+
+@pytest.mark.parametrize(
+    ("wrap", "broken"), [(sums_in_bfloat16, None), (low_precision, sums_are_lost)], ids=["rounded", "lost"]
+)
+def test_other_sums_of_gradients_fail_the_check(pool, wrap, broken):
+    results, shares = run(pool, wrap, DP, break_it=broken, **MIXED)
+    assert difference(results, shares, oracle(shares, gradient=bfloat16_gradient, **MIXED)) > 1e-4
+
+
+def count_all_ranks_as_holders():
+    """As if every rank of a stage held all of every gradient."""
+    parts = gradient_norm._parts
+    gradient_norm._parts = lambda gradient: 1
+
+    def undo():
+        gradient_norm._parts = parts
+
+    return undo
+
+
+@pytest.mark.parametrize("mode", ["hsdp", "tensor parallel"])
+def test_a_wrong_count_of_replicas_fails_the_check(pool, mode):
+    wrap, names, model = MODES[mode]
+    results, shares = run(pool, wrap, names, clip=True, break_it=count_all_ranks_as_holders, **model)
+    assert difference(results, shares, oracle(shares, clip=True, **model)) > 1e-4

@@ -1,0 +1,294 @@
+"""Pipelines whose stages are under FSDP2, against a loop in one process.
+
+The model of both is `build_model`: four layers, some of whose parameters do not divide by two, and a norm and
+a head at the end.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from tests.support.recurrence import WIDTH, build_data, loss_fn
+from titan_async.pipelining import ScheduleAsync2BW
+
+LAYERS = 4
+BATCHES = 5
+MICROBATCHES = 3
+MAX_NORM = 0.05  # clips every batch
+
+MESHES = {
+    ("pp", "dp"): (2, 2),
+    ("pp", "replicate", "shard"): (2, 2, 2),
+    ("pp", "dp", "tp"): (2, 2, 2),
+}
+meshes: dict[tuple[str, ...], DeviceMesh] = {}
+
+
+def make_meshes(rank: int, group: Any) -> None:
+    """All ranks take part in making each group, also those that are not in it."""
+    for names, shape in MESHES.items():
+        if torch.Size(shape).numel() > dist.get_world_size():
+            continue
+        ranks = torch.arange(torch.Size(shape).numel()).view(shape)
+        meshes[names] = DeviceMesh("cpu", ranks, mesh_dim_names=names)
+
+
+class Layer(nn.Module):
+    """Two matrices, vectors, and a scalar of which all shards but one are empty."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH)
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gain * self.down(torch.tanh(self.up(x * self.scale)))
+
+
+class Stage(nn.Module):
+    """Parts of the model, under the names that they have in the whole of it."""
+
+    def __init__(self, parts: Iterable[tuple[str, nn.Module]]) -> None:
+        super().__init__()
+        for name, part in parts:
+            self.add_module(name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.children():
+            x = part(x)
+        return x
+
+
+def build_model(hidden: int = 5, frozen: bool = False, dtype: torch.dtype = torch.float64) -> Stage:
+    """The whole model; an odd `hidden` does not divide by the number of shards."""
+    torch.manual_seed(0)
+    parts: list[tuple[str, nn.Module]] = [(str(index), Layer(hidden)) for index in range(LAYERS)]
+    parts += [("norm", nn.LayerNorm(WIDTH)), ("head", nn.Linear(WIDTH, WIDTH))]
+    model = Stage(parts).to(dtype)
+    if frozen:
+        for layer in list(model.children())[:LAYERS]:
+            layer.up.weight.requires_grad_(False)
+            layer.scale.requires_grad_(False)
+        model.norm.requires_grad_(False)
+    return model
+
+
+def cut(model: Stage, stage: int, stages: int) -> Stage:
+    """One stage of the model: its share of the layers, on the last one also norm and head."""
+    parts = list(model.named_children())
+    per_stage = LAYERS // stages
+    end = len(parts) if stage == stages - 1 else (stage + 1) * per_stage
+    return Stage(parts[stage * per_stage : end])
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    # One tensor at a time: with tensor parallelism they lie on different meshes.
+    return torch.optim.AdamW(parameters, lr=0.02, foreach=False)
+
+
+# What each part of the data-parallel mesh calls `shard` it does once.
+def shard(module: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:
+    return fully_shard(module, mesh=mesh, reshard_after_forward=False, **options)
+
+
+class Place(NamedTuple):
+    """Where a rank is: its stage, and which share of the data is its own."""
+
+    mesh: DeviceMesh
+    stage: int
+    stages: int
+    share: int
+    shares: int
+
+
+def place(names: tuple[str, ...]) -> Place:
+    mesh = meshes[names]
+    share, shares = 0, 1
+    for name in names:
+        if name not in ("pp", "tp"):
+            share = share * mesh[name].size() + mesh.get_local_rank(name)
+            shares *= mesh[name].size()
+    return Place(mesh, mesh.get_local_rank("pp"), mesh["pp"].size(), share, shares)
+
+
+class Run(NamedTuple):
+    """One rank's share of a training run."""
+
+    module: nn.Module
+    stage: PipelineStage
+    schedule: PipelineScheduleSingle
+    optimizer: torch.optim.Optimizer
+    inputs: Tensor
+    targets: Tensor
+
+    def step(self, batch: int) -> list[float]:
+        """Run one batch; returns the losses of its microbatches, on the last stage."""
+        losses: list[Tensor] = []
+        args = (self.inputs[batch].flatten(0, 1),) if self.stage.is_first else ()
+        target = self.targets[batch].flatten(0, 1) if self.stage.is_last else None
+        self.schedule.step(*args, target=target, losses=losses)
+        return [loss.item() for loss in losses]
+
+    def update(self, clip: bool = False) -> list[float]:
+        """Apply the gradient that is ready, if one is; returns its norm if it was clipped."""
+        if not self.schedule.gradient_ready:
+            return []
+        norms = [self.schedule.clip_grad_norm_(MAX_NORM).item()] if clip else []
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norms
+
+
+def prepare(
+    wrap: Callable[[Stage, DeviceMesh], Any],
+    names: tuple[str, ...],
+    *,
+    batches: int = BATCHES,
+    schedule_class: type = ScheduleAsync2BW,
+    **model: Any,
+) -> Run:
+    """This rank's stage under `wrap`, with its schedule, optimizer and data."""
+    where = place(names)
+    module = cut(build_model(**model), where.stage, where.stages)
+    wrap(module, where.mesh)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_force_sum_reduction_for_comms(True)
+    pp = where.mesh.get_group("pp")
+    stage = PipelineStage(module, where.stage, where.stages, torch.device("cpu"), group=pp)
+    schedule = schedule_class(stage, MICROBATCHES, loss_fn=loss_fn)
+    inputs, targets = data(where.shares, batches, model.get("dtype", torch.float64))
+    share = slice(where.share, None, where.shares)
+    return Run(module, stage, schedule, adamw(module.parameters()), inputs[:, share], targets[:, share])
+
+
+def whole(module: nn.Module) -> dict[str, Tensor]:
+    """The module's weights, gathered from its shards."""
+    assert all(hasattr(p, "full_tensor") for p in module.parameters()), "unsharded between steps"
+    return {name: p.full_tensor().detach().clone() for name, p in module.named_parameters()}
+
+
+def train(
+    rank: int,
+    group: Any,
+    wrap: Callable[[Stage, DeviceMesh], Any],
+    names: tuple[str, ...],
+    *,
+    clip: bool = False,
+    between: Callable[[Run], None] | None = None,
+    break_it: Callable[[], Callable[[], None]] | None = None,
+    **model: Any,
+) -> tuple[dict[str, Tensor], list[list[float]], list[float]]:
+    """Weights, losses and norms of a run; `between` is called after each batch's update."""
+    run = prepare(wrap, names, **model)
+    losses, norms = [], []
+    undo = break_it() if break_it else None
+    try:
+        for batch in range(BATCHES):
+            losses.append(run.step(batch))
+            norms += run.update(clip)
+            if between is not None:
+                between(run)
+        run.schedule.drain()
+        norms += run.update(clip)
+    finally:
+        if undo is not None:
+            undo()
+    return whole(run.module), losses, norms
+
+
+def data(shares: int, batches: int = BATCHES, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of all shares of the data; microbatch `i` of a share is `i * shares + share`."""
+    inputs, targets = build_data(batches, MICROBATCHES * shares)
+    return inputs.to(dtype), targets.to(dtype)
+
+
+def mean_gradient(model: nn.Module, inputs: Tensor, targets: Tensor, shares: int) -> list[Tensor]:
+    """The losses, whose mean's gradient is left in `.grad`."""
+    losses = [loss_fn(model(x), y) for x, y in zip(inputs, targets, strict=True)]
+    (sum(losses) / len(losses)).backward()
+    return losses
+
+
+def bfloat16_gradient(model: nn.Module, inputs: Tensor, targets: Tensor, shares: int) -> list[Tensor]:
+    """The same with weights and activations in bfloat16, and sums of gradients in float32."""
+    low = copy.deepcopy(model).bfloat16()
+    losses = []
+    totals = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    for share in range(shares):
+        sums = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+        for x, y in zip(inputs[share::shares], targets[share::shares], strict=True):
+            low.zero_grad()
+            losses.append(loss_fn(low(x.bfloat16()), y))
+            losses[-1].backward()
+            for name, parameter in low.named_parameters():
+                sums[name] += parameter.grad.float()
+        for name, total in totals.items():
+            total += sums[name]
+    for name, parameter in model.named_parameters():
+        parameter.grad = totals[name] / len(inputs)
+    return [
+        losses[share * (len(inputs) // shares) + i]
+        for i in range(len(inputs) // shares)
+        for share in range(shares)
+    ]
+
+
+def oracle(
+    shares: int,
+    *,
+    delay: int = 1,
+    clip: bool = False,
+    gradient: Callable[..., list[Tensor]] = mean_gradient,
+    **model: Any,
+) -> tuple[dict[str, Tensor], list[list[float]], list[float]]:
+    """Weights, losses and norms of the recurrence on the whole model; `delay=0` trains synchronously."""
+    newest = build_model(**model)
+    optimizer = adamw(newest.parameters())
+    inputs, targets = data(shares, dtype=model.get("dtype", torch.float64))
+    history, losses, norms = [copy.deepcopy(newest.state_dict())], [], []
+    for batch in range(BATCHES):
+        reader = copy.deepcopy(newest)
+        reader.load_state_dict(history[max(batch - delay, 0)])
+        reader.zero_grad()
+        losses.append([loss.item() for loss in gradient(reader, inputs[batch], targets[batch], shares)])
+        for parameter, stale in zip(newest.parameters(), reader.parameters(), strict=True):
+            parameter.grad = stale.grad
+        if clip:
+            norms.append(torch.nn.utils.clip_grad_norm_(newest.parameters(), MAX_NORM).item())
+        optimizer.step()
+        history.append(copy.deepcopy(newest.state_dict()))
+    return history[-1], losses, norms
+
+
+def difference(results: list, shares: int, expected: tuple) -> float:
+    """The largest difference of a weight, loss or norm between the ranks' results and the oracle's."""
+    weights, losses, norms = expected
+    worst, seen = 0.0, set()
+    for found, _, clipped in results:
+        for name, value in found.items():
+            seen.add(name)
+            worst = max(worst, float((value - weights[name]).abs().max()))
+        assert len(clipped) == len(norms)
+        worst = max([worst, *(abs(a - b) for a, b in zip(clipped, norms, strict=True))])
+    assert seen == set(weights)
+    last_stage = results[len(results) // 2 :]
+    for index, (_, found, _) in enumerate(last_stage):
+        share = index * shares // len(last_stage)  # ranks of one tensor-parallel group follow each other
+        for batch, wanted in zip(found, losses, strict=True):
+            pairs = zip(batch, wanted[share::shares], strict=True)
+            worst = max([worst, *(abs(a - b) for a, b in pairs)])
+    return worst
+
+
+BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
