@@ -57,7 +57,8 @@ class FsdpParameters:
         return [param._param_fqn for param in self._params]
 
     def gather(self, copy: int) -> None:
-        """All-gather the shards as they are into `copy`. The module must show its shards, and goes on to."""
+        """All-gather the shards as they are into `copy`; the module shows its shards before and after."""
+        self.leave_outside()
         self._install(copy)
         for group, following in zip(self._groups, [*self._groups[1:], None], strict=True):
             group.unshard(async_op=True)
