@@ -6,7 +6,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,6 @@ __all__ = [
     "show_parameter",
     "split_microbatches",
     "unsupported_wrapper",
-    "write_count",
 ]
 
 _joined: Counter[tuple[int, ...]] = Counter()
@@ -45,10 +44,19 @@ def initialize_stage(
     schedule: PipelineScheduleSingle, args: tuple, kwargs: dict, target: Any, loss_kwargs: dict | None
 ) -> None:
     """Let torch infer the shapes between stages and allocate receive buffers, if that is still to be done."""
+    shown = [
+        (module, name, buffer)
+        for module in schedule._stage.submod.modules()
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+    ]
     if hasattr(schedule, "_initialize_pp_stages"):
         schedule._initialize_stage(args, kwargs, target, loss_kwargs)
     else:
         cast(Any, schedule)._initialize_stage(args, kwargs)
+    for module, name, buffer in shown:
+        # torch undoes what its forward has written to buffers, but not that it has replaced one.
+        if getattr(module, name) is not buffer:
+            setattr(module, name, buffer)
 
 
 def group_of(stage: _PipelineStageBase) -> dist.ProcessGroup:
@@ -147,6 +155,10 @@ def reshard(module: nn.Module) -> None:
             submodule.reshard()
 
 
+@overload
+def local_part(tensor: Tensor) -> Tensor: ...
+@overload
+def local_part(tensor: Tensor | None) -> Tensor | None: ...
 def local_part(tensor: Tensor | None) -> Tensor | None:
     """This rank's part of a tensor: of a DTensor the local one."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -172,11 +184,6 @@ def show_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> Non
         module._parameters[name] = parameter
     else:
         setattr(module, name, parameter)
-
-
-def write_count(tensor: Tensor) -> int:
-    """How often a tensor has been written to."""
-    return tensor._version
 
 
 def canonical_name(name: str) -> str:

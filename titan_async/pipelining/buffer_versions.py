@@ -13,14 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from titan_async.pipelining._torch_internals import canonical_name, write_count
+from titan_async.pipelining._torch_internals import canonical_name, local_part
 
 __all__ = ["BufferVersions"]
 
 
 class _Buffer(NamedTuple):
-    name: str
-    persistent: bool
+    name: str | None  # in the module's state_dict, None if it is not there
     owners: tuple[tuple[nn.Module, str], ...]  # every place in the module that shows this buffer
 
     @property
@@ -34,22 +33,19 @@ class _Buffer(NamedTuple):
 class _Copy(NamedTuple):
     start: Tensor  # the values when the batch began
     now: Tensor  # what the batch's microbatches see and change
-    writes: int  # how often `now` had been written to when the batch began
 
 
 def _collect(module: nn.Module) -> list[_Buffer]:
     owners: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     names: dict[Tensor, str] = {}
-    persistent = set(module.state_dict(keep_vars=True))
+    kept = {canonical_name(name) for name in module.state_dict(keep_vars=True)}
     for prefix, submodule in module.named_modules():
-        for name, buffer in submodule.named_buffers(recurse=False):
+        for name, buffer in submodule.named_buffers(recurse=False, remove_duplicate=False):
             owners.setdefault(buffer, []).append((submodule, name))
-            names.setdefault(buffer, f"{prefix}.{name}" if prefix else name)
-    kept = {canonical_name(name) for name in persistent}
-    return [
-        _Buffer(name := canonical_name(names[buffer]), name in kept, tuple(places))
-        for buffer, places in owners.items()
-    ]
+            full_name = canonical_name(f"{prefix}.{name}" if prefix else name)
+            if full_name in kept:
+                names.setdefault(buffer, full_name)
+    return [_Buffer(names.get(buffer), tuple(places)) for buffer, places in owners.items()]
 
 
 class BufferVersions:
@@ -63,6 +59,7 @@ class BufferVersions:
         self._copies: tuple[list[_Copy], list[_Copy]] = ([], [])
         self._held: list[Tensor] | None = None
         self._masters: list[Tensor] | None = None  # the module's own while it shows a version
+        self._shown: int | None = None
 
     @torch.no_grad()
     def read(self, version: int) -> None:
@@ -73,18 +70,19 @@ class BufferVersions:
         for index, value in enumerate(values):
             old = copies[index] if index < len(copies) else None
             if old is None or old.now.shape != value.shape or old.now.dtype != value.dtype:
-                copies[index : index + 1] = [_Copy(value.clone(), value.clone(), 0)]
+                copies[index : index + 1] = [_Copy(value.clone(), value.clone())]
             else:
                 old.start.copy_(value)
                 old.now.copy_(value)
-            copies[index] = copies[index]._replace(writes=write_count(copies[index].now))
 
     def show(self, version: int | None) -> None:
         """Let the module show `version`, or its own buffers (None)."""
+        self._follow()
         if self._masters is None:
             if version is None:
                 return
             self._masters = [buffer.master for buffer in self._buffers]
+        self._shown = version
         tensors = self._masters if version is None else [copy.now for copy in self._copies[version]]
         for buffer, tensor in zip(self._buffers, tensors, strict=True):
             for submodule, name in buffer.owners:
@@ -92,23 +90,21 @@ class BufferVersions:
         if version is None:
             self._masters = None
 
-    def take_changes(self, version: int) -> list[Tensor | None]:
-        """What the batch of `version` has changed in each buffer, None where nothing was written."""
-        return [
-            None
-            if write_count(copy.now) == copy.writes
-            else copy.now.clone()
-            if copy.now.dtype == torch.bool
-            else copy.now - copy.start
-            for copy in self._copies[version]
-        ]
+    def take_changes(self, version: int) -> list[Tensor]:
+        """What the batch of `version`, which is shown, has changed in each buffer."""
+        self._follow()
+        # Compared by value: the kernels of a batch norm write without leaving a trace in autograd's counter.
+        return [_change(copy.start, copy.now) for copy in self._copies[version]]
 
     @torch.no_grad()
-    def deliver(self, changes: list[Tensor | None]) -> None:
-        """Apply a batch's changes to the module's own buffers; a flag takes the batch's value."""
+    def deliver(self, changes: list[Tensor]) -> None:
+        """Apply a batch's changes to the module's own buffers; flags are set or cleared where it did so."""
         for buffer, change in zip(self._buffers, changes, strict=True):
-            if change is not None:
-                buffer.master.copy_(change) if change.dtype == torch.bool else buffer.master.add_(change)
+            master = local_part(buffer.master)
+            if master.dtype == torch.bool:
+                master.copy_(master + change > 0)
+            else:
+                master.add_(change)
 
     def hold(self) -> None:
         """Keep the module's values of now for the next batch."""
@@ -121,7 +117,7 @@ class BufferVersions:
         return {
             buffer.name: value
             for buffer, value in zip(self._buffers, values, strict=True)
-            if buffer.persistent
+            if buffer.name is not None
         }
 
     @torch.no_grad()
@@ -130,5 +126,22 @@ class BufferVersions:
         self.hold()
         assert self._held is not None
         for buffer, held in zip(self._buffers, self._held, strict=True):
-            if buffer.persistent:
+            if buffer.name is not None:
                 held.copy_(values[buffer.name])
+
+    def _follow(self) -> None:
+        """Take over the buffers that a forward has not written to but replaced."""
+        if self._shown is None:
+            return
+        copies = self._copies[self._shown]
+        for index, buffer in enumerate(self._buffers):
+            if (current := buffer.master) is not copies[index].now:
+                copies[index] = copies[index]._replace(now=current.detach())
+
+
+@torch.no_grad()
+def _change(before: Tensor, after: Tensor) -> Tensor:
+    before, after = local_part(before), local_part(after)
+    if before.dtype == torch.bool:
+        return after.to(torch.int8) - before.to(torch.int8)
+    return torch.where(after == before, 0, after - before)  # where both are infinite too

@@ -18,7 +18,7 @@ class Gradient(NamedTuple):
     """What a complete batch has to say: its gradient, and how it has changed the module's buffers."""
 
     of_parameters: list[Tensor | None]
-    buffer_changes: list[Tensor | None]
+    buffer_changes: list[Tensor]
 
 
 class Versions:
