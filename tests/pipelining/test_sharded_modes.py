@@ -9,6 +9,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.support.processes import WorkerPool
 from tests.support.sharded import (
     BFLOAT16,
+    EVERY,
     bfloat16_gradient,
     difference,
     make_meshes,
@@ -89,7 +90,7 @@ def run(pool, wrap, names, **options):
     return results, 4 if names == HSDP else 2
 
 
-@pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
+@pytest.mark.parametrize("clip", [(), EVERY], ids=["", "clipped"])
 @pytest.mark.parametrize("mode", MODES)
 def test_equals_the_recurrence(pool, mode, clip):
     """Weights, losses and norms, also where a parameter has uneven or empty shards (an odd hidden size)."""
@@ -153,5 +154,5 @@ def count_all_ranks_as_holders():
 @pytest.mark.parametrize("mode", ["hsdp", "tensor parallel"])
 def test_a_wrong_count_of_replicas_fails_the_check(pool, mode):
     wrap, names, model = MODES[mode]
-    results, shares = run(pool, wrap, names, clip=True, break_it=count_all_ranks_as_holders, **model)
-    assert difference(results, shares, oracle(shares, clip=True, **model)) > 1e-4
+    results, shares = run(pool, wrap, names, clip=EVERY, break_it=count_all_ranks_as_holders, **model)
+    assert difference(results, shares, oracle(shares, clip=EVERY, **model)) > 1e-4

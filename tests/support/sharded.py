@@ -5,7 +5,7 @@ a head at the end.
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,16 +15,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.tensor import DTensor
 
 from tests.support.recurrence import WIDTH, build_data, loss_fn
 from titan_async.pipelining import ScheduleAsync2BW
 
 LAYERS = 4
 BATCHES = 5
-MICROBATCHES = 3
+MICROBATCHES = 4
 MAX_NORM = 0.05  # clips every batch
+EVERY = range(BATCHES)
 
 MESHES = {
+    ("pp",): (2,),
+    ("pp", "one"): (4, 1),
     ("pp", "dp"): (2, 2),
     ("pp", "replicate", "shard"): (2, 2, 2),
     ("pp", "dp", "tp"): (2, 2, 2),
@@ -174,8 +178,10 @@ def prepare(
 
 def whole(module: nn.Module) -> dict[str, Tensor]:
     """The module's weights, gathered from its shards."""
-    assert all(hasattr(p, "full_tensor") for p in module.parameters()), "unsharded between steps"
-    return {name: p.full_tensor().detach().clone() for name, p in module.named_parameters()}
+    if isinstance(module, FSDPModule):
+        assert all(isinstance(p, DTensor) for p in module.parameters()), "unsharded between steps"
+    whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in module.named_parameters()}
+    return {name: value.detach().clone() for name, value in whole.items()}
 
 
 def train(
@@ -184,23 +190,29 @@ def train(
     wrap: Callable[[Stage, DeviceMesh], Any],
     names: tuple[str, ...],
     *,
-    clip: bool = False,
+    clip: Container[int] = (),
     between: Callable[[Run], None] | None = None,
     break_it: Callable[[], Callable[[], None]] | None = None,
     **model: Any,
 ) -> tuple[dict[str, Tensor], list[list[float]], list[float]]:
-    """Weights, losses and norms of a run; `between` is called after each batch's update."""
+    """Weights, losses and norms of a run.
+
+    Args:
+        clip: the batches whose gradient is clipped.
+        between: called after every step and its update.
+        break_it: breaks the code in this process and returns what mends it.
+    """
     run = prepare(wrap, names, **model)
     losses, norms = [], []
     undo = break_it() if break_it else None
     try:
         for batch in range(BATCHES):
             losses.append(run.step(batch))
-            norms += run.update(clip)
+            norms += run.update(batch - 1 in clip)
             if between is not None:
                 between(run)
         run.schedule.drain()
-        norms += run.update(clip)
+        norms += run.update(BATCHES - 1 in clip)
     finally:
         if undo is not None:
             undo()
@@ -248,7 +260,7 @@ def oracle(
     shares: int,
     *,
     delay: int = 1,
-    clip: bool = False,
+    clip: Container[int] = (),
     gradient: Callable[..., list[Tensor]] = mean_gradient,
     **model: Any,
 ) -> tuple[dict[str, Tensor], list[list[float]], list[float]]:
@@ -264,14 +276,14 @@ def oracle(
         losses.append([loss.item() for loss in gradient(reader, inputs[batch], targets[batch], shares)])
         for parameter, stale in zip(newest.parameters(), reader.parameters(), strict=True):
             parameter.grad = stale.grad
-        if clip:
+        if batch in clip:
             norms.append(torch.nn.utils.clip_grad_norm_(newest.parameters(), MAX_NORM).item())
         optimizer.step()
         history.append(copy.deepcopy(newest.state_dict()))
     return history[-1], losses, norms
 
 
-def difference(results: list, shares: int, expected: tuple) -> float:
+def difference(results: list, shares: int, expected: tuple, stages: int = 2) -> float:
     """The largest difference of a weight, loss or norm between the ranks' results and the oracle's."""
     weights, losses, norms = expected
     worst, seen = 0.0, set()
@@ -282,7 +294,7 @@ def difference(results: list, shares: int, expected: tuple) -> float:
         assert len(clipped) == len(norms)
         worst = max([worst, *(abs(a - b) for a, b in zip(clipped, norms, strict=True))])
     assert seen == set(weights)
-    last_stage = results[len(results) // 2 :]
+    last_stage = results[-(len(results) // stages) :]
     for index, (_, found, _) in enumerate(last_stage):
         share = index * shares // len(last_stage)  # ranks of one tensor-parallel group follow each other
         for batch, wanted in zip(found, losses, strict=True):

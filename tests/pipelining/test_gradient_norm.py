@@ -1,0 +1,280 @@
+"""`clip_grad_norm_`: one norm of all stages, of the right batch, on its way before it is asked for.
+
+Under sharding, replication and tensor parallelism `test_sharded_modes.py` compares it with the whole model's.
+"""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+from tests.support.processes import WorkerPool
+from tests.support.sharded import EVERY, difference, make_meshes, meshes, oracle, prepare, shard, train
+from titan_async.pipelining import ScheduleAsync2BW
+from titan_async.pipelining.gradient_norm import NormReducer
+
+PLAIN, FOUR, SHARDED = ("pp",), ("pp", "one"), ("pp", "dp")
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = WorkerPool(4)
+    pool.run(4, make_meshes)
+    yield pool
+    pool.close()
+
+
+def plain(stage, mesh):
+    pass
+
+
+def sharded(stage, mesh):
+    for part in [*stage.children(), stage]:
+        shard(part, mesh["dp"])
+
+
+WRAPS = {PLAIN: (2, plain, 1), FOUR: (4, plain, 1), SHARDED: (4, sharded, 2)}
+
+
+class Shift(nn.Module):
+    """Adds a multiple of its only parameter."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor, self.shift = factor, nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        return x + self.factor * self.shift
+
+
+def two_stages(rank, module, loss_fn, m=2):
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"), group=meshes[PLAIN].get_group())
+    return ScheduleAsync2BW(stage, m, loss_fn=loss_fn)
+
+
+def feed(schedule, x):
+    stage = schedule._stage
+    schedule.step(*((x,) if stage.is_first else ()), target=x if stage.is_last else None)
+
+
+def three_and_four(rank, group, max_norm):
+    module = Shift(0.75 if rank == 0 else 1.0)
+    schedule = two_stages(rank, module, lambda output, target: 4 * output.mean())
+    results = []
+    for _ in range(3):
+        feed(schedule, torch.ones(4, 1))
+        if schedule.gradient_ready:
+            before = module.shift.grad.item()
+            norm = schedule.clip_grad_norm_(max_norm)
+            assert norm.dtype == torch.float64 and schedule.gradient_is_finite()
+            results.append((norm.item(), before, module.shift.grad.item()))
+            module.shift.grad = None
+    schedule.drain()
+    return results
+
+
+@pytest.mark.parametrize(("max_norm", "factor"), [(1.0, 0.2), (10.0, 1.0), (math.inf, 1.0)])
+def test_stages_are_clipped_together(pool, max_norm, factor):
+    """Norms of 3 and 4 make 5, on both stages; without a bound it is only measured."""
+    for wanted, results in zip((3.0, 4.0), pool.run(2, three_and_four, max_norm), strict=True):
+        for norm, before, after in results:
+            assert (norm, before) == (5.0, wanted)
+            assert after == pytest.approx(factor * wanted, rel=1e-6)
+        assert len(results) == 2
+
+
+@pytest.mark.parametrize("clip", [EVERY, (2, 3, 4), (0, 2, 4), (4,)], ids=str)
+@pytest.mark.parametrize("names", WRAPS)
+def test_clipped_training_equals_the_recurrence(pool, names, clip):
+    """Whichever batches are clipped; the first clip makes the group and catches up with the last stage."""
+    size, wrap, shares = WRAPS[names]
+    results = pool.run(size, train, wrap, names, clip=clip)
+    assert difference(results, shares, oracle(shares, clip=clip), size // shares) < 1e-12
+
+
+def norm_of_the_batch_before():
+    deliver = ScheduleAsync2BW._deliver
+
+    def deliver_and_mix(self, number):
+        last = self._norm
+        deliver(self, number)
+        self._norm = last or self._norm
+
+    ScheduleAsync2BW._deliver = deliver_and_mix
+
+    def undo():
+        ScheduleAsync2BW._deliver = deliver
+
+    return undo
+
+
+def test_the_norm_of_another_batch_fails_the_check(pool):
+    results = pool.run(2, train, plain, PLAIN, clip=EVERY, break_it=norm_of_the_batch_before)
+    assert difference(results, 1, oracle(1, clip=EVERY)) > 1e-4
+
+
+class Poison(torch.autograd.Function):
+    """Passes its input on, and `factor` times its gradient back."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor, None
+
+
+class Poisoned(nn.Module):
+    """Spoils the gradient of one scalar, which one shard of one stage holds."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part, self.extra, self.factor = part, nn.Parameter(torch.ones(1, dtype=torch.float64)), 1.0
+
+    def forward(self, x):
+        return self.part(x) + Poison.apply(self.extra, self.factor)
+
+
+def spoiled(rank, group, names, stage_index, factor):
+    """Norms and what `gradient_is_finite` says, with the gradient of batch 1 spoiled on one stage."""
+    size, wrap, _ = WRAPS[names]
+    poisoned = []
+
+    def wrap_and_poison(stage, mesh):
+        if mesh.get_local_rank("pp") == stage_index:
+            name, part = next(stage.named_children())
+            poisoned.append(Poisoned(part))
+            setattr(stage, name, poisoned[0])
+        wrap(stage, mesh)
+
+    run = prepare(wrap_and_poison, names)
+    seen = []
+    for batch in range(4):
+        for module in poisoned:
+            module.factor = factor if batch == 1 else 1.0
+        run.step(batch)
+        if run.schedule.gradient_ready:
+            norm = run.schedule.clip_grad_norm_(1.0).item()
+            seen.append((math.isfinite(norm), run.schedule.gradient_is_finite()))
+            if seen[-1][1]:
+                run.optimizer.step()
+            run.optimizer.zero_grad()
+    run.schedule.drain()
+    return seen
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("names", [PLAIN, SHARDED])
+def test_all_ranks_see_a_gradient_that_is_not_finite(pool, names, stage, factor):
+    """Also the stages and shards whose own part is fine, and of no other batch."""
+    results = pool.run(WRAPS[names][0], spoiled, names, stage, factor)
+    assert results == [[(True, True), (False, False), (True, True)]] * WRAPS[names][0]
+
+
+def mistakes(rank, group, names):
+    _, wrap, _ = WRAPS[names]
+    run = prepare(wrap, names)
+    schedule = run.schedule
+    with pytest.raises(RuntimeError, match="no gradient to clip"):
+        schedule.clip_grad_norm_(1.0)
+    run.step(0)
+    with pytest.raises(RuntimeError, match="no gradient to clip"):
+        schedule.clip_grad_norm_(1.0)
+    with pytest.raises(RuntimeError, match=r"call clip_grad_norm_\(\) first"):
+        schedule.gradient_is_finite()
+    run.step(1)
+    schedule.clip_grad_norm_(math.inf)
+    with pytest.raises(RuntimeError, match="clip it once"):
+        schedule.clip_grad_norm_(1.0)
+    run.step(2)  # without zero_grad: adds up
+    with pytest.raises(RuntimeError, match=r"call zero_grad\(\) before the next step\(\)"):
+        schedule.clip_grad_norm_(1.0)
+    run.optimizer.zero_grad()
+    run.step(3)
+    for parameter in run.module.parameters():
+        parameter.grad.mul_(2)
+    with pytest.raises(RuntimeError, match="before you change it"):
+        schedule.clip_grad_norm_(1.0)
+    run.optimizer.zero_grad()
+    schedule.drain()
+    assert math.isfinite(schedule.clip_grad_norm_(1.0).item())
+    run.optimizer.zero_grad()
+    assert not schedule.drain()
+    with pytest.raises(RuntimeError, match="no gradient to clip"):
+        schedule.clip_grad_norm_(1.0)
+    return True
+
+
+@pytest.mark.parametrize("names", [PLAIN, SHARDED])
+def test_mistakes_are_named(pool, names):
+    """Nothing to clip, clipped twice, accumulated, changed before: each leaves the run as it was."""
+    assert all(pool.run(WRAPS[names][0], mistakes, names))
+
+
+def without_gradient(rank, group, kind):
+    """The norm where one stage has no parameters, or frozen ones, or some that nothing uses."""
+    module, idle = Shift(1.0), rank == (0 if kind == "frozen" else 1)
+    if idle and kind == "frozen":
+        module.requires_grad_(False)
+    elif idle:
+        module = nn.Tanh()
+        if kind == "unused":
+            module.unused = nn.Parameter(torch.ones(3))
+    schedule = two_stages(rank, module, lambda output, target: 3 * output.mean())
+    norms = []
+    for _ in range(3):
+        feed(schedule, torch.zeros(4, 1))
+        if schedule.gradient_ready:
+            norms.append(schedule.clip_grad_norm_(1.0).item())
+            with pytest.raises(RuntimeError, match="clip it once"):
+                schedule.clip_grad_norm_(1.0)
+            for parameter in module.parameters():
+                parameter.grad = None
+    schedule.drain()
+    return norms
+
+
+@pytest.mark.parametrize("kind", ["no parameters", "unused", "frozen"])
+def test_a_stage_without_gradient_takes_part(pool, kind):
+    for norms in pool.run(2, without_gradient, kind):
+        assert norms == pytest.approx([3.0, 3.0])
+
+
+def starts(rank, group, names):
+    """How many reductions of norms have begun after each step, and after each clip."""
+    run, begun, seen = prepare(WRAPS[names][1], names), [], []
+    start = NormReducer.start
+
+    def recorded(self, gradients):
+        begun.append(None)
+        return start(self, gradients)
+
+    NormReducer.start = recorded
+    try:
+        for batch in range(5):
+            run.step(batch)
+            after_step = len(begun)
+            run.update(clip=True)
+            seen.append((after_step, len(begun)))
+        run.schedule.drain()
+        seen.append((len(begun), len(begun)))
+        run.update(clip=True)
+        assert len(begun) == 5
+    finally:
+        NormReducer.start = start
+    return run.stage.is_last, seen
+
+
+@pytest.mark.parametrize("names", WRAPS)
+def test_the_norm_is_on_its_way_before_step_returns(pool, names):
+    """From the second clip on; the last stage, which is done with a batch one step early, is one ahead."""
+    for is_last, seen in pool.run(WRAPS[names][0], starts, names):
+        ahead = int(is_last)
+        assert seen[:2] == [(0, 0), (0, 1 + ahead)]
+        assert seen[2:5] == [(n + ahead, n + ahead) for n in (2, 3, 4)]
+        assert seen[5] == (5, 5)
