@@ -60,13 +60,33 @@ WORKER = """
         time.sleep(300)
     elif case == "endless":
         time.sleep(300)
+    elif case == "saves":
+        signal.signal(signal.SIGTERM, lambda *_: requests.append(rank))
+        requests = []
+        open(f"{folder}/ready-{rank}", "w").close()
+        while not requests:
+            time.sleep(0.01)
+        time.sleep(1 + rank)
+        open(f"{folder}/saved-{rank}", "w").close()
+    elif case == "fails_to_save":
+        def fail(*_):
+            time.sleep(rank / 2)
+            failures.report_failure("error" if rank else "lost_peer", "OSError: the disk is full")
+            sys.exit(1)
+        signal.signal(signal.SIGTERM, fail)
+        open(f"{folder}/ready-{rank}", "w").close()
+        time.sleep(300)
+    elif case == "never_saves":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open(f"{folder}/ready-{rank}", "w").close()
+        time.sleep(300)
 """
 
 LAUNCHER = """
-    import signal, sys
+    import os, signal, sys
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
     from titan_async.cli import elastic, launch
-    elastic.GRACE_SECONDS = 2
+    elastic.SAVE_SECONDS = float(os.environ.get("SAVE_SECONDS", 60))
     sys.exit(launch.launch(2, [sys.executable, *sys.argv[1:]]))
 """
 
@@ -89,6 +109,14 @@ def pids_of(folder: Path) -> list[int]:
             return [int(text) for text in written]
         time.sleep(0.05)
     raise AssertionError("the workers did not start")
+
+
+def wait_for_ready(folder: Path) -> list[int]:
+    pids, deadline = pids_of(folder), time.monotonic() + 60
+    while len(list(folder.glob("ready-*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return pids
 
 
 def assert_gone(pids: list[int]) -> None:
@@ -130,6 +158,51 @@ def test_a_signal_to_the_launcher_ends_every_worker(number: signal.Signals, tmp_
     _, err = launcher.communicate(timeout=60)
     if number != signal.SIGKILL:
         assert (launcher.returncode, err) == (128 + number, f"stopped by {number.name}\n")
+    assert_gone(pids)
+
+
+def test_after_sigterm_workers_may_save_and_end_with_0(tmp_path: Path) -> None:
+    launcher = start("saves", tmp_path)
+    wait_for_ready(tmp_path)
+    launcher.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    launcher.send_signal(signal.SIGTERM)  # the same request once more, as `timeout` sends it
+    assert launcher.communicate(timeout=30) == ("", "")
+    assert launcher.returncode == 0
+    assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
+
+
+def test_a_save_that_fails_after_sigterm_is_told(tmp_path: Path) -> None:
+    launcher = start("fails_to_save", tmp_path)
+    pids = wait_for_ready(tmp_path)
+    launcher.send_signal(signal.SIGTERM)
+    _, err = launcher.communicate(timeout=30)
+    assert (launcher.returncode, err) == (
+        143,
+        "stopped by SIGTERM; rank 1 failed: OSError: the disk is full\n",
+    )
+    assert_gone(pids)
+
+
+def test_workers_that_do_not_save_are_killed(tmp_path: Path) -> None:
+    launcher = start("never_saves", tmp_path, SAVE_SECONDS="2")
+    pids = wait_for_ready(tmp_path)
+    launcher.send_signal(signal.SIGTERM)
+    _, err = launcher.communicate(timeout=30)
+    said = "stopped by SIGTERM; ranks that had not saved after 2 s were killed\n"
+    assert (launcher.returncode, err) == (143, said)
+    assert_gone(pids)
+
+
+def test_a_second_sigterm_ends_at_once(tmp_path: Path) -> None:
+    launcher = start("never_saves", tmp_path)
+    pids = wait_for_ready(tmp_path)
+    launcher.send_signal(signal.SIGTERM)
+    time.sleep(1.5)
+    assert launcher.poll() is None
+    launcher.send_signal(signal.SIGTERM)
+    _, err = launcher.communicate(timeout=8)
+    assert (launcher.returncode, err) == (143, "stopped by SIGTERM\n")
     assert_gone(pids)
 
 

@@ -4,6 +4,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from tests.support.processes import WorkerPool
 from tests.support.training import RECIPE
 
 Trained = list[dict[str, dict[str, torch.Tensor]]]
-"""Each rank's weights after training, as "model", the rest of its state, as "state", and, as "seen", what its
-generator draws next and in which steps a save was going on."""
+"""Each rank's weights after training, as "model", the rest of its state, as "state", and what was "seen":
+what its generator draws next, in which steps a save was going on, whether files were written into what looked
+like a whole checkpoint, and whether each batch began with nothing left to stage."""
 
 
 def train(rank, group, folder, steps, flags, *, slow_writes=0.0, random_state=True):
@@ -37,7 +39,8 @@ def train(rank, group, folder, steps, flags, *, slow_writes=0.0, random_state=Tr
     )  # fmt: skip
     trainer = config.build()
     trainer.resumes_random_state = random_state
-    step, write, in_flight = trainer.train_step, FileSystemWriter.write_data, []
+    step, write, run = trainer.train_step, FileSystemWriter.write_data, trainer.forward_backward_step
+    wait, in_flight, into_whole, calls = trainer.checkpointer.maybe_wait_for_staging, [], [False], []
 
     def drawing_step(batches):
         # Nothing in this model draws, so without this all states of the generators would be the same.
@@ -46,11 +49,17 @@ def train(rank, group, folder, steps, flags, *, slow_writes=0.0, random_state=Tr
         saving = getattr(trainer.checkpointer, "save_future", None)
         in_flight.append(saving is not None and not saving.done())
 
-    def slow_write(*args):
+    def slow_write(writer, *args):
         time.sleep(slow_writes)
-        return write(*args)
+        into_whole.append((Path(writer.path) / ".metadata").exists())
+        return write(writer, *args)
+
+    def noted(name, function):
+        return lambda *args, **kwargs: (calls.append(name), function(*args, **kwargs))[1]
 
     trainer.train_step, FileSystemWriter.write_data = drawing_step, slow_write
+    trainer.forward_backward_step = noted("batch", run)
+    trainer.checkpointer.maybe_wait_for_staging = noted("wait", wait)
     try:
         trainer.train()
         model = {name: value for part in trainer.model_parts for name, value in part.state_dict().items()}
@@ -58,7 +67,12 @@ def train(rank, group, folder, steps, flags, *, slow_writes=0.0, random_state=Tr
         return {
             "model": tensors(model),
             "state": tensors(state),
-            "seen": {"rand": torch.rand(3), "in_flight": torch.tensor(in_flight)},
+            "seen": {
+                "rand": torch.rand(3),
+                "in_flight": torch.tensor(in_flight),
+                "into_whole": torch.tensor(into_whole),
+                "staged": torch.tensor([a == "wait" for a, b in pairwise(["", *calls]) if b == "batch"]),
+            },
         }
     finally:
         FileSystemWriter.write_data = write
@@ -171,9 +185,22 @@ def test_a_checkpoint_of_a_step_in_between_holds_that_step(
     saving = runs(2, tmp_path / "saving", 8, "--checkpoint.async_mode", mode, slow_writes=1.0)
     for rank in saving:
         assert rank["seen"]["in_flight"].any() == (mode == "async")
+        assert rank["seen"]["staged"].all(), "the weights of the next batch are valid until it begins"
     assert_same(saving, whole(2)[1], "model", "state")
     resumed = runs(2, half(tmp_path / "saving", tmp_path / "resumed"), 8, anew=True)
     assert_same(resumed, whole(2)[1], "model", "state")
+
+
+def test_what_is_written_over_stops_being_a_checkpoint_first(
+    runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path
+) -> None:
+    # Else whoever is killed in the middle leaves a checkpoint of old and new files that looks whole.
+    folder, undisturbed = whole(2)
+    shutil.copytree(folder / "checkpoint", tmp_path / "checkpoint")
+    again = runs(2, tmp_path, 8, "--checkpoint.load_step", "4", slow_writes=0.1)
+    assert_same(again, undisturbed, "model", "state")
+    for rank in again:
+        assert not rank["seen"]["into_whole"].any()
 
 
 @pytest.mark.parametrize("schedule", [(), SYNCHRONOUS], ids=["delayed", "synchronous"])

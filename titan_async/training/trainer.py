@@ -132,6 +132,9 @@ class AsyncTrainer(Trainer):
         if dims.dp_enabled:
             global_valid_tokens = dist_utils.dist_sum_tensor(global_valid_tokens, dims.get_mesh("batch"))
 
+        if self.delayed:
+            # The weights of the next batch, which a checkpoint holds too, are valid until now.
+            self.checkpointer.maybe_wait_for_staging()
         loss = torch.zeros(1, device=self.device)
         for microbatches in groups:
             loss += self._run(microbatches, global_valid_tokens).detach()

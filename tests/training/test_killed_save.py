@@ -1,0 +1,66 @@
+"""All ranks are killed in the middle of a save: the one before serves, and what is left is not in the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.training import command, environment, processes_of, train
+from titan_async.training.checkpoint import complete_steps
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+FLAGS = ("--dump_folder", "run", "--checkpoint.interval", 1, "--validator.no-enable",
+         "--lr_scheduler.warmup_steps", 3, "--lr_scheduler.total_steps", 500)  # fmt: skip
+
+
+def half_written(checkpoints: Path) -> list[int]:
+    steps = {int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-*")}
+    return sorted(steps - set(complete_steps(checkpoints)))
+
+
+def kill_during_a_save(folder: Path, *flags: object) -> None:
+    """Start the run, and kill all of it when a save has begun that is not the first."""
+    run = subprocess.Popen(
+        command(*FLAGS, "--training.steps", 500, *flags),
+        cwd=folder, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    checkpoints = folder / "run/checkpoint"
+    pids: list[int] = []
+
+    def is_saving() -> bool:
+        # Newer than the saved ones: older ones without an index are just being removed.
+        saved = complete_steps(checkpoints)
+        return bool(saved) and any(step > saved[-1] for step in half_written(checkpoints))
+
+    def signal_all(number: signal.Signals) -> None:
+        for pid in pids:
+            os.kill(pid, number)
+
+    while run.poll() is None:
+        pids = pids or (complete_steps(checkpoints) and [*processes_of(run.pid).values(), run.pid])
+        if pids and is_saving():
+            signal_all(signal.SIGSTOP)  # so that the save does not end between the look and the kill
+            signal_all(signal.SIGKILL if is_saving() else signal.SIGCONT)
+        time.sleep(0.001)
+    assert run.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_save_that_was_killed(tmp_path: Path, mode: str) -> None:
+    checkpoints = tmp_path / "run/checkpoint"
+    kill_during_a_save(tmp_path, "--checkpoint.async_mode", mode)
+    saved, broken = complete_steps(checkpoints), half_written(checkpoints)
+    assert broken[-1] > saved[-1]
+    end = broken[-1] + 2
+    resumed = train(tmp_path, *FLAGS, "--training.steps", end, "--metrics.log_freq", 1)
+    assert (resumed.status, resumed.err) == (0, "")
+    assert resumed.steps == list(range(saved[-1] + 1, end + 1))
+    assert complete_steps(checkpoints)[-1] == end
+    assert half_written(checkpoints) == []
