@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from tests.support.processes import WorkerPool
-from tests.support.sharded import EVERY, difference, make_meshes, meshes, oracle, prepare, shard, train
+from tests.support.sharded import EVERY, make_meshes, meshes, prepare, shard, train
+from tests.support.sharded_oracle import difference, oracle
 from titan_async.pipelining import ScheduleAsync2BW
 from titan_async.pipelining.gradient_norm import NormReducer
 

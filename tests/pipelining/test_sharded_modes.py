@@ -7,16 +7,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.support.processes import WorkerPool
-from tests.support.sharded import (
-    BFLOAT16,
-    EVERY,
-    bfloat16_gradient,
-    difference,
-    make_meshes,
-    oracle,
-    shard,
-    train,
-)
+from tests.support.sharded import EVERY, make_meshes, shard, shard_each_part, shard_in_bfloat16, train
+from tests.support.sharded_oracle import bfloat16_gradient, difference, oracle
 from titan_async.pipelining import gradient_norm
 from titan_async.pipelining._fsdp_internals import FsdpParameters
 
@@ -29,12 +21,6 @@ def pool():
     pool.run(8, make_meshes)
     yield pool
     pool.close()
-
-
-def each_part(stage, mesh, **options):
-    for part in stage.children():
-        shard(part, mesh["dp"], **options)
-    shard(stage, mesh["dp"], **options)
 
 
 def hybrid(stage, mesh):
@@ -61,21 +47,17 @@ def grouped_head(stage, mesh):
     fully_shard(stage, mesh=mesh["dp"])
 
 
-def low_precision(stage, mesh):
-    each_part(stage, mesh, mp_policy=BFLOAT16)
-
-
 def tensor_parallel(stage, mesh):
     """Matrices split over tp, the bias of the second replicated there; other parameters unknown to tp."""
     for name, part in stage.named_children():
         if name.isdigit():
             parallelize_module(part, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    each_part(stage, mesh)
+    shard_each_part(stage, mesh)
 
 
 MODES = {
-    "each part": (each_part, DP, {}),
-    "frozen": (each_part, DP, {"frozen": True}),
+    "each part": (shard_each_part, DP, {}),
+    "frozen": (shard_each_part, DP, {"frozen": True}),
     "hsdp": (hybrid, HSDP, {}),
     "replicate": (replicated, DP, {}),
     "only the root": (only_the_root, DP, {}),
@@ -105,14 +87,14 @@ MIXED = {"dtype": torch.float32}
 
 def test_mixed_precision_equals_the_recurrence(pool):
     """Forward and backward in bfloat16; weights, sums over microbatches and reductions in float32."""
-    results, shares = run(pool, low_precision, DP, **MIXED)
+    results, shares = run(pool, shard_in_bfloat16, DP, **MIXED)
     assert difference(results, shares, oracle(shares, gradient=bfloat16_gradient, **MIXED)) < 1e-6
     assert difference(results, shares, oracle(shares, **MIXED)) > 1e-4
     assert all(value.dtype == torch.float32 for weights, *_ in results for value in weights.values())
 
 
 def sums_in_bfloat16(stage, mesh):
-    each_part(stage, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    shard_each_part(stage, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
 
 def sums_are_lost():
@@ -133,7 +115,9 @@ def sums_are_lost():
 
 
 @pytest.mark.parametrize(
-    ("wrap", "broken"), [(sums_in_bfloat16, None), (low_precision, sums_are_lost)], ids=["rounded", "lost"]
+    ("wrap", "broken"),
+    [(sums_in_bfloat16, None), (shard_in_bfloat16, sums_are_lost)],
+    ids=["rounded", "lost"],
 )
 def test_other_sums_of_gradients_fail_the_check(pool, wrap, broken):
     results, shares = run(pool, wrap, DP, break_it=broken, **MIXED)

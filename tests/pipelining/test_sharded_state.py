@@ -11,15 +11,14 @@ from torch.distributed.tensor import DTensor
 from tests.support.processes import WorkerPool
 from tests.support.sharded import (
     BATCHES,
-    BFLOAT16,
-    difference,
     make_meshes,
-    oracle,
     prepare,
-    shard,
+    shard_each_part,
+    shard_in_bfloat16,
     train,
     whole,
 )
+from tests.support.sharded_oracle import difference, oracle
 
 NAMES = ("pp", "dp")
 
@@ -30,16 +29,6 @@ def pool():
     pool.run(4, make_meshes)
     yield pool
     pool.close()
-
-
-def each_part(stage, mesh, **options):
-    for part in stage.children():
-        shard(part, mesh["dp"], **options)
-    shard(stage, mesh["dp"], **options)
-
-
-def low_precision(stage, mesh):
-    each_part(stage, mesh, mp_policy=BFLOAT16)
 
 
 def copies_of(run):
@@ -72,7 +61,9 @@ def by_hand(run):
         run.module(run.inputs[0, 0].to(next(run.module.parameters()).dtype))
 
 
-@pytest.mark.parametrize(("wrap", "dtype"), [(each_part, torch.float64), (low_precision, torch.float32)])
+@pytest.mark.parametrize(
+    ("wrap", "dtype"), [(shard_each_part, torch.float64), (shard_in_bfloat16, torch.float32)]
+)
 def test_two_unsharded_copies_and_one_on_the_last_stage(pool, wrap, dtype):
     """None after a drain. A forward by hand leaves no third one behind."""
     for is_last, copies in pool.run(4, memory, wrap, dtype=dtype):
@@ -81,7 +72,7 @@ def test_two_unsharded_copies_and_one_on_the_last_stage(pool, wrap, dtype):
 
 def count_collectives(rank, group, schedule_class):
     """All-gathers and reduce-scatters of each of a few batches."""
-    run = prepare(each_part, NAMES, schedule_class=schedule_class)
+    run = prepare(shard_each_part, NAMES, schedule_class=schedule_class)
     counts, batches = {"all_gather_single": 0, "reduce_scatter_single": 0}, []
     originals = {name: getattr(dist, name) for name in counts}
 
@@ -133,13 +124,13 @@ def look_between(run):
 
 def test_looking_at_a_module_in_mid_flight_does_not_disturb_it(pool):
     """Shards between steps; neither a state_dict nor a forward by hand changes the trajectory."""
-    results = pool.run(4, train, each_part, NAMES, between=look_between)
+    results = pool.run(4, train, shard_each_part, NAMES, between=look_between)
     assert difference(results, 2, oracle(2)) < 1e-12
 
 
 def interrupted(rank, group):
     """The weights of a run, and of one that goes on in new objects from what the first one saved."""
-    first = prepare(each_part, NAMES)
+    first = prepare(shard_each_part, NAMES)
     for batch in range(3):
         first.step(batch)
         first.update()
@@ -153,7 +144,7 @@ def interrupted(rank, group):
     assert all(isinstance(value, DTensor) for value in saved["schedule"].values())
     assert set(saved["schedule"]) == set(saved["module"])
     ends = []
-    second = prepare(each_part, NAMES)
+    second = prepare(shard_each_part, NAMES)
     with torch.no_grad():
         for parameter in second.module.parameters():
             parameter.zero_()

@@ -4,6 +4,10 @@ import inspect
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.pipelining import schedules, stage
 
 
@@ -29,6 +33,27 @@ def test_the_private_names_are_there():
     source = inspect.getsource(stage._PipelineStageBase.__init__)
     for name in ("fwd_cache", "output_chunks", "args_recv_info", "has_backward"):
         assert f"self.{name}" in source, name
+
+
+def test_the_private_names_of_fsdp_are_there():
+    for name in ("unshard", "wait_for_unshard", "post_backward", "_reshard_after_forward"):
+        assert hasattr(FSDPParamGroup, name), name
+    assert "self._sharded_state" in inspect.getsource(FSDPParamGroup)
+    for name in ("_lazy_init", "_root_post_backward_final_callback"):
+        assert hasattr(FSDPState, name), name
+    assert hasattr(FSDPModule, "_get_fsdp_state") and hasattr(ShardedState, "UNSHARDED")
+    source = inspect.getsource(FSDPParam)
+    for name in (
+        "sharded_param",
+        "sharded_state",
+        "_unsharded_param",
+        "all_gather_outputs",
+        "unsharded_accumulated_grad",
+        "offload_to_cpu",
+        "_param_fqn",
+        "_setattr_on_modules",
+    ):
+        assert f"self.{name}" in source or f"def {name}" in source, name
 
 
 def test_data_is_a_new_tensor_to_autograd():

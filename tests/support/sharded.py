@@ -1,10 +1,9 @@
-"""Pipelines whose stages are under FSDP2, against a loop in one process.
+"""Pipelines whose stages are under FSDP2, or plain.
 
-The model of both is `build_model`: four layers, some of whose parameters do not divide by two, and a norm and
+The model is `build_model`: four layers, some of whose parameters do not divide by two, and a norm and
 a head at the end.
 """
 
-import copy
 from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple
 
@@ -100,9 +99,22 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.02, foreach=False)
 
 
-# What each part of the data-parallel mesh calls `shard` it does once.
-def shard(module: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:
+def shard(module: Any, mesh: DeviceMesh, **options: Any) -> Any:
+    """`fully_shard` as Async2BW wants it."""
     return fully_shard(module, mesh=mesh, reshard_after_forward=False, **options)
+
+
+def shard_each_part(stage: Stage, mesh: DeviceMesh, **options: Any) -> None:
+    """Every layer is a group of its own; norm and head too."""
+    for part in stage.children():
+        shard(part, mesh["dp"], **options)
+    shard(stage, mesh["dp"], **options)
+
+
+def shard_in_bfloat16(stage: Stage, mesh: DeviceMesh) -> None:
+    """The same with forward and backward in bfloat16, and gradients in float32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard_each_part(stage, mesh, mp_policy=policy)
 
 
 class Place(NamedTuple):
@@ -223,84 +235,3 @@ def data(shares: int, batches: int = BATCHES, dtype: torch.dtype = torch.float64
     """Inputs and targets of all shares of the data; microbatch `i` of a share is `i * shares + share`."""
     inputs, targets = build_data(batches, MICROBATCHES * shares)
     return inputs.to(dtype), targets.to(dtype)
-
-
-def mean_gradient(model: nn.Module, inputs: Tensor, targets: Tensor, shares: int) -> list[Tensor]:
-    """The losses, whose mean's gradient is left in `.grad`."""
-    losses = [loss_fn(model(x), y) for x, y in zip(inputs, targets, strict=True)]
-    (sum(losses) / len(losses)).backward()
-    return losses
-
-
-def bfloat16_gradient(model: nn.Module, inputs: Tensor, targets: Tensor, shares: int) -> list[Tensor]:
-    """The same with weights and activations in bfloat16, and sums of gradients in float32."""
-    low = copy.deepcopy(model).bfloat16()
-    losses = []
-    totals = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
-    for share in range(shares):
-        sums = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
-        for x, y in zip(inputs[share::shares], targets[share::shares], strict=True):
-            low.zero_grad()
-            losses.append(loss_fn(low(x.bfloat16()), y))
-            losses[-1].backward()
-            for name, parameter in low.named_parameters():
-                sums[name] += parameter.grad.float()
-        for name, total in totals.items():
-            total += sums[name]
-    for name, parameter in model.named_parameters():
-        parameter.grad = totals[name] / len(inputs)
-    return [
-        losses[share * (len(inputs) // shares) + i]
-        for i in range(len(inputs) // shares)
-        for share in range(shares)
-    ]
-
-
-def oracle(
-    shares: int,
-    *,
-    delay: int = 1,
-    clip: Container[int] = (),
-    gradient: Callable[..., list[Tensor]] = mean_gradient,
-    **model: Any,
-) -> tuple[dict[str, Tensor], list[list[float]], list[float]]:
-    """Weights, losses and norms of the recurrence on the whole model; `delay=0` trains synchronously."""
-    newest = build_model(**model)
-    optimizer = adamw(newest.parameters())
-    inputs, targets = data(shares, dtype=model.get("dtype", torch.float64))
-    history, losses, norms = [copy.deepcopy(newest.state_dict())], [], []
-    for batch in range(BATCHES):
-        reader = copy.deepcopy(newest)
-        reader.load_state_dict(history[max(batch - delay, 0)])
-        reader.zero_grad()
-        losses.append([loss.item() for loss in gradient(reader, inputs[batch], targets[batch], shares)])
-        for parameter, stale in zip(newest.parameters(), reader.parameters(), strict=True):
-            parameter.grad = stale.grad
-        if batch in clip:
-            norms.append(torch.nn.utils.clip_grad_norm_(newest.parameters(), MAX_NORM).item())
-        optimizer.step()
-        history.append(copy.deepcopy(newest.state_dict()))
-    return history[-1], losses, norms
-
-
-def difference(results: list, shares: int, expected: tuple, stages: int = 2) -> float:
-    """The largest difference of a weight, loss or norm between the ranks' results and the oracle's."""
-    weights, losses, norms = expected
-    worst, seen = 0.0, set()
-    for found, _, clipped in results:
-        for name, value in found.items():
-            seen.add(name)
-            worst = max(worst, float((value - weights[name]).abs().max()))
-        assert len(clipped) == len(norms)
-        worst = max([worst, *(abs(a - b) for a, b in zip(clipped, norms, strict=True))])
-    assert seen == set(weights)
-    last_stage = results[-(len(results) // stages) :]
-    for index, (_, found, _) in enumerate(last_stage):
-        share = index * shares // len(last_stage)  # ranks of one tensor-parallel group follow each other
-        for batch, wanted in zip(found, losses, strict=True):
-            pairs = zip(batch, wanted[share::shares], strict=True)
-            worst = max([worst, *(abs(a - b) for a, b in pairs)])
-    return worst
-
-
-BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
