@@ -165,8 +165,8 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         self._refuse_broken()
         if not self._gradient_ready:
             raise RuntimeError("there is no gradient to clip; check gradient_ready first")
-        versions = self._checked_versions()
-        gradients = versions.gradients()
+        assert self._versions is not None
+        gradients = self._versions.gradients()
         if self._reducer is None:
             self._reducer = NormReducer(self._stage)
             self._norm = self._reducer.start(gradients)

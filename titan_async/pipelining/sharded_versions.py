@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titan_async.pipelining._fsdp_internals import FsdpParameters
-from titan_async.pipelining._torch_internals import canonical_name
+from titan_async.pipelining._torch_internals import ParameterWatch, canonical_name
 
 __all__ = ["ShardedVersions"]
 
@@ -37,11 +37,11 @@ class ShardedVersions:
                 "Async2BW needs FSDP around the whole module of a stage; apply fully_shard to it too, after "
                 "its submodules"
             )
-        self._module = module
         self._fsdp = FsdpParameters(module)
+        self._fsdp.leave_outside()
+        self._watch = ParameterWatch(module)
         self._sharded = self._fsdp.sharded
         self._names = [canonical_name(name) for name in self._fsdp.names]
-        self._parameters = set(module.parameters())
         managed = set(self._sharded)
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and parameter not in managed:
@@ -141,7 +141,7 @@ class ShardedVersions:
         """
         self._fsdp.leave_outside()
         same = [a is b for a, b in zip(self._fsdp.sharded, self._sharded, strict=True)]
-        if not all(same) or set(self._module.parameters()) != self._parameters:
+        if not all(same) or self._watch.changed():
             raise RuntimeError(
                 "the parameters of the stage's module were replaced or added while it was training; call "
                 "drain() before such a change and build a new schedule after it"

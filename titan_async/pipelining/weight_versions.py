@@ -12,7 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from titan_async.pipelining._torch_internals import canonical_name, has_hooks, show_parameter
+from titan_async.pipelining._torch_internals import (
+    ParameterWatch,
+    canonical_name,
+    has_hooks,
+    show_parameter,
+)
 
 __all__ = ["WeightVersions"]
 
@@ -93,8 +98,8 @@ class WeightVersions:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
         self._weights = _collect(module)
+        self._watch = ParameterWatch(module)
         self._master_version = _HOME  # the version whose storage the masters are in
         self._held: int | None = None
 
@@ -165,14 +170,16 @@ class WeightVersions:
                 weight.stand_ins[self._held].copy_(values[weight.name])
 
     def _copy_masters_to(self, version: int) -> None:
-        for weight in self._weights:
-            stand_in, current = weight.stand_ins[version], weight.master.data
-            if not _can_hold(stand_in, current):
-                stand_in.data = torch.empty_like(current)
+        stand_ins: list[Tensor] = [weight.stand_ins[version] for weight in self._weights]
+        masters = [weight.master.data for weight in self._weights]
+        for stand_in, master in zip(stand_ins, masters, strict=True):
+            if not _can_hold(stand_in, master):
+                stand_in.data = torch.empty_like(master)
+        if masters:
             with torch.no_grad():
-                # On the stand-in itself: autograd then sees the write, and a backward that still needed
+                # On the stand-ins themselves: autograd then sees the write, and a backward that still needed
                 # the old values raises instead of computing a wrong gradient.
-                stand_in.copy_(current)
+                torch._foreach_copy_(stand_ins, masters)
 
     def release_other(self, version: int) -> None:
         """Free the storage of the version that is not `version`, unless the masters are in it."""
@@ -206,11 +213,8 @@ class WeightVersions:
             RuntimeError: if one was replaced, frozen, added, or changed its dtype or device.
             NotImplementedError: if one has got a hook.
         """
-        now = {p for p in self._module.parameters() if p.requires_grad}
-        if len(now) != len(self._weights) or not all(
-            weight.master in now
-            and all(getattr(submodule, name) is weight.master for submodule, name in weight.owners)
-            and weight.master.dtype == weight.stand_ins[_HOME].dtype
+        if self._watch.changed() or not all(
+            weight.master.dtype == weight.stand_ins[_HOME].dtype
             and weight.master.device == weight.stand_ins[_HOME].device
             for weight in self._weights
         ):
