@@ -1,31 +1,188 @@
-"""The order of work: every microbatch once each way, within the limits that the design states."""
+"""The order of work: every microbatch once each way, within the limits that the design states.
+
+Checked for drawn shapes and drains; `test_rendezvous.py` walks all stages of every small shape together.
+"""
+
+from collections import defaultdict
+from typing import NamedTuple
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from titan_async.pipelining import drain_actions, step_actions
+from titan_async.pipelining.actions import (
+    Action,
+    drain_program,
+    evaluation_program,
+    in_flight,
+    slots,
+    step_program,
+)
 
-CASES = [(d, m) for d in range(1, 9) for m in range(d, 17)]
+
+class Shape(NamedTuple):
+    stages: int
+    microbatches: int
+    lookahead: int
 
 
-def run_order(stage, d, m, batches):
-    order = [action for b in range(batches) for action in step_actions(stage, d, m, b)]
-    return order + drain_actions(stage, d, m, batches - 1)
+@st.composite
+def shapes(draw):
+    d = draw(st.integers(1, 12))
+    m = draw(st.integers(d, d + 12))
+    return Shape(d, m, draw(st.integers(0, m - d)))
 
 
-@pytest.mark.parametrize(("d", "m"), CASES)
-def test_every_microbatch_goes_forward_then_backward_once(d, m):
+fillings = st.lists(st.integers(1, 4), min_size=1, max_size=3)
+"""Numbers of batches, with a drain after each."""
+
+
+class Call(NamedTuple):
+    """What one stage does in a `step`, or in a `drain`, which begins no batch; batches count throughout."""
+
+    batch: int | None
+    before: int  # batches that were begun before
+    actions: list[Action]
+
+
+def calls(stage, shape, filled):
+    d, m, lookahead = shape
+    done, start = [], 0
+    for batches in filled:
+
+        def shifted(actions, start=start):
+            return [action._replace(batch=action.batch + start) for action in actions]
+
+        for b in range(batches):
+            done.append(Call(start + b, start + b, shifted(step_actions(stage, d, m, b, lookahead))))
+        start += batches
+        done.append(Call(None, start, shifted(drain_actions(stage, d, m, batches - 1, lookahead))))
+    return done
+
+
+def each_stage(shape, filled):
+    for stage in range(shape.stages):
+        yield stage, in_flight(stage, shape.stages, shape.lookahead), calls(stage, shape, filled)
+
+
+@given(shapes(), fillings)
+def test_every_microbatch_goes_forward_once_then_backward_once_in_order(shape, filled):
+    everything = [(b, i) for b in range(sum(filled)) for i in range(shape.microbatches)]
+    for _, _, done in each_stage(shape, filled):
+        order = [action for call in done for action in call.actions]
+        for kind in "FB":
+            assert [(a.batch, a.microbatch) for a in order if a.kind == kind] == everything
+        place = {action: i for i, action in enumerate(order)}
+        assert all(place[Action("F", *which)] < place[Action("B", *which)] for which in everything)
+
+
+@given(shapes(), fillings)
+def test_in_flight_are_what_a_stage_may_hold_and_all_are_done_after_a_drain(shape, filled):
+    """Design notes, section 4: what needs a slot, together with the running microbatch, stays within m."""
+    for _, held, done in each_stage(shape, filled):
+        now = 0
+        for call in done:
+            for action in call.actions:
+                now += 1 if action.kind == "F" else -1
+                assert 0 <= now <= held + 1 <= shape.microbatches
+            assert now == (0 if call.batch is None else held)
+
+
+@given(shapes())
+def test_a_stage_holds_at_least_one_more_than_the_next_and_the_last_none(shape):
+    """Or two neighbours wait for each other in every pair. What the first holds beyond d - 1 falls evenly."""
+    d, m, lookahead = shape
+    held = [in_flight(stage, d, lookahead) for stage in range(d)]
+    assert held[0] == d - 1 + (lookahead if d > 1 else 0) and held[-1] == 0
+    more = [here - behind for here, behind in zip(held, held[1:], strict=False)]
+    assert not more or (min(more) >= 1 and max(more) - min(more) <= 1)
+
+
+@given(shapes())
+def test_slots_are_more_than_what_is_in_flight_and_no_more_than_torch_has(shape):
+    """Design notes, section 4: with more slots than microbatches in flight, prefetched receives included.
+
+    torch has a receive buffer for each of the m microbatches.
+    """
+    d, m, lookahead = shape
     for stage in range(d):
-        order = run_order(stage, d, m, 3)
-        forwards = [(a.batch, a.microbatch) for a in order if a.kind == "F"]
-        backwards = [(a.batch, a.microbatch) for a in order if a.kind == "B"]
-        everything = [(b, i) for b in range(3) for i in range(m)]
-        assert forwards == everything and backwards == everything
-        held = peak = 0
-        for action in order:
-            held += 1 if action.kind == "F" else -1
-            assert held >= 0
-            peak = max(peak, held)
-        assert peak == d - stage <= m
+        assert in_flight(stage, d, lookahead) < slots(stage, d, lookahead) <= m
+
+
+@given(shapes(), fillings)
+def test_a_gradient_is_complete_one_step_later_and_not_before_unless_nothing_is_in_flight(shape, filled):
+    """Step b ends with all backwards of batch b-1 done; a drain with those of the last batch."""
+    for _, held, done in each_stage(shape, filled):
+        backwards = defaultdict(int)
+        for call in done:
+            for action in call.actions:
+                backwards[action.batch] += action.kind == "B"
+            newest = call.before - (call.batch is None)
+            assert all(backwards[b] == shape.microbatches for b in range(newest))
+            missing = 0 if call.batch is None else held
+            assert backwards[newest] == shape.microbatches - missing
+
+
+@given(shapes(), fillings)
+def test_weights_of_two_batches_are_enough(shape, filled):
+    """Those of a step's batch, and of the one before until its last backward (design notes, section 3)."""
+    for _, _, done in each_stage(shape, filled):
+        waiting = set()
+        for call in done:
+            first = call.before - 1
+            for action in call.actions:
+                which = action.batch, action.microbatch
+                needed = {batch for batch, _ in waiting | {which}}
+                assert needed <= {first, first + 1}
+                if action.kind == "F":
+                    waiting.add(which)
+                else:
+                    waiting.remove(which)
+
+
+def programs_of(stage, shape, filled):
+    """The instructions of each call of a stage and its actions; an evaluation ends them."""
+    d, m, lookahead = shape
+    for batches in filled:
+        for b in range(batches):
+            yield step_program(stage, d, m, b, lookahead), step_actions(stage, d, m, b, lookahead)
+        last = batches - 1
+        yield drain_program(stage, d, m, last, lookahead), drain_actions(stage, d, m, last, lookahead)
+    yield evaluation_program(stage, d, m), [Action("F", 0, i) for i in range(m)]
+
+
+@given(shapes(), fillings)
+def test_programs_are_the_actions_each_with_its_messages(shape, filled):
+    for stage in range(shape.stages):
+        upstream, downstream = stage > 0, stage < shape.stages - 1
+        for program, actions in programs_of(stage, shape, filled):
+            expected = []
+            for action in actions:
+                takes, gives = (upstream, downstream) if action.kind == "F" else (downstream, upstream)
+                kinds = ["wait"] * takes + ["compute"] + ["send"] * gives
+                expected += [(kind, action) for kind in kinds]
+            assert [instruction for instruction in program if instruction.kind != "receive"] == expected
+
+
+@given(shapes(), fillings)
+def test_the_next_message_of_a_kind_is_received_while_an_action_is_computed(shape, filled):
+    """And no other one: `slots` counts one. A forward of the next step, or after a drain, may not come."""
+    for stage in range(shape.stages):
+        posted = {}
+        for program, actions in programs_of(stage, shape, filled):
+            drains = all(action.kind == "B" for action in actions)
+            for kind, action in program:
+                if kind == "receive":
+                    assert action.kind not in posted
+                    posted[action.kind] = action
+                elif kind == "wait":
+                    assert posted.pop(action.kind) == action
+                elif kind == "compute" and stage != (0 if action.kind == "F" else shape.stages - 1):
+                    last = action.microbatch == shape.microbatches - 1
+                    ends = last and (drains or action.kind == "F")
+                    assert (action.kind in posted) != ends
+        assert not posted
 
 
 @pytest.mark.parametrize(("d", "m"), [(1, 1), (4, 4), (4, 7)])

@@ -72,6 +72,7 @@ def pipeline(
     batches=BATCHES,
     backend=None,
     recompute=False,
+    lookahead=None,
     drain_after=(),
     evaluate_after=(),
     share_one_buffer=False,
@@ -85,7 +86,7 @@ def pipeline(
     if backend:
         blocks[rank].compile(backend=backend)
     stage = PipelineStage(module, rank, num_stages, torch.device("cpu"), group=group)
-    schedule = ScheduleAsync2BW(stage, n_microbatches, loss_fn=loss_fn)
+    schedule = ScheduleAsync2BW(stage, n_microbatches, loss_fn=loss_fn, lookahead=lookahead)
     update = OPTIMIZERS[optimizer](module)
     inputs, targets = build_data(batches, n_microbatches)
     preserve = WeightVersions.preserve

@@ -1,0 +1,229 @@
+"""No deadlock where nothing is buffered: the programs of all stages, walked under rendezvous.
+
+The tests of the schedule run on gloo, which takes a message before its receive is posted. NCCL does not. The
+walk is a simulation (`tests/support/rendezvous.py`), and so can try every shape; the second half of this
+file plants mistakes that it must find.
+"""
+
+import itertools
+
+import pytest
+
+from tests.support.rendezvous import Program, Step, a_lane_each, one_lane, overwritten, programs, walk
+from titan_async.pipelining import actions
+from titan_async.pipelining.actions import Action, in_flight
+
+STAGES = range(1, 9)
+MOST = 16  # microbatches
+PLAN = (2, 0, 1)
+"""Batches up to a drain each; 0 evaluates."""
+
+
+def shapes(d):
+    return [(m, lookahead) for m in range(d, MOST + 1) for lookahead in range(m - d + 1)]
+
+
+def F(microbatch, batch=0):  # noqa: N802
+    return Action("F", batch, microbatch)
+
+
+def B(microbatch, batch=0):  # noqa: N802
+    return Action("B", batch, microbatch)
+
+
+@pytest.mark.parametrize("d", STAGES)
+def test_every_shape_ends_with_all_messages_at_their_action_and_no_buffer_overwritten(d):
+    """Design notes, section 4: no buffer is filled again before its backward, which autograd would not see.
+
+    And none is there for nothing: with one fewer than `slots`, something is overwritten.
+    """
+    for m, lookahead in shapes(d):
+        ranks = programs(d, m, lookahead, PLAN)
+        outcome = walk(ranks)
+        assert outcome.fine, (m, lookahead, outcome)
+        for program in ranks:
+            assert not overwritten(program), (m, lookahead)
+            program.slots -= 1
+            assert program.slots == 0 or overwritten(program), (m, lookahead)
+
+
+@pytest.mark.parametrize("d", STAGES)
+def test_the_pipeline_never_empties_between_batches(d):
+    """Forwards take 1 and backwards 2: three batches take what a stage computes, and one filling.
+
+    So the limit on sends under way holds no stage up either.
+    """
+    for m, lookahead in {(n, la) for n in (d, d + 1, MOST) for la in (0, min(d - 1, n - d))}:
+        outcome = walk(programs(d, m, lookahead, (3,)))
+        assert outcome.fine and outcome.time == 3 * 3 * m + 3 * (d - 1), (m, lookahead, outcome)
+
+
+@pytest.mark.parametrize("d", STAGES)
+def test_without_lookahead_sends_may_even_block_until_their_receive_is_posted(d):
+    for m in range(d, MOST + 1):
+        outcome = walk(programs(d, m, 0, PLAN), sends_block=True)
+        assert outcome.fine, (m, outcome)
+
+
+@pytest.mark.parametrize("d", STAGES[1:])
+def test_lookahead_needs_sends_that_do_not_block(d):
+    """The first stage runs ahead into a batch, whose first receive the second one posts in its own step."""
+    for m in range(d + 1, MOST + 1):
+        for lookahead in {1, m - d}:
+            outcome = walk(programs(d, m, lookahead, PLAN), sends_block=True)
+            assert [b.step.kind for b in outcome.blocked[:2]] == ["send", "send"], (m, lookahead, outcome)
+
+
+def one_lane_an_edge(rank, queue):
+    return frozenset(queue)
+
+
+@pytest.mark.parametrize("lane", [one_lane, one_lane_an_edge])
+@pytest.mark.parametrize("d", STAGES[1:])
+def test_one_communicator_a_rank_or_an_edge_deadlocks_at_once(d, lane):
+    """Why `Messages` gives each edge and direction its own: an early receive would hold up later sends."""
+    for m, lookahead in shapes(d)[:: d + 1]:
+        outcome = walk(programs(d, m, lookahead, PLAN), lane)
+        assert len(outcome.blocked) == d, (m, lookahead, outcome)
+        assert [b.step.filling for b in outcome.blocked] == [0] * d
+
+
+def plant(rank, edit, d=3, m=5, lookahead=1, **how):
+    """The walk of programs of which `edit` has changed that of `rank`."""
+    ranks = programs(d, m, lookahead, PLAN)
+    assert walk(ranks, **how).fine
+    edit(ranks[rank].steps)
+    return walk(ranks, **how)
+
+
+def move(step, behind):
+    def edit(steps):
+        steps.remove(step)
+        steps.insert(steps.index(behind) + 1, step)
+
+    return edit
+
+
+def test_it_finds_a_receive_that_is_posted_after_its_wait():
+    receive, wait = (Step(kind, 0, F(2)) for kind in ("receive", "wait"))
+    outcome = plant(1, move(receive, behind=wait))
+    assert (outcome.blocked[1].rank, outcome.blocked[1].step) == (1, wait)
+    assert "not posted" in str(outcome.blocked[1]) and len(outcome.blocked) == 3
+
+
+def test_it_finds_a_send_behind_the_wait_for_its_answer():
+    outcome = plant(1, move(Step("send", 0, F(4, 1)), behind=Step("wait", 0, B(4, 1))))
+    assert [str(b.step) for b in outcome.blocked] == ["wait B1.4", "wait B1.4", "wait F1.4"]
+
+
+def post_receives_late(steps):
+    """Each directly before its wait."""
+    for receive in [step for step in steps if step.kind == "receive"]:
+        steps.remove(receive)
+        steps.insert(steps.index(receive._replace(kind="wait")), receive)
+
+
+def test_it_finds_receives_that_are_posted_late_where_sends_block():
+    """Two neighbours then stand at a send to each other, as in 1F1B whose messages are not fused."""
+    ranks = programs(3, 5, 0, PLAN)
+    for program in ranks:
+        post_receives_late(program.steps)
+    assert walk(ranks).fine
+    assert [b.step.kind for b in walk(ranks, sends_block=True).blocked][:2] == ["send", "send"]
+
+
+def test_it_finds_two_sends_in_the_wrong_order():
+    def swap(steps):
+        first, second = (steps.index(Step("send", 0, F(i))) for i in (0, 1))
+        steps[first], steps[second] = steps[second], steps[first]
+
+    outcome = plant(0, swap)
+    assert not outcome.blocked and len(outcome.misdelivered) == 2
+    assert outcome.misdelivered[0] == "F0.1 of filling 0 arrives as F0.0 of filling 0"
+
+
+@pytest.mark.parametrize(
+    ("rank", "kind", "reason"), [(0, "send", "not taken"), (1, "receive", "nothing waits")]
+)
+def test_it_finds_a_message_too_many(rank, kind, reason):
+    outcome = plant(rank, lambda steps: steps.insert(-1, Step(kind, 2, F(5))))
+    assert [(b.rank, str(b.step)) for b in outcome.blocked] == [(rank, "close")]
+    assert reason in outcome.blocked[0].reason
+
+
+def test_it_finds_a_message_that_is_left_at_the_end():
+    program = programs(2, 2, 0, (1,))
+    program[0].steps.append(Step("send", 1, F(0)))
+    outcome = walk(program)
+    assert len(outcome.left) == 1 and not outcome.blocked and not outcome.fine
+
+
+def test_it_finds_a_limit_on_sends_that_is_too_low_for_the_lookahead():
+    """The limit on sends under way must grow with what a stage holds in flight."""
+    ranks = programs(2, 8, 6, PLAN)
+    assert walk(ranks).fine
+    for program in ranks:
+        program.most_pending = 2
+    assert [b.step.kind for b in walk(ranks).blocked] == ["send", "send"]
+
+
+def hold_more_behind(monkeypatch, stage, more):
+    """Four stages, of which all those after `stage` hold `more` microbatches too many."""
+
+    def held(r, d, lookahead=0):
+        return in_flight(r, d) + (more if r > stage else 0)
+
+    monkeypatch.setattr(actions, "in_flight", held)
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_it_finds_a_stage_that_holds_less_than_the_next(monkeypatch, stage):
+    hold_more_behind(monkeypatch, stage, 2)
+    outcome = walk(programs(4, 6, 0, PLAN))
+    assert {stage, stage + 1} <= {b.rank for b in outcome.blocked}, outcome
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_it_finds_a_stage_that_holds_as_many_as_the_next(monkeypatch, stage):
+    """No deadlock, but the two wait for each other in every pair: half the speed (design notes, 2)."""
+    hold_more_behind(monkeypatch, stage, 1)
+    batches, m = 4, 16
+    outcome = walk(programs(4, m, 0, (batches,)))
+    assert outcome.fine and outcome.time > 1.9 * 3 * batches * m
+
+
+@pytest.mark.parametrize(("d", "m"), [(d, m) for d in (3, 4, 8) for m in range(1, d - 1)])
+def test_it_finds_too_few_microbatches(d, m):
+    """With one fewer than stages there is no deadlock, but the first stage then holds more than a batch."""
+    assert not walk(programs(d, m, 0, PLAN)).fine
+    assert walk(programs(d, d - 1, 0, PLAN)).fine
+
+
+def synchronous(rank, d, m, fused):
+    """1F1B as torch runs it: no early receives, but a send and the next receive from there start together."""
+    ahead = min(m, d - rank)
+    order = [F(i) for i in range(ahead)]
+    for i in range(m):
+        order += [B(i)] + ([F(i + ahead)] if i + ahead < m else [])
+    steps, sent_to = [], None
+    for action in order:
+        up, down = (rank > 0, rank < d - 1) if action.kind == "F" else (rank < d - 1, rank > 0)
+        source, to = (-1, 1) if action.kind == "F" else (1, -1)
+        if up:
+            steps += [Step("receive", 0, action, fused and sent_to == source), Step("wait", 0, action)]
+        steps.append(Step("compute", 0, action))
+        if down:
+            steps.append(Step("send", 0, action))
+        sent_to = to if down else None
+    return Program(steps + [Step("close", 0)], m, m, 1)
+
+
+@pytest.mark.parametrize("lane", [a_lane_each, one_lane])
+@pytest.mark.parametrize(("d", "m"), list(itertools.product((2, 3, 5), (5, 8))))
+def test_it_knows_1f1b_which_needs_its_messages_fused(lane, d, m):
+    """A known order: torch fuses just these, lest neighbours stand at a send to each other."""
+    for fused in (True, False):
+        outcome = walk([synchronous(r, d, m, fused) for r in range(d)], lane, sends_block=True)
+        assert outcome.fine == fused, outcome
+        if not fused:
+            assert [b.step.kind for b in outcome.blocked][-2:] == ["send", "send"]

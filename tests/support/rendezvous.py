@@ -1,0 +1,333 @@
+"""Walks the stages' programs under rendezvous, where a message moves only when both ends are ready for it.
+
+gloo takes a sent message before its receive is posted; NCCL does not, so a wrong order that no test on gloo
+notices would hang there. The walk is a simulation without processes:
+
+- a message is delivered when its send and its receive have both started, in order within its queue (an edge
+  of the pipeline in one direction);
+- what a rank does on one lane starts only when all before it on that lane is delivered; one lane a queue is
+  how `Messages` does it, one lane a rank is a single communicator;
+- a process stops at a wait until the message is there, and at a send until few enough are under way.
+
+Any interleaving shows whether there is a deadlock. A rank decides nothing by what happens to come first: it
+waits for one thing, and what is once delivered stays so. Thus a step that can be taken can still be taken
+after any other, as in a Kahn network, and all orders end in the same state, at the same virtual times.
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from titan_async.pipelining import actions
+from titan_async.pipelining.actions import (
+    Action,
+    Instruction,
+    drain_program,
+    evaluation_program,
+    slots,
+    step_program,
+)
+from titan_async.pipelining.messages import most_pending
+
+__all__ = ["Program", "Step", "a_lane_each", "one_lane", "overwritten", "programs", "walk"]
+
+COST = {"F": 1, "B": 2}
+EVALUATION = 0
+
+Queue = tuple[int, int]
+"""The rank that sends and the one that receives: an edge of the pipeline in one direction."""
+
+
+class Step(NamedTuple):
+    """An instruction of the pipeline's `filling`-th filling; "close" waits for all sends before it ends."""
+
+    kind: Literal["receive", "wait", "compute", "send", "close"]
+    filling: int
+    action: Action | None = None
+    fused: bool = False  # starts together with the step before
+
+    def __str__(self) -> str:
+        return " ".join(map(str, filter(None, (self.kind, self.action))))
+
+
+@dataclass
+class Program:
+    """All that one rank does."""
+
+    steps: list[Step]
+    n_microbatches: int
+    slots: int
+    most_pending: int
+
+
+def programs(d: int, m: int, lookahead: int, plan: Iterable[int]) -> list[Program]:
+    """What each rank does over `plan`: numbers of batches with a drain after each, 0 for an evaluation."""
+    return [_program((r, d, m), lookahead, plan) for r in range(d)]
+
+
+def _program(shape: tuple[int, int, int], lookahead: int, plan: Iterable[int]) -> Program:
+    stage, d, m = shape
+    steps: list[Step] = []
+    for filling, batches in enumerate(plan):
+        instructions: list[Instruction] = []
+        for batch in range(batches):
+            instructions += step_program(*shape, batch, lookahead)
+        if batches == EVALUATION:
+            instructions = evaluation_program(*shape)
+        else:
+            instructions += drain_program(*shape, batches - 1, lookahead)
+        steps += [Step(kind, filling, action) for kind, action in instructions] + [Step("close", filling)]
+    # By its module's name, for a test to plant another.
+    window = most_pending(actions.in_flight(stage, d, lookahead))
+    return Program(steps, m, slots(stage, d, lookahead), window)
+
+
+class Blocked(NamedTuple):
+    """A rank that stands at a step for ever."""
+
+    rank: int
+    step: Step
+    reason: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} at {self.step}: {self.reason}"
+
+
+class Outcome(NamedTuple):
+    """What a walk has found, and the virtual time it took."""
+
+    blocked: list[Blocked]
+    misdelivered: list[str]  # messages that another action received than the one they were for
+    left: list[str]  # messages that one end only had started when all programs were over
+    time: float
+
+    @property
+    def fine(self) -> bool:
+        return not (self.blocked or self.misdelivered or self.left)
+
+
+def a_lane_each(rank: int, queue: Queue) -> Hashable:
+    """Messages of one edge and direction wait for each other and for no other ones."""
+    return queue
+
+
+def one_lane(rank: int, queue: Queue) -> Hashable:
+    """All that a rank sends and receives goes one after another."""
+    return None
+
+
+def walk(
+    ranks: list[Program],
+    lane: Callable[[int, Queue], Hashable] = a_lane_each,
+    sends_block: bool = False,
+) -> Outcome:
+    """Let all ranks run as far as they get.
+
+    Args:
+        ranks: the programs.
+        lane: a name for the lane, of those of a rank, that a queue's messages take there.
+        sends_block: stop each process at a send until its message is delivered.
+    """
+    network = _Network(lane)
+    processes = [_Process(r, program, network, sends_block) for r, program in enumerate(ranks)]
+    runs = [process.run() for process in processes]
+    blocked: dict[int, Blocked] = {}
+    network.awake.update(range(len(ranks)))
+    while network.awake:
+        rank = network.awake.pop()
+        try:
+            blocked[rank] = next(runs[rank])
+        except StopIteration:
+            blocked.pop(rank, None)
+    left = [] if blocked else [f"{transfer} at rank {transfer.rank}" for transfer in network.left()]
+    return Outcome(
+        [blocked[r] for r in sorted(blocked)], network.misdelivered, left, max(p.clock for p in processes)
+    )
+
+
+@dataclass(eq=False)
+class _Transfer:
+    """One end of a message."""
+
+    rank: int
+    queue: Queue
+    label: tuple[int, Action | None]  # filling and action
+    time: float  # at which it was posted, then started, then delivered
+    batch: "_Batch | None" = None
+    done: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.label[1]} of filling {self.label[0]}"
+
+
+@dataclass(eq=False)
+class _Batch:
+    """What starts together on a lane."""
+
+    lane: "deque[_Batch]"
+    transfers: list[_Transfer] = field(default_factory=list)
+    undelivered: int = 0
+
+
+class _Network:
+    """What has been posted, has started, and is delivered."""
+
+    def __init__(self, lane: Callable[[int, Queue], Hashable]) -> None:
+        self._lane = lane
+        self._lanes: dict[Hashable, deque[_Batch]] = defaultdict(deque)
+        self._started: dict[tuple[int, Queue], deque[_Transfer]] = defaultdict(deque)
+        self.awake: set[int] = set()  # ranks whose wait may be over
+        self.misdelivered: list[str] = []
+
+    def post(self, transfers: list[_Transfer]) -> None:
+        """Take what starts together at one rank."""
+        batches: dict[Hashable, _Batch] = {}
+        for transfer in transfers:
+            name = transfer.rank, self._lane(transfer.rank, transfer.queue)
+            transfer.batch = batches.setdefault(name, _Batch(self._lanes[name]))
+            transfer.batch.transfers.append(transfer)
+        for batch in batches.values():
+            batch.undelivered = len(batch.transfers)
+            batch.lane.append(batch)
+            if batch.lane[0] is batch:
+                self._start(batch, 0)
+
+    def left(self) -> Iterator[_Transfer]:
+        """What has been posted and not delivered."""
+        for lane in self._lanes.values():
+            for batch in lane:
+                yield from (transfer for transfer in batch.transfers if not transfer.done)
+
+    def _start(self, batch: _Batch, time: float) -> None:
+        for transfer in batch.transfers:
+            transfer.time = max(transfer.time, time)
+            self._started[transfer.rank, transfer.queue].append(transfer)
+        for queue in {transfer.queue for transfer in batch.transfers}:
+            self._deliver(queue)
+
+    def _deliver(self, queue: Queue) -> None:
+        source, destination = queue
+        sends, receives = self._started[source, queue], self._started[destination, queue]
+        while sends and receives:
+            ends = sends.popleft(), receives.popleft()
+            if ends[0].label != ends[1].label:
+                self.misdelivered.append(f"{ends[0]} arrives as {ends[1]}")
+            time = max(end.time for end in ends)
+            for end in ends:
+                end.done, end.time = True, time
+                self.awake.add(end.rank)
+            for end in ends:
+                self._finish(end)
+
+    def _finish(self, transfer: _Transfer) -> None:
+        batch = transfer.batch
+        assert batch is not None
+        batch.undelivered -= 1
+        if not batch.undelivered:
+            batch.lane.popleft()
+            if batch.lane:
+                self._start(batch.lane[0], max(end.time for end in batch.transfers))
+
+
+class _Process:
+    """One rank, doing what `ScheduleAsync2BW` and `Messages` would; its methods yield while it is stuck."""
+
+    def __init__(self, rank: int, program: Program, network: _Network, sends_block: bool) -> None:
+        self._rank, self._program, self._network = rank, program, network
+        self._sends_block = sends_block
+        self._receiving: dict[tuple[int, Action | None], _Transfer] = {}
+        self._sending: dict[str, deque[_Transfer]] = {"F": deque(), "B": deque()}
+        self.clock = 0.0
+
+    def run(self) -> Iterator[Blocked]:
+        for steps in _fused(self._program.steps):
+            step = steps[0]
+            if step.kind == "compute":
+                self.clock += COST[step.action.kind]
+            elif step.kind == "wait":
+                yield from self._wait(step)
+            elif step.kind == "close":
+                yield from self._close(step)
+            else:
+                yield from self._post(steps)
+
+    def _wait(self, step: Step) -> Iterator[Blocked]:
+        transfer = self._receiving.pop((step.filling, step.action), None)
+        while transfer is None:
+            yield Blocked(self._rank, step, "its receive was not posted before")
+        yield from self._until_done(transfer, step, "the message does not come")
+
+    def _close(self, step: Step) -> Iterator[Blocked]:
+        while self._receiving:
+            yield Blocked(self._rank, step, "it has posted receives that nothing waits for")
+        for kind in self._sending:
+            yield from self._until_sending(0, kind, step)
+
+    def _post(self, steps: list[Step]) -> Iterator[Blocked]:
+        sends = [step for step in steps if step.kind == "send"]
+        for kind, count in Counter(step.action.kind for step in sends).items():
+            yield from self._until_sending(self._program.most_pending - count, kind, steps[0])
+        transfers = [_transfer(self._rank, step, self.clock) for step in steps]
+        for step, transfer in zip(steps, transfers, strict=True):
+            if step.kind == "send":
+                self._sending[step.action.kind].append(transfer)
+            else:
+                self._receiving[transfer.label] = transfer
+        self._network.post(transfers)
+        if self._sends_block:
+            for step in sends:
+                yield from self._until_sending(0, step.action.kind, step)
+
+    def _until_sending(self, most: int, kind: str, step: Step) -> Iterator[Blocked]:
+        pending = self._sending[kind]
+        while len(pending) > most:
+            yield from self._until_done(pending[0], step, f"{pending[0]} is not taken")
+            pending.popleft()
+
+    def _until_done(self, transfer: _Transfer, step: Step, reason: str) -> Iterator[Blocked]:
+        while not transfer.done:
+            yield Blocked(self._rank, step, reason)
+        self.clock = max(self.clock, transfer.time)
+
+
+def _fused(steps: list[Step]) -> Iterator[list[Step]]:
+    together: list[Step] = []
+    for step in steps:
+        if together and not step.fused:
+            yield together
+            together = []
+        together.append(step)
+    if together:
+        yield together
+
+
+def _transfer(rank: int, step: Step, time: float) -> _Transfer:
+    assert step.action is not None
+    downstream = 1 if step.action.kind == "F" else -1
+    queue = (rank, rank + downstream) if step.kind == "send" else (rank - downstream, rank)
+    return _Transfer(rank, queue, (step.filling, step.action), time)
+
+
+def overwritten(program: Program) -> list[str]:
+    """Microbatches whose buffer is received into, or computed into, while they still need it.
+
+    A buffer is taken when its receive is posted, or by the forward where nothing is received, and free again
+    after the microbatch's backward; in an evaluation, after its forward. A rank's own order decides this.
+    """
+    trained = {s.filling for s in program.steps if s.kind == "compute" and s.action.kind == "B"}
+    held: dict[tuple[str, int], Step] = {}
+    found = []
+    for step in program.steps:
+        if step.action is None:
+            continue
+        kind, batch, microbatch = step.action
+        slot = (batch * program.n_microbatches + microbatch) % program.slots
+        if step.kind == "receive" or (step.kind == "compute" and kind == "F"):
+            holder = held.setdefault((kind, slot), step)
+            if (holder.filling, holder.action) != (step.filling, step.action):
+                found.append(f"{step} of filling {step.filling} over {holder.action} of {holder.filling}")
+        if step.kind == "compute" and (kind == "B" or step.filling not in trained):
+            for direction in "FB":
+                held.pop((direction, slot), None)
+    return found
