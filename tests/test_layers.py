@@ -45,11 +45,8 @@ PRIVATE_NAMES_ALLOWED = {
     "pipelining/schedule.py": {
         "_PipelineStageBase",
         "_foreach_div_",
-        "_has_backward",
         "_loss_fn",
         "_merge_outputs",
-        "_n_microbatches",
-        "_stage",
     },
     # `os._exit`, which is public for all its name.
     "cli/elastic.py": {"_exit"},

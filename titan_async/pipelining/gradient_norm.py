@@ -82,13 +82,14 @@ class NormReducer:
     def start(self, gradients: Sequence[Tensor | None]) -> GradientNorm:
         """Start reducing the norm of one batch's gradient, of which `gradients` are this rank's part."""
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
-        shares: dict[int, list[Tensor]] = {}
+        shares: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         for gradient in gradients:
             part = local_part(gradient)
             if gradient is not None and part is not None:
-                shares.setdefault(_parts(gradient), []).append(part)
-        for parts, tensors in shares.items():
-            norms = torch.stack([norm.double() for norm in torch._foreach_norm(tensors)])
+                dtype = torch.promote_types(part.dtype, torch.float32)
+                shares.setdefault((_parts(gradient), dtype), []).append(part)
+        for (parts, dtype), tensors in shares.items():
+            norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).double()
             # The other ranks of the stage hold the same parts, also those outside of the gradient's mesh.
             squares += norms.square().sum() * parts / self._ranks_of_a_stage
         return GradientNorm(squares, self._group)
