@@ -520,3 +520,25 @@ def test_state_goes_by_plain_names_and_fits_or_is_refused(pool):
     """Checkpointing of activations may be turned on between a save and a load."""
     (mistakes,) = pool.run(1, saved_weights)
     assert "(8,)" in mistakes[0] and "(3,)" in mistakes[0] and len(mistakes) == 2
+
+
+def evaluate_through_identities(rank, group):
+    """A stage that hands on its very receive buffer, which the next microbatches need."""
+    module = nn.Identity() if 0 < rank < 3 else nn.Linear(8, 8).double()
+    stage, schedule = build(rank, group, 4, module=module)
+    x = torch.arange(12 * 8, dtype=torch.float64).view(12, 8)
+    if rank in (0, 3):
+        nn.init.eye_(module.weight)
+        nn.init.zeros_(module.bias)
+    with torch.no_grad():
+        output = schedule.eval(
+            arg_mbs=[(row[None],) for row in x] if stage.is_first else None,
+            kwarg_mbs=[{}] * 12,
+            target_mbs=list(x[:, None]) if stage.is_last else None,
+        )
+    return None if output is None else bool((output == x).all())
+
+
+def test_an_evaluation_does_not_overwrite_what_is_being_sent(pool):
+    """Also: inputs that come split may be of another number of microbatches than in training."""
+    assert pool.run(4, evaluate_through_identities) == [None, None, None, True]

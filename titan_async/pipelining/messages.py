@@ -37,7 +37,8 @@ _abandoned: list[dist.Work] = []
 def most_pending(in_flight: int) -> int:
     """Messages of one direction that a stage may have on their way before it waits for the oldest.
 
-    The neighbour has then answered to those before, so that the wait is for nothing.
+    The neighbour has then answered to those before, so that the wait is for nothing, but for the largest
+    lookaheads. A bound that did not grow with the microbatches in flight would deadlock.
     """
     return in_flight + 2
 
@@ -47,12 +48,10 @@ class Messages:
 
     Args:
         stage: the stage of this rank.
-        in_flight: microbatches that it keeps in flight.
     """
 
-    def __init__(self, stage: _PipelineStageBase, in_flight: int) -> None:
+    def __init__(self, stage: _PipelineStageBase) -> None:
         self._stage = stage
-        self._in_flight = in_flight
         self._lanes: _Lanes | None = None
         self._receiving: dict[Action, list[dist.Work]] = {}
         self._sending: dict[str, _Sends] = {"F": deque(), "B": deque()}
@@ -92,12 +91,12 @@ class Messages:
         for work in self._receiving.pop(action):
             work.wait()
 
-    def send(self, action: Action, ops: list[dist.P2POp]) -> None:
-        """Start sending the output of `action`."""
+    def send(self, action: Action, ops: list[dist.P2POp], most: int) -> None:
+        """Start sending the output of `action`, once fewer than `most` of its kind are on their way."""
         for op in ops:
             op.tensor = op.tensor.contiguous()
         pending = self._sending[action.kind]
-        self._finish(pending, most_pending(self._in_flight) - 1)
+        self._finish(pending, most - 1)
         pending.append((ops, self._start(action, ops)))
 
     def _start(self, action: Action, ops: list[dist.P2POp]) -> list[dist.Work]:

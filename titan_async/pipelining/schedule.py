@@ -35,7 +35,7 @@ from titan_async.pipelining.actions import (
     step_program,
 )
 from titan_async.pipelining.gradient_norm import GradientNorm, NormReducer, clip_
-from titan_async.pipelining.messages import Messages
+from titan_async.pipelining.messages import Messages, most_pending
 from titan_async.pipelining.versions import Gradient, Versions
 
 __all__ = ["ScheduleAsync2BW"]
@@ -128,7 +128,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         self._tail = in_flight(stage.stage_index, stages, lookahead)
         self._slots = slots(stage.stage_index, stages, lookahead)
         self._versions: Versions | None = None
-        self._messages = Messages(stage, self._tail)
+        self._messages = Messages(stage)
         self._number = 0  # batches since the pipeline was last empty
         self._batches: dict[int, _Batch] = {}
         self._complete: dict[int, Gradient] = {}  # batch -> its gradient, not yet delivered
@@ -472,7 +472,9 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
                 self._messages.receive(action, self._stage.get_bwd_recv_ops(slot))
         elif kind == "send":
             get_ops = self._stage.get_fwd_send_ops if action.kind == "F" else self._stage.get_bwd_send_ops
-            self._messages.send(action, get_ops(self._slot(action)))
+            # An evaluation reuses a receive buffer after its forward, whose output may be that very buffer.
+            most = most_pending(self._tail) if self._has_backward else max(self._tail, 1)
+            self._messages.send(action, get_ops(self._slot(action)), most)
 
     def _compute(self, action: Action, forward: Callable[[int, int], None] | None) -> None:
         slot = self._slot(action)
