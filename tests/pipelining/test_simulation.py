@@ -1,0 +1,159 @@
+"""The simulation against closed forms and the design's table. Backward takes twice as long as forward."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_async.pipelining.simulation import Run, Span, Task, Timing, async_2bw_programs, simulate
+
+FORWARD, BACKWARD = 1.0, 2.0
+PAIR = FORWARD + BACKWARD
+SHAPES = [(1, 1), (2, 2), (4, 4), (4, 8), (8, 8), (8, 16)]
+
+
+def even(stages, **others):
+    return Timing([FORWARD] * stages, [BACKWARD] * stages, **others)
+
+
+def one_stage(batches, microbatches, order):
+    return [[Task(kind, 0, b, i) for b in range(batches) for i in range(microbatches) for kind in order]]
+
+
+def one_f_one_b_programs(stages, microbatches, batches):
+    programs = []
+    for stage in range(stages):
+        warm_up = min(stages - stage, microbatches)
+        program = []
+        for batch in range(batches):
+            forwards = [Task("F", stage, batch, i) for i in range(microbatches)]
+            backwards = [Task("B", stage, batch, i) for i in range(microbatches)]
+            program += forwards[:warm_up]
+            for i, backward in enumerate(backwards):
+                program += [backward, *forwards[warm_up + i : warm_up + i + 1]]
+        programs.append(program)
+    return programs
+
+
+def programs_holding(in_flight, microbatches):
+    """Forward k, then backward k - w, with w of one's own choice at each stage; one batch."""
+    programs = []
+    for stage, tail in enumerate(in_flight):
+        program = []
+        for k in range(microbatches + tail):
+            program += [Task("F", stage, 0, k)] if k < microbatches else []
+            program += [Task("B", stage, 0, k - tail)] if k >= tail else []
+        programs.append(program)
+    return programs
+
+
+@pytest.mark.parametrize(("d", "m"), SHAPES)
+def test_1f1b_has_its_bubble(d, m):
+    run = simulate(one_f_one_b_programs(d, m, 5), even(d))
+    assert run.utilization == pytest.approx(m / (m + d - 1))
+    assert run.makespan == pytest.approx(5 * (m + d - 1) * PAIR)
+    assert run.busy == [pytest.approx(5 * m * PAIR)] * d
+    assert run.peak_in_flight() == [min(m, d - r) for r in range(d)]
+
+
+@pytest.mark.parametrize(("d", "m"), SHAPES)
+def test_async_2bw_is_always_busy(d, m):
+    run = simulate(async_2bw_programs(d, m, 6), even(d))
+    assert run.utilization == pytest.approx(1)
+    assert run.makespan == pytest.approx((6 * m + d - 1) * PAIR)  # it fills and empties once
+    assert run.peak_in_flight() == [d - r for r in range(d)]
+
+
+@pytest.mark.parametrize(("d", "m", "flush", "asynchronous"), [(4, 4, 0.571, 0.988), (8, 16, 0.696, 0.993)])
+def test_the_designs_table(d, m, flush, asynchronous):
+    """Sixty batches, filling and emptying included."""
+    for programs, expected in (
+        (one_f_one_b_programs(d, m, 60), flush),
+        (async_2bw_programs(d, m, 60), asynchronous),
+    ):
+        run = simulate(programs, even(d))
+        assert sum(run.busy) / d / run.makespan == pytest.approx(expected, abs=5e-4)
+
+
+@pytest.mark.parametrize("latency", [0.015, 0.06, 0.15])
+@pytest.mark.parametrize(("d", "m"), [(2, 4), (4, 8), (8, 16)])
+def test_lookahead_hides_the_latency_that_a_strict_order_waits_for(d, m, latency):
+    # Little's law: d microbatches in flight, each on its way for d pairs and 2 (d - 1) messages.
+    strict = simulate(async_2bw_programs(d, m, 8), even(d, latency=latency))
+    assert strict.utilization == pytest.approx(PAIR / (PAIR + 2 * latency * (d - 1) / d))
+    ahead = simulate(async_2bw_programs(d, m, 8, lookahead=d - 1), even(d, latency=latency))
+    assert ahead.utilization == pytest.approx(1)
+    assert ahead.peak_in_flight() == [1 + 2 * (d - 1 - r) for r in range(d)]
+
+
+def test_a_stage_that_holds_no_more_than_the_next_waits_in_every_pair():
+    last_quarter = slice(-100, -20)
+    run = simulate(programs_holding([1, 1, 0], 200), even(3, latency=0.06 * PAIR))
+    spans = run.timelines[0][last_quarter]
+    period = (spans[-1].start - spans[1].start) / (len(spans) / 2 - 1)
+    assert period == pytest.approx(2 * PAIR + 2 * 0.06 * PAIR)  # a utilization of .47
+
+
+def test_a_stage_that_holds_less_than_the_next_stops_the_pipeline():
+    with pytest.raises(ValueError, match=r"rank 0 cannot run B0.0 of stage 0, rank 1 cannot run F0.1"):
+        simulate(programs_holding([0, 1], 4), even(2))
+
+
+def test_a_backward_needs_its_forward():
+    with pytest.raises(ValueError, match="wait for each other"):
+        simulate(one_stage(1, 1, "BF"), even(1))
+
+
+def test_an_update_takes_its_time_between_batches():
+    run = simulate(one_stage(4, 2, "FB"), even(1, boundary=0.5))
+    assert run.makespan == 4 * 2 * PAIR + 3 * 0.5
+    assert run.utilization == pytest.approx(2 * PAIR / (2 * PAIR + 0.5))
+
+
+def test_stages_of_one_rank_exchange_no_messages():
+    tasks = [("F", 0), ("F", 1), ("B", 1), ("B", 0)]
+    program = [Task(kind, stage, batch, 0) for batch in range(3) for kind, stage in tasks]
+    run = simulate([program], even(2, latency=7.0))
+    assert run.makespan == 3 * 2 * PAIR
+    assert run.peak_in_flight() == [2]
+    assert run.peak_in_flight([0.5, 0.25]) == [0.75]
+
+
+def test_the_slowest_stage_sets_the_pace():
+    run = simulate(async_2bw_programs(2, 4, 8, lookahead=2), Timing([1, 2], [2, 4]))
+    assert run.utilization == pytest.approx((1 / 2 + 1) / 2)
+
+
+def test_jitter_is_that_of_the_seed_and_the_task():
+    programs = async_2bw_programs(2, 4, 8)
+    runs = [simulate(programs, even(2, jitter=0.3, seed=seed)) for seed in (0, 0, 1)]
+    assert runs[0] == runs[1] != runs[2]
+    for seconds, mean in ((FORWARD, "F"), (BACKWARD, "B")):
+        times = [s.end - s.start for spans in runs[0].timelines for s in spans if s.task.kind == mean]
+        assert 0.7 * seconds <= min(times) < 0.9 * seconds < 1.1 * seconds < max(times) <= 1.3 * seconds
+
+
+def test_a_steady_state_needs_three_batches():
+    assert simulate(one_stage(3, 1, "FB"), even(1)).utilization == 1
+    with pytest.raises(ValueError, match="at least 3 batches, not 2"):
+        _ = simulate(one_stage(2, 1, "FB"), even(1)).utilization
+
+
+def test_in_flight_is_counted_over_the_stages_of_a_rank():
+    order = [("F", 0), ("F", 2), ("B", 2), ("F", 0), ("B", 0), ("B", 0)]
+    run = Run([[Span(Task(kind, stage, 0, 0), 0.0, 0.0) for kind, stage in order]])
+    assert run.peak_in_flight([1.0, 0.0, 3.0]) == [4.0]
+
+
+@given(st.integers(1, 5), st.integers(0, 3), st.floats(0, 2), st.floats(0, 0.9), st.data())
+def test_no_task_starts_before_its_inputs_and_no_rank_runs_two_at_once(d, spare, latency, jitter, data):
+    lookahead = data.draw(st.integers(0, spare))
+    run = simulate(async_2bw_programs(d, d + spare, 3, lookahead), even(d, latency=latency, jitter=jitter))
+    end = {span.task: span.end for spans in run.timelines for span in spans}
+    for spans in run.timelines:
+        assert all(one.end <= other.start for one, other in zip(spans, spans[1:], strict=False))
+        for task, start, _ in spans:
+            before, after = task._replace(stage=task.stage - 1), task._replace(stage=task.stage + 1)
+            needed = end.get(before if task.kind == "F" else after)
+            assert needed is None or needed + latency <= start
+            assert task.kind == "F" or end[task._replace(kind="F")] <= start
+    assert 0 < run.utilization <= 1 + 1e-9
