@@ -93,26 +93,60 @@ def _check_numbers(config: Trainer.Config) -> None:
 
 
 def _check_processes(config: Trainer.Config, world_size: int) -> None:
-    parallelism, training = config.parallelism, config.training
-    model_parallel = (
+    parallelism = config.parallelism
+    rest = (
         parallelism.pipeline_parallel_degree
+        * parallelism.data_parallel_replicate_degree
         * parallelism.tensor_parallel_degree
         * parallelism.context_parallel_degree
     )
-    data_parallel = world_size // model_parallel
-    if training.global_batch_size >= 0:
-        share = training.local_batch_size * data_parallel
-        if share == 0 or training.global_batch_size == 0 or training.global_batch_size % share:
+    shards = parallelism.data_parallel_shard_degree
+    if shards == -1:
+        shards = max(world_size // rest, 1)
+    if rest * shards != world_size:
+        raise UserError(
+            f"{world_size} processes were started, but the degrees of parallelism multiply to "
+            f"{rest * shards}: start as many, or change the degrees"
+        )
+    _check_experts(config, shards)
+    _check_batch(config, shards * parallelism.data_parallel_replicate_degree)
+
+
+def _check_experts(config: Trainer.Config, shards: int) -> None:
+    parallelism, degree = config.parallelism, config.parallelism.expert_parallel_degree
+    # Expert parallelism takes no processes of its own.
+    ranks = shards * parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+    if degree < 1 or ranks % degree:
+        raise UserError(
+            f"parallelism.expert_parallel_degree is {degree}, but experts are spread over the {ranks} ranks "
+            "that data_parallel_shard_degree, tensor_parallel_degree and context_parallel_degree multiply "
+            "to: set it to a divisor of that, or raise parallelism.data_parallel_shard_degree"
+        )
+    for layer in getattr(config.model_spec.model, "layers", []):
+        moe = getattr(layer, "moe", None)
+        if moe is not None and moe.num_experts % degree:
             raise UserError(
-                f"training.global_batch_size is {training.global_batch_size}, which {data_parallel} "
-                f"data-parallel ranks with training.local_batch_size {training.local_batch_size} do not "
-                f"divide: set it to a multiple of {share}"
+                f"parallelism.expert_parallel_degree is {degree}, which does not divide the model's "
+                f"{moe.num_experts} experts: set it to a divisor of that"
             )
-        if delays_gradients(parallelism):
-            try:
-                check_microbatches(config, accumulation_of(training, data_parallel))
-            except ValueError as error:
-                raise UserError(str(error)) from None
+
+
+def _check_batch(config: Trainer.Config, data_parallel: int) -> None:
+    parallelism, training = config.parallelism, config.training
+    if training.global_batch_size < 0:
+        return
+    share = training.local_batch_size * data_parallel
+    if training.global_batch_size == 0 or training.global_batch_size % share:
+        raise UserError(
+            f"training.global_batch_size is {training.global_batch_size}, which {data_parallel} "
+            f"data-parallel ranks with training.local_batch_size {training.local_batch_size} do not "
+            f"divide: set it to a multiple of {share}"
+        )
+    if delays_gradients(parallelism):
+        try:
+            check_microbatches(config, accumulation_of(training, data_parallel))
+        except ValueError as error:
+            raise UserError(str(error)) from None
 
 
 def _check_schedule(config: Trainer.Config) -> None:
@@ -126,6 +160,11 @@ def _check_schedule(config: Trainer.Config) -> None:
 def _check_stages(config: Trainer.Config) -> None:
     parallelism = config.parallelism
     stages = parallelism.pipeline_parallel_degree
+    if stages > 1 and getattr(config.model_spec.model, "enable_weight_tying", False):
+        raise UserError(
+            "the model's embedding and head are one weight, which cannot lie on two pipeline stages: set "
+            "parallelism.pipeline_parallel_degree to 1, or choose a model that does not tie them"
+        )
     layers = getattr(config.model_spec.model, "layers", None)
     if stages < 2 or layers is None or parallelism.module_fqns_per_model_part is not None:
         return

@@ -20,6 +20,7 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.validate import Validator
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.common.moe import MoE
 from torchtitan.trainer import Trainer
 
 from titan_async.training import cpu, random_state
@@ -200,7 +201,19 @@ class AsyncTrainer(Trainer):
                 f"step {self.step}: the gradient is not finite, so its update is skipped "
                 f"({self.skipped.total} so far)"
             )
+            self._drop_token_counts()
         self.lr_schedulers.step()
+
+    def _drop_token_counts(self) -> None:
+        """Forget how the routers have spread a batch's tokens, as if there had been no such batch.
+
+        An update balances the load by these counts and sets them back; left alone they would add up with
+        the next batch's.
+        """
+        for part in self.model_parts:
+            for module in part.modules():
+                if isinstance(module, MoE):
+                    module.tokens_per_expert_E.zero_()
 
     def _drain_and_update(self) -> None:
         if self.delayed:

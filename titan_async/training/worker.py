@@ -118,6 +118,7 @@ def _quiet() -> None:
         "DTensor random operators",
         "DTensor manual_seed",
         "Torchinductor does not support code generation for complex",
+        "In CPU autocast, but the target dtype is not supported",
     ):
         warnings.filterwarnings("ignore", message=message)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -1,0 +1,105 @@
+"""A gradient that is not finite on one stage updates none, and leaves no trace in the other updates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.poison import poison
+from tests.support.trainer_loop import Pools, Trained, arguments, distance, loop, merged
+from tests.support.training import RECIPE, train
+from titan_async.cli import main
+from titan_async.errors import UserError
+from titan_async.training.skipped_updates import SkippedUpdates
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Pools]:
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+def poison_two_batches(trainer: Any, trained: Trained) -> None:
+    """The last stage's gradients of batches 1 and 4; checkpoints and a validation let two be drained."""
+    poison(trainer, {1, 4})
+    log = trainer.metrics_processor.log
+    skipped = trained.extra["skipped"] = []
+    said = trained.extra["said"] = []
+    say = trainer.reporter.say
+
+    def logged(*args: Any, **kwargs: Any) -> None:
+        skipped.append(kwargs["extra_metrics"]["skipped_updates"])
+        log(*args, **kwargs)
+
+    def heard(text: str) -> None:
+        said.append(text)
+        say(text)
+
+    trainer.metrics_processor.log, trainer.reporter.say = logged, heard
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_no_stage_updates(runs: Pools, tmp_path: Path, optimizer: str) -> None:
+    argv = arguments(tmp_path, "tiny_llama", "--optimizer.name", optimizer)
+    results = runs(2, argv, poison_two_batches)
+    before, after = merged([r.before for r in results]), merged([r.after for r in results])
+    if optimizer == "sgd":
+        # The loop's momenta and history of updates know nothing of the batches that it leaves out.
+        assert distance(after, loop(argv, before, skipped={1, 4}).after) < 2e-6
+        assert distance(after, loop(argv, before, skipped={2, 4}).after) > 1e-3
+    for result in results:
+        assert len(result.counts) == 4, "updates"
+        assert all(value.isfinite().all() for value in result.state.values())
+        # Batch 1 is drained after step 2, for a checkpoint; batch 4 is complete after step 6.
+        assert result.extra["skipped"] == [0, 1, 1, 1, 1, 2]
+    assert [line for line in results[0].extra["said"] if line.startswith("step ")] == [
+        "step 2: the gradient is not finite, so its update is skipped (1 so far)",
+        "step 6: the gradient is not finite, so its update is skipped (2 so far)",
+    ]
+
+
+def test_counting() -> None:
+    skipped = SkippedUpdates(most_in_a_row=3)
+    for step, finite in enumerate([False, False, True, False, False], start=1):
+        skipped.note(finite, step)
+    assert (skipped.total, skipped.in_a_row) == (4, 2)
+    with pytest.raises(UserError, match="not finite 3 times in a row up to step 6: lower the learning rate"):
+        skipped.note(False, 6)
+
+
+def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from titan_async.recipes.debug import debug\n"
+        "from titan_async.training.trainer import AsyncTrainer\n"
+        "from tests.support.poison import poison\n\n"
+        "plain_start = AsyncTrainer._start\n\n\n"
+        "def start(self):\n    poison(self, range(2, 1000))\n    plain_start(self)\n\n\n"
+        "AsyncTrainer._start = start\n\n\n"
+        "def poisoned() -> AsyncTrainer.Config:\n    return debug()\n"
+    )
+    (tmp_path / "own.toml").write_text('recipe = "poisoned"\n')
+    run = train(
+        tmp_path, "--module", "own", "--metrics.log_freq", 1, "--max_skipped_updates", 3, recipe="own.toml"
+    )
+    assert run.status == 2
+    assert run.err == (
+        "the gradient was not finite 3 times in a row up to step 6: lower the learning rate or "
+        "training.max_norm, or look at the data (max_skipped_updates says how many)\n"
+    )
+    told = re.findall(r"^step (\d+): the gradient is not finite, so its update is skipped \((\d) so far\)$",
+                      run.out, re.MULTILINE)  # fmt: skip
+    assert told == [("4", "1"), ("5", "2")]
+    assert run.steps == [1, 2, 3, 4, 5]
+
+
+def test_no_skipped_update_at_all_is_too_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["train", str(RECIPE), "--max_skipped_updates", "0"]) == 2
+    assert capfd.readouterr().err == "max_skipped_updates is 0: set it to at least 1\n"
