@@ -77,7 +77,8 @@ def _program(shape: tuple[int, int, int], lookahead: int, plan: Iterable[int]) -
             instructions = evaluation_program(*shape)
         else:
             instructions += drain_program(*shape, batches - 1, lookahead)
-        steps += [Step(kind, filling, action) for kind, action in instructions] + [Step("close", filling)]
+        steps += [Step(kind, filling, action) for kind, action in instructions if kind != "finish"]
+        steps.append(Step("close", filling))
     # By its module's name, for a test to plant another.
     window = most_pending(actions.in_flight(stage, d, lookahead))
     return Program(steps, m, slots(stage, d, lookahead), window)

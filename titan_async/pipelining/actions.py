@@ -40,9 +40,10 @@ class Instruction(NamedTuple):
 
     "receive" posts the receive of the action's input from the neighbour and goes on, "wait" waits until that
     input is there, "compute" runs the action, "send" starts sending its output to the other neighbour.
+    "finish" follows the last backward of a batch: the stage's gradient of it is complete.
     """
 
-    kind: Literal["receive", "wait", "compute", "send"]
+    kind: Literal["receive", "wait", "compute", "send", "finish"]
     action: Action
 
     def __str__(self) -> str:
@@ -152,13 +153,15 @@ def _around(
     if action.kind == "B":
         from_neighbour, to_neighbour = to_neighbour, from_neighbour
     if from_neighbour:
-        yield Instruction("wait", action)
         following = _following(action, n_microbatches)
         if action != last and (action.kind == "B" or following.batch == action.batch):
             yield Instruction("receive", following)
+        yield Instruction("wait", action)
     yield Instruction("compute", action)
     if to_neighbour:
         yield Instruction("send", action)
+    if action.kind == "B" and action.microbatch == n_microbatches - 1:
+        yield Instruction("finish", action)  # the neighbour has its message first
 
 
 def _following(action: Action, n_microbatches: int) -> Action:

@@ -437,10 +437,9 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
 
     def _evaluate(self, forward: Callable[[int, int], None]) -> None:
         for instruction in evaluation_program(*self._shape):
-            self._message(instruction)
+            self._message(instruction.kind, instruction.action)
             if instruction.kind == "compute":
-                slot = self._slot(instruction.action)
-                forward(instruction.action.microbatch, slot)
+                forward(instruction.action.microbatch, self._slot(instruction.action))
         self._stage.fwd_cache.clear()
         self._messages.close()
         reshard(self._stage.submod)
@@ -449,18 +448,22 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         assert self._versions is not None
         shown: int | None = None
         with self._versions.running():
-            for instruction in program:
-                self._message(instruction)
-                if instruction.kind == "compute":
-                    version = self._batches[instruction.action.batch].version
+            for kind, action in program:
+                if kind in ("wait", "compute", "finish"):
+                    version = self._batches[action.batch].version
                     if version != shown:
-                        # Before backwards too: activation checkpointing computes the forward once more.
+                        # Before backwards too: activation checkpointing computes the forward once more. And
+                        # before the wait for a message, where it takes no time.
                         self._versions.show(version)
                         shown = version
-                    self._compute(instruction.action, forward)
+                if kind == "compute":
+                    self._compute(action, forward)
+                elif kind == "finish":
+                    self._finish(action.batch)
+                else:
+                    self._message(kind, action)
 
-    def _message(self, instruction: Instruction) -> None:
-        kind, action = instruction
+    def _message(self, kind: str, action: Action) -> None:
         if kind == "wait":
             self._messages.wait(action)
         elif kind == "receive":
@@ -484,8 +487,6 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             return
         batch = self._batches[action.batch]
         self._stage.backward_one_chunk(slot, batch.losses[action.microbatch] if self._stage.is_last else None)
-        if action.microbatch == self._n_microbatches - 1:
-            self._finish(action.batch)
 
     def _slot(self, action: Action) -> int:
         return (action.batch * self._n_microbatches + action.microbatch) % self._slots
