@@ -243,6 +243,8 @@ def degrees(pp: int = 1, replicate: int = 1, shard: int = -1, tp: int = 1, cp: i
         (degrees(pp=4), {}, 0, 4),
         (degrees(pp=2, replicate=2, shard=2), {}, 0, 8),
         (degrees(pp=2, tp=2, cp=2, shard=1), {}, 0, 8),
+        # Experts lie on the ranks of the shards and take none of their own.
+        (SimpleNamespace(**vars(degrees(pp=2, shard=2)), expert_parallel_degree=2), {}, 0, 4),
         (degrees(pp=2), {}, 8, 8),  # the shards take what is left
         (degrees(pp=3), {}, 8, 6),
         (degrees(pp=2, shard=1), {}, 8, 2),

@@ -75,6 +75,13 @@ def tiny_mixed() -> AsyncTrainer.Config:
     return _tiny(_qwen3([False, False, True, True]))
 
 
+def tied() -> AsyncTrainer.Config:
+    """A model whose embedding is its head."""
+    spec = model_registry("debugmodel")
+    assert spec.model.enable_weight_tying
+    return _tiny(spec)
+
+
 def _tiny(spec: ModelSpec) -> AsyncTrainer.Config:
     config = debug()
     return dataclasses.replace(

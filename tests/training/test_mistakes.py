@@ -178,21 +178,35 @@ FLAGS = [
         "--parallelism.pipeline_parallel_schedule 1F2B",
         ["parallelism.pipeline_parallel_schedule", "did you mean 1F1B?"],
     ),
-    *[
-        (
-            f"--parallelism.{kind}_degree 2",
-            ["Async2BW", f"parallelism.{kind}_degree = 2", "set it to 1", "1F1B"],
-        )
-        for kind in ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "context_parallel")
-    ],
     (
-        "--training.global_batch_size 16",
-        ["Async2BW", "training.global_batch_size", "raise training.local_batch_size"],
+        "--parallelism.context_parallel_degree 2",
+        ["Async2BW", "parallelism.context_parallel_degree = 2", "set it to 1", "1F1B"],
     ),
     (
-        "--training.mixed_precision_param bfloat16",
-        ["Async2BW", "training.dtype (float32)", "set training.mixed_precision_param"],
+        "--parallelism.fsdp_reshard_after_forward always",
+        ["Async2BW", "parallelism.fsdp_reshard_after_forward", '"default" or "never"'],
     ),
+    ("--training.enable_cpu_offload", ["Async2BW", "training.enable_cpu_offload to false"]),
+    ("--pipeline.lookahead 5", ["pipeline.lookahead is 5", "4 microbatches over 2 stages", "0 to 2"]),
+    ("--pipeline.lookahead -1", ["pipeline.lookahead is -1", "0 to 2"]),
+    (
+        "--training.global_batch_size 12",
+        ["training.global_batch_size is 12", "1 data-parallel ranks", "multiple of 8"],
+    ),
+    (
+        "--training.global_batch_size 24 --parallelism.data_parallel_shard_degree 2",
+        ["training.global_batch_size is 24", "2 data-parallel ranks", "multiple of 16"],
+    ),
+    ("--training.global_batch_size 0", ["training.global_batch_size is 0", "multiple of 8"]),
+    (
+        f"--training.global_batch_size 8 {STAGES} 4 --parallelism.pipeline_parallel_microbatch_size 4",
+        ["Async2BW", "microbatches (2,", "stages (4,"],
+    ),
+    (
+        "--parallelism.expert_parallel_degree 2",
+        ["parallelism.expert_parallel_degree is 2", "the 1 ranks", "data_parallel_shard_degree"],
+    ),
+    ("--parallelism.tensor_parallel_degree 4", ["tensor_parallel_degree (4)", "n_heads (6)"]),
     ("--hf_assets_path nowhere", ["hf_assets_path", "nowhere", "tokenizer.json"]),
     ("--hf_assets_path folder", ["hf_assets_path", "folder", "tokenizer.json"]),
     ("--hf_assets_path large", ["large", "3000", "2048", "hf_assets_path"]),
@@ -227,6 +241,43 @@ def test_flags(mistake: Callable[..., str], flags: str, words: list[str]) -> Non
     Path("other.jsonl").write_text(json.dumps({"body": "a"}) + "\n")
     Path("report.pdf").write_bytes(b"%PDF")
     assert_says(mistake(str(RECIPE), *flags.split()), words)
+
+
+ALLOWED = [
+    *[
+        f"--parallelism.{kind}_degree 2 --optimizer.name adamw"
+        for kind in ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel")
+    ],
+    "--training.global_batch_size 16",
+    "--training.local_batch_size 4 --training.global_batch_size 16 --parallelism.pipeline_parallel_degree 4",
+    "--training.mixed_precision_param bfloat16",
+    "--pipeline.lookahead 2",
+    "activation_checkpoint:full",
+]
+
+
+@pytest.mark.parametrize("flags", ALLOWED)
+def test_no_mistake(mistake: Callable[..., str], flags: str) -> None:
+    with pytest.raises(AssertionError, match="^processes were started$"):
+        mistake(str(RECIPE), *flags.split())
+
+
+def test_experts(mistake: Callable[..., str]) -> None:
+    Path("x.toml").write_text('recipe = "tiny_moe"\n')
+    moe = ("x.toml", "--module", "tests.support.recipes")
+    degrees = ("--parallelism.data_parallel_shard_degree", "--parallelism.expert_parallel_degree")
+    with pytest.raises(AssertionError, match="^processes were started$"):
+        mistake(*moe, degrees[0], "2", degrees[1], "2")
+    line = mistake(*moe, degrees[0], "3", degrees[1], "3")
+    assert_says(line, ["parallelism.expert_parallel_degree is 3", "the model's 4 experts"])
+
+
+def test_one_weight_on_two_stages(mistake: Callable[..., str]) -> None:
+    Path("x.toml").write_text('recipe = "tied"\n')
+    line = mistake("x.toml", "--module", "tests.support.recipes")
+    assert_says(line, ["embedding and head are one weight", "set parallelism.pipeline_parallel_degree to 1"])
+    with pytest.raises(AssertionError, match="^processes were started$"):
+        mistake("x.toml", "--module", "tests.support.recipes", STAGES, "1")
 
 
 def test_ngpu_that_contradicts_the_degrees(
@@ -269,6 +320,13 @@ def test_fewer_steps_than_the_checkpoint_has(mistake: Callable[..., str]) -> Non
 
 def test_every_mistake_of_a_file_also_counts_in_a_dry_run(mistake: Callable[..., str]) -> None:
     assert_says(mistake(str(RECIPE), "--training.stesp", "3", "--dry-run"), ["unknown flag --training.stesp"])
+
+
+def test_muon_on_shards(tmp_path: Path) -> None:
+    run = train(tmp_path, "--parallelism.data_parallel_shard_degree", 2, "--validator.no-enable")
+    assert (run.status, run.err.count("\n")) == (2, 1)
+    assert "Traceback" not in run.out + run.err
+    assert_says(run.err, ["Muon", "shard", "optimizer.name"])
 
 
 def test_less_text_than_one_batch(tmp_path: Path) -> None:

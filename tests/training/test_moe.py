@@ -1,7 +1,7 @@
 """Mixtures of experts under Async2BW: weights, routers' biases and token counts of the recurrence.
 
-The bias follows the counts as the weights follow the gradient: batch b counts at weights and biases of version
-max(b-1, 0), and its counts move the bias once, with its gradient.
+The bias follows the counts as the weights follow the gradient: batch b counts at weights and biases of
+version max(b-1, 0), and its counts move the bias once, with its gradient.
 """
 
 from collections.abc import Iterator

@@ -25,8 +25,11 @@ def train(rank, group, folder, steps, flags, *, slow_writes=0.0, random_state=Tr
 
     cpu.ensure_device()
     from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     from titan_async.training.recipe_file import resolve
+
+    _clear_sharding_prop_cache()  # which remembers the meshes of an earlier trainer
 
     os.environ.update(LOCAL_RANK=str(rank), LOG_RANK="0,1,2,3")
     config = resolve(
@@ -113,10 +116,15 @@ def runs() -> Iterator[Runs]:
     runs.close()
 
 
+SHARDED = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.data_parallel_shard_degree", "2")
+"""Two stages of two ranks each."""
+
 LAYOUTS = [
     pytest.param(1, (), id="1 stage"),
     pytest.param(2, (), id="2 stages"),
     pytest.param(4, (), id="4 stages"),
+    pytest.param(4, (*SHARDED, "--optimizer.name", "adamw"), id="2 stages on 2 shards each"),
+    pytest.param(2, ("--training.mixed_precision_param", "bfloat16"), id="2 stages in bfloat16"),
 ]
 """Numbers of ranks, and what is to be added to the flags for them."""
 
@@ -227,6 +235,27 @@ def test_all_state_arrives_at_another_number_of_stages(
         mine, all_ = merged(here, "state"), merged(there, "state")
         assert mine.keys() < all_.keys()
         assert all(torch.equal(value, all_[name]) for name, value in mine.items())
+
+
+def test_a_checkpoint_of_shards_goes_on_without_them(
+    runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path
+) -> None:
+    sharded = (*SHARDED, *PLAIN)
+    folder, _ = whole(4, *sharded)
+    there = runs(4, half(folder, tmp_path / "there"), 4, *sharded)
+    # Positions in the data are those of two readers, so it starts anew.
+    flags = (*PLAIN, "--checkpoint.exclude_from_loading", "dataloader")
+    here = runs(2, half(folder, tmp_path / "here"), 4, *flags)
+    assert_same(here, there, "model", "state")
+
+    further = {
+        (ranks, schedule): runs(ranks, half(folder, tmp_path / f"{ranks}{schedule}"), 8, *flags, *schedule)
+        for ranks, schedule in [(2, ()), (4, ()), (2, SYNCHRONOUS), (1, SYNCHRONOUS)]
+    }
+    assert difference(further[2, ()], further[4, ()]) < 1e-6
+    assert difference(further[2, SYNCHRONOUS], further[1, SYNCHRONOUS]) < 1e-6
+    assert difference(further[2, ()], further[2, SYNCHRONOUS]) > 1e-4
+    assert difference(further[2, ()], there) > 1e-4
 
 
 def test_a_synchronous_start_may_go_on_delayed(
