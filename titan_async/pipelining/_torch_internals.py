@@ -5,7 +5,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast, overload
 
 import torch
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 __all__ = [
     "ParameterWatch",
+    "assignment",
     "canonical_name",
     "forget_input_gradients",
     "group_of",
@@ -33,7 +34,6 @@ __all__ = [
     "own_output",
     "prepare_buffers",
     "reshard",
-    "show_parameter",
     "split_microbatches",
     "unsupported_wrapper",
 ]
@@ -198,15 +198,25 @@ class ParameterWatch:
         return trainable, sum(len(module._modules) for module in self._modules)
 
 
-def show_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Assign a parameter that takes the place of another, without the checks of `nn.Module`.
+def assignment(places: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> Callable[[], None]:
+    """A function that assigns parameters in the places of others, without the checks of `nn.Module`.
 
-    A module with an assignment of its own gets it that way: RNNs keep a list of their weights.
+    A module with an assignment of its own gets them that way: RNNs keep a list of their weights.
     """
-    if type(module).__setattr__ is nn.Module.__setattr__:
-        module._parameters[name] = parameter
-    else:
-        setattr(module, name, parameter)
+    checked, unchecked = [], []
+    for module, name, parameter in places:
+        if type(module).__setattr__ is nn.Module.__setattr__:
+            unchecked.append((module._parameters, name, parameter))
+        else:
+            checked.append((module, name, parameter))
+
+    def assign() -> None:
+        for parameters, name, parameter in unchecked:
+            parameters[name] = parameter
+        for module, name, parameter in checked:
+            setattr(module, name, parameter)
+
+    return assign
 
 
 def canonical_name(name: str) -> str:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from titan_async.pipelining._torch_internals import (
     ParameterWatch,
+    assignment,
     canonical_name,
     has_hooks,
-    show_parameter,
 )
 
 __all__ = ["WeightVersions"]
@@ -100,6 +100,14 @@ class WeightVersions:
     def __init__(self, module: nn.Module) -> None:
         self._weights = _collect(module)
         self._watch = ParameterWatch(module)
+        self._assignments = {
+            version: assignment(
+                (submodule, name, weight.master if version is None else weight.stand_ins[version])
+                for weight in self._weights
+                for submodule, name in weight.owners
+            )
+            for version in (None, 0, 1)
+        }
         self._master_version = _HOME  # the version whose storage the masters are in
         self._held: int | None = None
 
@@ -192,10 +200,7 @@ class WeightVersions:
 
     def show(self, version: int | None) -> None:
         """Let the module show `version`, or its own parameters (None)."""
-        for _, master, owners, stand_ins in self._weights:
-            parameter = master if version is None else stand_ins[version]
-            for submodule, name in owners:
-                show_parameter(submodule, name, parameter)
+        self._assignments[version]()
 
     def take_gradients(self, version: int) -> list[Tensor | None]:
         """Remove and return the gradients gathered on `version`, in the order of the parameters."""
