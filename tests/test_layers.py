@@ -37,6 +37,7 @@ PRIVATE_NAMES_ALLOWED = {
         "_optimizer_state_dict_post_hooks",
         "_optimizer_state_dict_pre_hooks",
     },
+    "pipelining/clipping.py": {"_PipelineStageBase"},
     "pipelining/gradient_norm.py": {"_PipelineStageBase", "_foreach_mul_", "_foreach_norm"},
     "pipelining/messages.py": {"_PipelineStageBase"},
     "pipelining/sharded_versions.py": {"_foreach_copy_"},

@@ -99,9 +99,9 @@ def norm_of_the_batch_before():
     deliver = ScheduleAsync2BW._deliver
 
     def deliver_and_mix(self, number):
-        last = self._norm
+        last = self._clipper._norm
         deliver(self, number)
-        self._norm = last or self._norm
+        self._clipper._norm = last or self._clipper._norm
 
     ScheduleAsync2BW._deliver = deliver_and_mix
 

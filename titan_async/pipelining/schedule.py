@@ -16,7 +16,6 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from titan_async.pipelining._torch_internals import (
     forget_input_gradients,
-    identity_of,
     initialize_stage,
     local_part,
     own_output,
@@ -34,7 +33,7 @@ from titan_async.pipelining.actions import (
     slots,
     step_program,
 )
-from titan_async.pipelining.gradient_norm import GradientNorm, NormReducer, clip_
+from titan_async.pipelining.clipping import Clipper
 from titan_async.pipelining.messages import Messages, most_pending
 from titan_async.pipelining.versions import Gradient, Versions
 
@@ -133,11 +132,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         self._batches: dict[int, _Batch] = {}
         self._complete: dict[int, Gradient] = {}  # batch -> its gradient, not yet delivered
         self._gradient_ready = False
-        self._reducer: NormReducer | None = None
-        self._norms: dict[int, GradientNorm] = {}
-        self._norm: GradientNorm | None = None  # of the gradient in .grad
-        # What tells whether .grad is still that gradient; None once it is not.
-        self._marks: list[tuple[int, int] | None] | None = None
+        self._clipper = Clipper(stage)
         self._broken = False
         self._refuse_wrapped()
 
@@ -166,22 +161,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         if not self._gradient_ready:
             raise RuntimeError("there is no gradient to clip; check gradient_ready first")
         assert self._versions is not None
-        gradients = self._versions.gradients()
-        if self._reducer is None:
-            self._reducer = NormReducer(self._stage)
-            self._norm = self._reducer.start(gradients)
-            for batch, complete in sorted(self._complete.items()):
-                self._norms[batch] = self._reducer.start(complete.of_parameters)
-        if [identity_of(gradient) for gradient in gradients] != self._marks:
-            raise RuntimeError(
-                "the gradient in .grad is not what step() has delivered, so its norm is not known; clip it "
-                "once, before you change it, and call zero_grad() before the next step()"
-            )
-        assert self._norm is not None
-        norm = self._norm.value()
-        clip_(gradients, max_norm, norm)
-        self._marks = None
-        return norm
+        return self._clipper.clip(self._versions.gradients(), max_norm)
 
     def gradient_is_finite(self) -> bool:
         """Whether the clipped gradient is free of infinities and NaNs, on every stage and shard.
@@ -192,9 +172,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         Raises:
             RuntimeError: before `clip_grad_norm_`.
         """
-        if self._norm is None:
-            raise RuntimeError("the norm is not known; call clip_grad_norm_() first")
-        return self._norm.is_finite()
+        return self._clipper.is_finite()
 
     def step(
         self,
@@ -497,14 +475,12 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         present = [part for part in map(local_part, gradient.of_parameters) if part is not None]
         if self.scale_grads and present:
             torch._foreach_div_(present, self._n_microbatches)
-        if self._reducer is not None:
-            self._norms[number] = self._reducer.start(gradient.of_parameters)
+        self._clipper.complete(number, gradient.of_parameters)
         self._complete[number] = gradient
 
     def _deliver(self, number: int) -> None:
         assert self._versions is not None
         fresh = all(gradient is None for gradient in self._versions.gradients())
         self._versions.deliver(self._complete.pop(number))
-        self._norm = self._norms.pop(number, None)
-        self._marks = [identity_of(gradient) for gradient in self._versions.gradients()] if fresh else None
+        self._clipper.deliver(number, self._versions.gradients() if fresh else None)
         self._gradient_ready = True

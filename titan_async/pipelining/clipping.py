@@ -1,0 +1,65 @@
+"""Clips each batch's gradient by a norm whose reduction began when the gradient was complete."""
+
+from torch import Tensor
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from titan_async.pipelining._torch_internals import identity_of
+from titan_async.pipelining.gradient_norm import GradientNorm, NormReducer, clip_
+
+__all__ = ["Clipper"]
+
+_Gradients = list[Tensor | None]
+
+
+class Clipper:
+    """The norms of the batches of one stage, from the completion of a gradient to its clip.
+
+    Nothing is reduced before the first clip, for the sake of those who never clip.
+
+    Args:
+        stage: the stage of this rank.
+    """
+
+    def __init__(self, stage: _PipelineStageBase) -> None:
+        self._stage = stage
+        self._reducer: NormReducer | None = None
+        self._complete: dict[int, _Gradients] = {}  # batches that are not delivered yet
+        self._norms: dict[int, GradientNorm] = {}  # of the same
+        self._norm: GradientNorm | None = None  # of the gradient that is delivered
+        self._marks: list[tuple[int, int] | None] | None = None  # what tells whether it is still the same
+
+    def complete(self, batch: int, gradients: _Gradients) -> None:
+        """Note that the stage's gradient of `batch` is complete, and start reducing its norm."""
+        self._complete[batch] = gradients
+        if self._reducer is not None:
+            self._norms[batch] = self._reducer.start(gradients)
+
+    def deliver(self, batch: int, gradients: _Gradients | None) -> None:
+        """Note that `.grad` now holds `gradients`, those of `batch`; None if they were added to others."""
+        del self._complete[batch]
+        self._norm = self._norms.pop(batch, None)
+        self._marks = None if gradients is None else [identity_of(gradient) for gradient in gradients]
+
+    def clip(self, gradients: _Gradients, max_norm: float) -> Tensor:
+        """Clip `gradients`, which `.grad` holds; see `ScheduleAsync2BW.clip_grad_norm_`."""
+        if self._reducer is None:
+            self._reducer = NormReducer(self._stage)
+            self._norm = self._reducer.start(gradients)
+            for batch, complete in sorted(self._complete.items()):
+                self._norms[batch] = self._reducer.start(complete)
+        if [identity_of(gradient) for gradient in gradients] != self._marks:
+            raise RuntimeError(
+                "the gradient in .grad is not what step() has delivered, so its norm is not known; clip it "
+                "once, before you change it, and call zero_grad() before the next step()"
+            )
+        assert self._norm is not None
+        norm = self._norm.value()
+        clip_(gradients, max_norm, norm)
+        self._marks = None
+        return norm
+
+    def is_finite(self) -> bool:
+        """Whether the gradient that was clipped last is finite on all ranks."""
+        if self._norm is None:
+            raise RuntimeError("the norm is not known; call clip_grad_norm_() first")
+        return self._norm.is_finite()
