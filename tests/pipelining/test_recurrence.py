@@ -79,6 +79,8 @@ def pipeline(
 ):
     """Train on this rank's stage; returns its weights, the losses, and the compiled graphs it made."""
     num_stages = group.size()
+    if lookahead is None:
+        lookahead = min(num_stages - 1, n_microbatches - num_stages)
     blocks = build_blocks(num_stages, recompute=recompute)
     module = torch.nn.Sequential()
     module.add_module(str(rank), blocks[rank])

@@ -72,7 +72,7 @@ def build(pp, mesh, shard_mesh, m, recompute=False, backend=None):
         if isinstance(part, FSDPModule):
             part.set_force_sum_reduction_for_comms(True)
     stage = PipelineStage(module, index, pp, torch.device("cpu"), group=mesh.get_group("pp"))
-    return stage, ScheduleAsync2BW(stage, m, loss_fn=loss_fn)
+    return stage, ScheduleAsync2BW(stage, m, loss_fn=loss_fn, lookahead=min(pp - 1, m - pp))
 
 
 def whole(module):

@@ -35,7 +35,7 @@ LAYOUTS = [
     pytest.param(2, 1, ("--training.global_batch_size", 8), id="accumulation"),
     pytest.param(2, 1, ("activation_checkpoint:selective",), id="selective checkpointing"),
     pytest.param(2, 1, ("activation_checkpoint:full",), id="full checkpointing"),
-    pytest.param(2, 1, ("--pipeline.lookahead", 0), id="no lookahead"),
+    pytest.param(2, 1, ("--pipeline.lookahead", 1), id="lookahead"),
 ]
 
 

@@ -4,8 +4,8 @@ A stage runs the forward of microbatch k, then the backward of microbatch k - w,
 microbatches it keeps in flight. Microbatches are numbered through all batches, so the pairs run across the
 batch boundary and the pipeline never empties (PipeDream-2BW, arXiv 2006.09503, section 3.1).
 
-With w = d - 1 - r at stage r of d, two neighbours wait two message latencies in every pair. A stage that
-holds two more than the next one instead of one hides them; `lookahead` spends activations on that.
+With w = d - 1 - r at stage r of d, neighbours wait for each other's messages in every pair. A stage that
+holds two more than the next one instead of one hides their latency; `lookahead` spends activations on that.
 """
 
 from collections.abc import Iterator

@@ -72,9 +72,9 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         args_chunk_spec, kwargs_chunk_spec, output_merge_spec: as in `Schedule1F1B`.
         scale_grads: divide each batch's gradient by m, for a loss that averages over a microbatch.
         lookahead: microbatches that the first stage holds in flight beyond the d - 1 that it must, from 0
-            to m - d; it falls evenly to none at the last stage. It hides the latency of messages and
-            uneven stages, and each costs the activations of a microbatch. None takes d - 1, which hides one
-            message latency each way at every stage, or m - d if that is less.
+            to m - d; their number falls evenly to none at the last stage. They hide the latency of messages
+            and uneven stages, d - 1 of them one message each way at every stage, and each costs the
+            activations of a microbatch. With none a stage holds what it does under `Schedule1F1B`.
 
     Raises:
         ValueError: if there are fewer microbatches than stages, or too few for `lookahead`; every rank
@@ -92,7 +92,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         kwargs_chunk_spec: dict | None = None,
         output_merge_spec: dict[str, Any] | tuple | None = None,
         scale_grads: bool = True,
-        lookahead: int | None = None,
+        lookahead: int = 0,
     ) -> None:
         if isinstance(stage, list | tuple):
             raise NotImplementedError(
@@ -106,8 +106,6 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
                 f"({stages}); use more microbatches or fewer stages"
             )
         most = n_microbatches - stages
-        if lookahead is None:
-            lookahead = min(stages - 1, most)
         if not 0 <= lookahead <= most:
             raise ValueError(
                 f"lookahead is {lookahead}, but {n_microbatches} microbatches over {stages} stages leave "

@@ -57,10 +57,10 @@ def check_microbatches(config: Trainer.Config, accumulation: int) -> None:
             f"{stages * size}"
         )
     lookahead = config.pipeline.lookahead
-    if lookahead is not None and not 0 <= lookahead <= microbatches - stages:
+    if not 0 <= lookahead <= microbatches - stages:
         raise ValueError(
             f"pipeline.lookahead is {lookahead}, but {microbatches} microbatches over {stages} stages leave "
-            f"room for 0 to {microbatches - stages}: set it to one of these or leave it out"
+            f"room for 0 to {microbatches - stages}: set it to one of these"
         )
 
 

@@ -17,8 +17,7 @@ class PipelineConfig:
     kind of layer, of the embedding and of the head when training starts, and makes the slowest stage as
     fast as a split into whole layers can."""
 
-    lookahead: int | None = None
+    lookahead: int = 0
     """Microbatches that the first stage keeps in flight beyond the stages - 1 that it must, under Async2BW;
     their number falls evenly to none at the last stage. They hide the latency of messages and uneven
-    stages, and each costs a microbatch's activations. None takes stages - 1, or as many as there are
-    microbatches for."""
+    stages, and each costs a microbatch's activations; more than stages - 1 are of little use."""

@@ -178,7 +178,7 @@ def _run(
 
 
 def measure_memory(pool: Pool, shapes: list[tuple[int, int]], repeats: int, steps: int = 2) -> list[Peak]:
-    """Peaks of 1F1B, and of Async2BW with the least and its default lookahead, by turns."""
+    """Peaks of 1F1B, and of Async2BW with the least and with a generous lookahead, by turns."""
     results = []
     for ranks, microbatches in shapes:
         sizes = pool.run(ranks, _sizes)
