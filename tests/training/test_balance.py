@@ -306,7 +306,8 @@ def refusal(config, **parallelism) -> str:
         parallelism=dataclasses.replace(config.parallelism, **parallelism),
     )
     with pytest.raises(UserError) as caught:
-        preflight.check(config, world_size=config.parallelism.pipeline_parallel_degree)
+        degrees = config.parallelism.pipeline_parallel_degree, config.parallelism.data_parallel_shard_degree
+        preflight.check(config, world_size=degrees[0] * max(degrees[1], 1))
     return str(caught.value)
 
 
@@ -330,7 +331,11 @@ def refusal(config, **parallelism) -> str:
             ["6 layers", "10 stages", "lower parallelism.pipeline_parallel_degree"],
         ),
         (
-            {"expert_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"},
+            {
+                "data_parallel_shard_degree": 2,
+                "expert_parallel_degree": 2,
+                "pipeline_parallel_schedule": "1F1B",
+            },
             ['pipeline.balance = "measured"', "expert_parallel_degree = 2", "set it to 1", '"layers"'],
         ),
     ],
