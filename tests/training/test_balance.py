@@ -305,8 +305,8 @@ def refusal(config, **parallelism) -> str:
         pipeline=PipelineConfig(balance="measured"),
         parallelism=dataclasses.replace(config.parallelism, **parallelism),
     )
+    degrees = config.parallelism.pipeline_parallel_degree, config.parallelism.data_parallel_shard_degree
     with pytest.raises(UserError) as caught:
-        degrees = config.parallelism.pipeline_parallel_degree, config.parallelism.data_parallel_shard_degree
         preflight.check(config, world_size=degrees[0] * max(degrees[1], 1))
     return str(caught.value)
 
