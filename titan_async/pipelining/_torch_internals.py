@@ -52,6 +52,12 @@ def initialize_stage(
     ]
     if hasattr(schedule, "_initialize_pp_stages"):
         schedule._initialize_stage(args, kwargs, target, loss_kwargs)
+    elif not schedule._stage_forward_initialized:
+        before = [buffer.clone() for _, _, buffer in shown]
+        cast(Any, schedule)._initialize_stage(args, kwargs)
+        with torch.no_grad():  # before torch 2.14 its forward leaves them as they have become
+            for (_, _, buffer), value in zip(shown, before, strict=True):
+                buffer.copy_(value)
     else:
         cast(Any, schedule)._initialize_stage(args, kwargs)
     for module, name, buffer in shown:
