@@ -45,25 +45,24 @@ def initialize_stage(
     schedule: PipelineScheduleSingle, args: tuple, kwargs: dict, target: Any, loss_kwargs: dict | None
 ) -> None:
     """Let torch infer the shapes between stages and allocate receive buffers, if that is still to be done."""
-    shown = [
-        (module, name, buffer)
+    if schedule._stage_forward_initialized and schedule._stage_backward_initialized == schedule._has_backward:
+        return
+    before = [
+        (module, name, buffer, buffer.clone())
         for module in schedule._stage.submod.modules()
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
     ]
     if hasattr(schedule, "_initialize_pp_stages"):
         schedule._initialize_stage(args, kwargs, target, loss_kwargs)
-    elif not schedule._stage_forward_initialized:
-        before = [buffer.clone() for _, _, buffer in shown]
-        cast(Any, schedule)._initialize_stage(args, kwargs)
-        with torch.no_grad():  # before torch 2.14 its forward leaves them as they have become
-            for (_, _, buffer), value in zip(shown, before, strict=True):
-                buffer.copy_(value)
     else:
         cast(Any, schedule)._initialize_stage(args, kwargs)
-    for module, name, buffer in shown:
-        # torch undoes what its forward has written to buffers, but not that it has replaced one.
+    # Its forward may have replaced buffers, which torch does not undo, or have written to them, which it
+    # undoes from 2.14 on.
+    for module, name, buffer, value in before:
         if getattr(module, name) is not buffer:
             setattr(module, name, buffer)
+        with torch.no_grad():
+            buffer.copy_(value)
 
 
 def group_of(stage: _PipelineStageBase) -> dist.ProcessGroup:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titan_async.pipelining._fsdp_internals import FsdpParameters
-from titan_async.pipelining._torch_internals import ParameterWatch, canonical_name
+from titan_async.pipelining._torch_internals import ParameterWatch, canonical_name, local_part
 
 __all__ = ["ShardedVersions"]
 
@@ -119,8 +119,7 @@ class ShardedVersions:
         assert self._held is not None
         for name, parameter, held in zip(self._names, self._sharded, self._held, strict=True):
             if parameter.requires_grad:
-                value = values[name]
-                held.copy_(value.to_local() if isinstance(value, DTensor) else value)
+                held.copy_(local_part(values[name]))
 
     def show(self, version: int | None) -> None:
         """Let the module show `version`, or its own, sharded parameters (None)."""
@@ -148,7 +147,4 @@ class ShardedVersions:
             )
 
     def _local(self) -> list[Tensor]:
-        return [
-            parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            for parameter in (sharded.detach() for sharded in self._sharded)
-        ]
+        return [local_part(shard.detach()) for shard in self._sharded]
