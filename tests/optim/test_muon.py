@@ -34,7 +34,7 @@ def test_equals_torch_on_float32_matrices(shape, nesterov, adjust_lr, grad_scale
     ours = parameter(*shape)
     theirs = torch.nn.Parameter(ours.detach().clone())
     options = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov}
-    optimizer = Muon([ours], adjust_lr=adjust_lr, **options)
+    optimizer = Muon([ours], adjust_lr=adjust_lr, ns_form="standard", **options)
     reference = torch.optim.Muon([theirs], adjust_lr_fn=adjust_lr, **options)
     for _ in range(6):
         ours.grad = torch.randn(shape) * grad_scale
@@ -182,7 +182,16 @@ def test_refuses_what_is_no_matrix(shape):
         ({"adjust_lr": "adam"}, "'original', 'match_rms_adamw'"),
         ({"ns_coefficients": "fast"}, "'standard', 'polar_express'"),
         ({"ns_steps": 0}, "ns_steps"),
-        ({"compute_dtype": torch.float16}, "'bfloat16', 'float32', 'float64'"),
+        ({"compute_dtype": torch.int8}, "'bfloat16', 'float16', 'float32', 'float64'"),
+        ({"momentum_dtype": "int8"}, "momentum_dtype.*'float64', 'auto'"),
+        ({"error_feedback_dtype": "half"}, "error_feedback_dtype"),
+        ({"ns_form": "fast"}, "'auto', 'standard', 'gram'"),
+        ({"error_feedback": -1.0}, "strength"),
+        ({"error_feedback_level": "weights"}, "'update', 'gradient'"),
+        ({"split_sizes": (1, 0)}, "split_sizes"),
+        ({"split_sizes": (1, 2)}, "split_sizes.*add up to 3"),
+        ({"split_dim": 0}, "split_dim"),
+        ({"input_dim": 1}, "input_dim"),
     ],
 )
 def test_bad_options_are_named(options, words):
@@ -229,7 +238,7 @@ def test_reload_continues_with_the_same_bits(dtype):
     copied = torch.nn.Parameter(param.detach().clone())
     resumed = Muon([("w", copied)])
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert resumed.state[copied]["momentum_buffer"].dtype == dtype
+    assert resumed.state[copied]["momentum_buffer"].dtype == torch.promote_types(dtype, torch.float32)
     for grad in grads[2:]:
         param.grad, copied.grad = grad.clone(), grad.clone()
         optimizer.step()

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from titan_async.optim.orthogonalization import (
+from titan_async.optim.coefficients import (
     POLAR_EXPRESS_COEFFICIENTS,
     STANDARD_COEFFICIENTS,
-    orthogonalize,
     resolve_coefficients,
 )
+from titan_async.optim.orthogonalization import orthogonalize
 
 SHAPES = [(24, 24), (40, 16), (16, 40)]
 CUBIC = (1.5, -0.5, 0.0)

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.support.processes import WorkerPool
 from titan_async.optim import ErrorFeedback, Muon
-from titan_async.optim.local_tensors import holds_whole_tensor
 
 BUILD = {
     "adamw": lambda params: torch.optim.AdamW(params, 0.1),
@@ -61,19 +60,6 @@ def test_a_mesh_of_one_is_like_a_plain_parameter(mesh, name, placement, level, s
     for optimizer in optimizers:
         optimizer.step()
     assert torch.equal(plain, sharded.to_local())
-
-
-def test_muon_refuses_a_shard(mesh, monkeypatch):
-    """A mesh of size 2, which one process can only pretend to have."""
-    param = torch.nn.Parameter(distribute_tensor(torch.zeros(4, 6), mesh, [Shard(0)]))
-    replica = torch.nn.Parameter(distribute_tensor(torch.zeros(4, 6), mesh, [Replicate()]))
-    assert holds_whole_tensor(param)
-    assert holds_whole_tensor(replica)
-    monkeypatch.setattr(type(mesh), "size", lambda self, mesh_dim=None: 2)
-    assert not holds_whole_tensor(param)
-    assert holds_whole_tensor(replica)
-    with pytest.raises(NotImplementedError, match=r"'w'.*shard"):
-        Muon([("w", param)])
 
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

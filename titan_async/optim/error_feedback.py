@@ -11,7 +11,6 @@ The paper's correction is level "update" with strength s = 1, which makes two up
 x[t+1] = x[t] - 2 u(g[t-1]) + u(g[t-2]).
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, overload
@@ -20,11 +19,18 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from titan_async.optim.correction import (
+    checked_level,
+    checked_strength,
+    correct_gradients_,
+    correct_updates_,
+    history_key,
+    snapshot,
+)
 from titan_async.optim.local_tensors import at_least_float32, local_part, named
 
-__all__ = ["LEVELS", "ErrorFeedback"]
+__all__ = ["ErrorFeedback"]
 
-LEVELS = ("update", "gradient")
 _PREFIX = "error_feedback_"
 
 
@@ -41,6 +47,8 @@ class ErrorFeedback(Optimizer):
     - moments see each gradient once;
     - the first update of a parameter is uncorrected, and so is the one after an update in which it had
       no gradient;
+    - a step that the wrapped optimizer says to have skipped (``step_was_skipped``, as `Muon` does when a
+      gradient is not finite) leaves the history as it was;
     - strength 0 gives the very bits of the wrapped optimizer, and still keeps the history, so that
       `strength` may be set to another value at any time.
 
@@ -48,9 +56,9 @@ class ErrorFeedback(Optimizer):
     same list, so that learning-rate schedulers work on either, but attach them, hooks and calls to this
     object. The wrapped optimizer must not need a closure.
 
-    Memory: one buffer for each trainable parameter, of its shape and placement, in its dtype but at
-    least float32. During `step` one more copy exists, of the parameters (level "update") or of the
-    gradients (level "gradient"). There is no communication: DTensors are corrected shard by shard.
+    Memory: one buffer for each trainable parameter, of its shape and placement, in ``dtype``. During `step`
+    one more copy exists, of the parameters (level "update") or of the gradients (level "gradient"). There is
+    no communication: DTensors are corrected shard by shard.
 
     State: ``state`` and ``state_dict()`` hold, for each parameter, the entries of the wrapped optimizer,
     the history ``error_feedback_<level>`` and the flag ``error_feedback_<level>_valid`` (a bool tensor
@@ -64,9 +72,12 @@ class ErrorFeedback(Optimizer):
         optimizer: the optimizer to wrap.
         strength: s of the formulas; 1 is the paper's correction, 0 none.
         level: "update" (the paper's) or "gradient".
+        dtype: of the history; None is that of the parameter, but at least float32. bfloat16 halves the buffer
+            and
+            rounds the correction to 3 digits.
 
     Raises:
-        TypeError: ``optimizer`` is no torch optimizer.
+        TypeError: ``optimizer`` is no torch optimizer, or ``dtype`` no floating-point dtype.
         ValueError: unknown level, or a strength that is negative or not finite.
         RuntimeError: a sparse gradient at level "gradient", in `step`.
     """
@@ -80,20 +91,27 @@ class ErrorFeedback(Optimizer):
     _valid: dict[Tensor, Tensor]
     # Whether there is state to show: after a step, after a load, or from before the wrapping.
     _has_state: bool
+    _dtype: torch.dtype | None
 
-    def __init__(self, optimizer: Optimizer, strength: float = 1.0, level: str = "update") -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        strength: float = 1.0,
+        level: str = "update",
+        dtype: torch.dtype | None = None,
+    ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"ErrorFeedback wraps a torch.optim.Optimizer, not a {type(optimizer).__name__}")
-        if level not in LEVELS:
-            choices = ", ".join(repr(choice) for choice in LEVELS)
-            raise ValueError(f"unknown level {level!r} of error feedback: choose {choices}")
+        if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
+            raise TypeError(f"the history of error feedback needs a floating-point dtype, not {dtype!r}")
         # Optimizer.__init__ would make groups and state of its own. This is the way in which unpickling
         # makes an optimizer around groups and state that exist: it adds hooks, and nothing else.
         super().__setstate__(
             {
                 "optimizer": optimizer,
-                "_level": level,
-                "_strength": _checked_strength(strength),
+                "_level": checked_level(level),
+                "_strength": checked_strength(strength),
+                "_dtype": dtype,
                 "_history": {},
                 "_valid": {},
                 "_has_state": bool(optimizer.state),
@@ -114,7 +132,7 @@ class ErrorFeedback(Optimizer):
 
     @strength.setter
     def strength(self, value: float) -> None:
-        self._strength = _checked_strength(value)
+        self._strength = checked_strength(value)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -149,7 +167,7 @@ class ErrorFeedback(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        creates_state_only = not self._has_state and self._is_void()
+        creates_state_only = self._is_void()
         self._make_histories()
         moving = [param for param in _parameters(self.param_groups) if param.grad is not None]
 
@@ -161,23 +179,24 @@ class ErrorFeedback(Optimizer):
             self._step_correcting_gradients(moving)
         self._has_state = True
 
-        if not creates_state_only:
+        if not creates_state_only and not self._was_skipped():
             for param in moving:
                 self._valid[param].fill_(True)
             for param in self._history.keys() - set(moving):
                 self._clear_history(param)
         return loss
 
+    def _was_skipped(self) -> bool:
+        """Whether the wrapped optimizer found its last step not worth applying."""
+        return getattr(self.optimizer, "step_was_skipped", False)
+
     def _step_correcting_updates(self, moving: list[Tensor]) -> None:
         weights = [local_part(param) for param in moving]
-        history = [local_part(self._history[param]) for param in moving]
-        displacement = [w.to(h.dtype, copy=True) for w, h in zip(weights, history, strict=True)]
+        before = snapshot(weights, [at_least_float32(weight.dtype) for weight in weights])
         self.optimizer.step()
-        if not moving:
-            return
-        torch._foreach_sub_(displacement, weights)
-        torch._foreach_neg_(displacement)
-        self._extrapolate(weights, displacement, history, moving)
+        if moving and not self._was_skipped():
+            history = [local_part(self._history[param]) for param in moving]
+            correct_updates_(weights, before, history, self._validity(moving), self._strength)
 
     def _step_correcting_gradients(self, moving: list[Tensor]) -> None:
         given = [param.grad for param in moving if param.grad is not None]
@@ -187,39 +206,24 @@ class ErrorFeedback(Optimizer):
                     f"error feedback at level 'gradient' needs dense gradients; that of {named(param, None)} "
                     f"is {grad.layout}: use level 'update'"
                 )
-        if not moving:
-            self.optimizer.step()
-            return
-        history = [local_part(self._history[param]) for param in moving]
         given_parts = [local_part(grad) for grad in given]
+        history = [local_part(self._history[param]) for param in moving]
+        copies = [grad.clone() for grad in given]
+        parts = [local_part(copy) for copy in copies]
+        correct_gradients_(parts, given_parts, history, self._validity(moving), self._strength)
         try:
             # The user's gradients stay untouched, so that they can be put back exactly.
-            if self._strength != 0:
-                for param, grad in zip(moving, given, strict=True):
-                    param.grad = grad.clone()
-            corrected = [local_part(param.grad) for param in moving if param.grad is not None]
-            self._extrapolate(corrected, given_parts, history, moving)
+            for param, copy in zip(moving, copies, strict=True):
+                param.grad = copy
             self.optimizer.step()
         finally:
             for param, grad in zip(moving, given, strict=True):
                 param.grad = grad
+        if moving and not self._was_skipped():
+            torch._foreach_copy_(history, given_parts)
 
-    def _extrapolate(
-        self, targets: list[Tensor], newest: list[Tensor], history: list[Tensor], params: list[Tensor]
-    ) -> None:
-        """Add strength * (newest - history) to the targets with a valid history; then newest is history.
-
-        ``targets`` already contain ``newest``; they are written only where there is something to add.
-        """
-        valid = [bool(self._valid[param]) for param in params]
-        if self._strength != 0 and any(valid):
-            old = [h for h, v in zip(history, valid, strict=True) if v]
-            # In place, with the sign turned: a third buffer is not needed.
-            torch._foreach_sub_(old, [n for n, v in zip(newest, valid, strict=True) if v])
-            torch._foreach_add_(
-                [t for t, v in zip(targets, valid, strict=True) if v], old, alpha=-self._strength
-            )
-        torch._foreach_copy_(history, newest)
+    def _validity(self, params: list[Tensor]) -> list[bool]:
+        return [bool(self._valid[param]) for param in params]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as the wrapped optimizer does."""
@@ -270,7 +274,7 @@ class ErrorFeedback(Optimizer):
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("optimizer", "_level", "_strength", "_history", "_valid", "_has_state")
+        names = ("optimizer", "_level", "_strength", "_dtype", "_history", "_valid", "_has_state")
         return {name: getattr(self, name) for name in names}
 
     def __repr__(self) -> str:
@@ -283,6 +287,8 @@ class ErrorFeedback(Optimizer):
         counted as an update, the true first one would be corrected by a displacement of 0, that is,
         doubled. A true first step at learning rate 0, as a warm-up may have, has gradients that are not zero.
         """
+        if any(self._valid.values()):
+            return False
         if any(float(group.get("lr", 0.0)) != 0 for group in self.param_groups):
             return False
         grads = [param.grad for param in _parameters(self.param_groups) if param.grad is not None]
@@ -293,7 +299,7 @@ class ErrorFeedback(Optimizer):
         """See that every parameter has a history which an update may need or a checkpoint may fill."""
         for param in _parameters(self.param_groups):
             if param not in self._history and (param.requires_grad or param.grad is not None):
-                dtype = at_least_float32(param.dtype)
+                dtype = self._dtype or at_least_float32(param.dtype)
                 self._history[param] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
                 self._valid[param] = torch.zeros((), dtype=torch.bool, device="cpu")
 
@@ -303,13 +309,12 @@ class ErrorFeedback(Optimizer):
             self._valid[param].fill_(False)
 
     def _history_entries(self, param: Tensor) -> dict[str, Tensor]:
-        # The keys name the level: the history of one level makes no sense at the other.
-        key = _PREFIX + self._level
+        key = history_key(self._level)
         return {key: self._history[param], f"{key}_valid": self._valid[param]}
 
     @torch.no_grad()
     def _load_history(self, param: Tensor, entries: dict[str, Any]) -> None:
-        key = _PREFIX + self._level
+        key = history_key(self._level)
         if key not in entries or not bool(entries.get(f"{key}_valid", True)):
             self._clear_history(param)
             return
@@ -345,15 +350,6 @@ class _MergedState(Mapping[Tensor, Any]):
 
     def __contains__(self, key: object) -> bool:
         return key in self._owner.optimizer.state or key in self._history
-
-
-def _checked_strength(strength: float) -> float:
-    if not (math.isfinite(strength) and strength >= 0):
-        raise ValueError(
-            f"the strength of error feedback must be a finite number, zero or more, not {strength!r}; "
-            f"1 is the full correction, 0 none"
-        )
-    return float(strength)
 
 
 def _parameters(groups: list[dict[str, Any]]) -> Iterable[Tensor]:

@@ -1,7 +1,6 @@
-"""What the optimizers need to know about sharded parameters: the part that lies on this rank.
+"""What the optimizers need to know about sharded parameters: the part that lies on this rank, and the mesh.
 
 Elementwise work (weight decay, error feedback) runs on the local part whatever the placement.
-Work on whole matrices (Muon) needs a local part that is the whole tensor.
 """
 
 import sys
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["at_least_float32", "holds_whole_tensor", "local_part", "named"]
+__all__ = ["as_dtensor", "at_least_float32", "local_part", "named"]
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -18,29 +17,14 @@ def local_part(tensor: Tensor) -> Tensor:
 
     Call it without autograd recording: only then does writing to the result write to the DTensor.
     """
-    dtensor = _as_dtensor(tensor)
+    dtensor = as_dtensor(tensor)
     if dtensor is None:
         return tensor
     local: Tensor = dtensor.to_local()
     return local
 
 
-def holds_whole_tensor(tensor: Tensor) -> bool:
-    """Whether this rank holds all of ``tensor``: plain, replicated, or on a mesh of size 1.
-
-    torchtitan shards even a single rank's parameters, over a mesh of size 1, so that the last
-    case is the usual one under pipeline parallelism without data parallelism.
-    """
-    dtensor = _as_dtensor(tensor)
-    if dtensor is None:
-        return True
-    mesh = dtensor.device_mesh
-    return all(
-        mesh.size(dim) == 1 or placement.is_replicate() for dim, placement in enumerate(dtensor.placements)
-    )
-
-
-def _as_dtensor(tensor: Tensor) -> Any:
+def as_dtensor(tensor: Tensor) -> Any:
     """``tensor`` if it is a DTensor, else None."""
     # A DTensor can only exist once its module is loaded. Not importing it here saves 0.4 s at start-up
     # and keeps builds of torch without torch.distributed working.

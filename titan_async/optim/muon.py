@@ -1,11 +1,10 @@
-"""Muon for matrices that lie whole on one rank: momentum, then orthogonalization.
+"""Muon for plain and sharded matrices: momentum, then orthogonalization, with error feedback inside.
 
-Source: Keller Jordan, "Muon: An optimizer for hidden layers in neural networks"
-(https://kellerjordan.github.io/posts/muon/). The spelling follows ``torch.optim.Muon`` where that has one,
-and so do the bits on float32 matrices.
+Sources: Keller Jordan, "Muon: An optimizer for hidden layers in neural networks"
+(https://kellerjordan.github.io/posts/muon/); arXiv 2606.30634 for error feedback. The spelling follows
+``torch.optim.Muon`` where that has one, and with ``ns_form="standard"`` so do the bits on float32 matrices.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
@@ -13,22 +12,30 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from titan_async.optim.local_tensors import holds_whole_tensor, local_part, named
-from titan_async.optim.orthogonalization import (
-    STANDARD_COEFFICIENTS,
-    Coefficients,
-    orthogonalize,
-    resolve_coefficients,
+from titan_async.optim.agreement import agree
+from titan_async.optim.coefficients import STANDARD_COEFFICIENTS, Coefficients
+from titan_async.optim.correction import (
+    correct_gradients_,
+    correct_updates_,
+    history_key,
+    snapshot,
+)
+from titan_async.optim.distribution import Distribution
+from titan_async.optim.layout import Box, relative
+from titan_async.optim.local_tensors import as_dtensor, local_part, named
+from titan_async.optim.muon_options import (
+    adapted_groups,
+    check_options,
+    check_parameter,
+    scale,
+    state_dtype,
 )
 
-__all__ = ["ADJUST_LR_CHOICES", "Muon"]
-
-ADJUST_LR_CHOICES = ("original", "match_rms_adamw")
-_COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+__all__ = ["Muon"]
 
 
 class Muon(Optimizer):
-    """Momentum whose update is orthogonalized, with decoupled weight decay.
+    """Momentum whose update is orthogonalized, with decoupled weight decay and error feedback.
 
     For a gradient G of a matrix W, with momentum m and learning rate lr::
 
@@ -38,15 +45,30 @@ class Muon(Optimizer):
 
     A parameter is a matrix ``[rows, cols]`` or a stack of them ``[experts, rows, cols]``, each matrix of
     which is updated as if it were a parameter of its own. Everything else (embeddings, norms, biases)
-    belongs to another optimizer, such as AdamW. A parameter without a gradient is left alone: no decay,
-    no change of its momentum.
+    belongs to another optimizer, such as AdamW.
 
-    Parameters may be DTensors if this rank holds the whole tensor (a mesh of size 1, or replicated).
-    State: ``momentum_buffer``, of the parameter's shape, dtype and placement, made for every trainable
-    parameter of the optimizer in the first step.
+    **Sharded parameters.** Parameters may be DTensors with any mix of ``Shard`` and ``Replicate``, as FSDP2,
+    HSDP, tensor and expert parallelism make them; they and their state stay sharded. Each matrix is
+    orthogonalized once, on one of the ranks that hold a part of it; a matrix that lies whole on one rank
+    stays there. A matrix of r rows and c columns over W ranks takes at most 2 r c (W - 1) / W elements on the
+    wire, there and back, in ``compute_dtype``. All ranks of the mesh call `step` together.
+
+    **What is skipped.** A parameter without a gradient, be it on one rank only, is left alone: no decay, no
+    change of its momentum, and its error feedback starts anew. If any gradient is not finite on any rank, the
+    step changes nothing at all, and `step_was_skipped` is true. The ranks that agree on it are those of the
+    parameters' meshes; the stages of a pipeline agree by `ScheduleAsync2BW.clip_grad_norm_`.
+
+    **Error feedback** of strength ``error_feedback`` corrects for updates that come one step late, exactly as
+    `ErrorFeedback` around this optimizer does.
+
+    **State**, made at construction for every trainable parameter, sharded like it: ``momentum_buffer``; with
+    error feedback also ``error_feedback_<level>`` and the flag ``error_feedback_<level>_valid`` (a bool
+    tensor without dimensions, on the CPU). Loading keeps their dtypes. The state of ``torch.optim.Muon`` can
+    be loaded.
 
     Args:
-        params: parameters, named parameters, or groups. Keys of a group that Muon does not know are kept.
+        params: parameters, named parameters, or groups; all options but ``bucket_mb`` may differ from group
+            to group. Keys of a group that Muon does not know are kept.
         lr: learning rate, a number or a tensor with one element.
         weight_decay: decoupled weight decay.
         momentum: coefficient m of the moving average of gradients.
@@ -56,17 +78,37 @@ class Muon(Optimizer):
         eps: guards the normalization of a zero matrix; see `orthogonalize`.
         ns_steps: number of iterations.
         adjust_lr: how the update is scaled to the matrix. ``"original"`` (also ``None``):
-            sqrt(max(1, rows / cols)). ``"match_rms_adamw"``: 0.2 sqrt(max(rows, cols)), which makes the
-            root mean square of the update about that of AdamW (arXiv 2502.16982, section 2.2).
-        compute_dtype: dtype of the iterations: ``"bfloat16"``, ``"float32"``, ``"float64"``, or the
-            torch dtype of that name.
+            sqrt(max(1, outputs / inputs)). ``"spectral"``: sqrt(outputs / inputs) (arXiv 2310.17813).
+            ``"match_rms_adamw"``: 0.2 sqrt(max(rows, cols)), which makes the root mean square of the
+            update about that of AdamW (arXiv 2502.16982, section 2.2).
+        compute_dtype: dtype of the iterations and of what ranks send each other: ``"bfloat16"``,
+            ``"float16"``, ``"float32"``, ``"float64"``, or the torch dtype of that name.
+        ns_form: how the iterations are computed, ``"auto"``, ``"standard"`` or ``"gram"``; see
+            `orthogonalize`.
+        cautious_weight_decay: decay only entries that the update does not move away from zero
+            (arXiv 2510.12402).
+        split_sizes: sizes of the logical matrices of which a fused weight (QKV, gate and up) is made; each is
+            updated as if it were a parameter of its own.
+        split_dim: the dimension along which they lie, -2 (rows) or -1 (columns).
+        input_dim: which dimension is multiplied by the layer's input: -1 for ``torch.nn.Linear`` and
+            torchtitan's experts, -2 for weights ``[inputs, outputs]``.
+        error_feedback: strength s of error feedback; 1 is the paper's correction, 0 none.
+        error_feedback_level: ``"update"`` (the paper's) or ``"gradient"``.
+        error_feedback_dtype: dtype of its buffer; ``"auto"`` (also ``None``) is the parameter's, at least
+            float32.
+        momentum_dtype: dtype of the momentum, likewise.
+        bucket_mb: megabytes (2^20 bytes) of matrices in ``compute_dtype`` that travel together, over all
+            ranks.
 
     Raises:
-        ValueError: a parameter that is no real floating-point matrix or stack of matrices, or an option
-            out of its range.
-        NotImplementedError: a parameter of which this rank holds a shard only.
+        ValueError: a parameter that is no real, dense matrix or stack of matrices, or an option out of its
+            range.
+        NotImplementedError: a DTensor with a partial placement, or one whose shards are no blocks.
         RuntimeError: a sparse gradient, in `step`.
     """
+
+    step_was_skipped: bool = False
+    """Whether the last step changed nothing because a gradient was not finite."""
 
     def __init__(
         self,
@@ -80,7 +122,21 @@ class Muon(Optimizer):
         ns_steps: int = 5,
         adjust_lr: str | None = None,
         compute_dtype: torch.dtype | str = "bfloat16",
+        *,
+        ns_form: str = "auto",
+        cautious_weight_decay: bool = False,
+        split_sizes: Sequence[int] | None = None,
+        split_dim: int = -2,
+        input_dim: int = -1,
+        error_feedback: float = 0.0,
+        error_feedback_level: str = "update",
+        error_feedback_dtype: torch.dtype | str | None = None,
+        momentum_dtype: torch.dtype | str | None = None,
+        bucket_mb: float = 32,
     ) -> None:
+        if not bucket_mb > 0:
+            raise ValueError(f"bucket_mb must be above zero, not {bucket_mb!r}")
+        self._distribution = Distribution(bucket_mb)
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -91,21 +147,55 @@ class Muon(Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr": adjust_lr,
             "compute_dtype": compute_dtype,
+            "ns_form": ns_form,
+            "cautious_weight_decay": cautious_weight_decay,
+            "split_sizes": split_sizes,
+            "split_dim": split_dim,
+            "input_dim": input_dim,
+            "error_feedback": error_feedback,
+            "error_feedback_level": error_feedback_level,
+            "error_feedback_dtype": error_feedback_dtype,
+            "momentum_dtype": momentum_dtype,
         }
         super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_distribution": Distribution(self._distribution.bucket_mb)}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; raises as the constructor does, and then leaves no trace."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            _check_options(group)
+            check_options(group)
             names: Sequence[str | None] = group.get("param_names") or [None] * len(group["params"])
             for param, name in zip(group["params"], names, strict=True):
-                _check_parameter(param, name)
+                check_parameter(param, name, group)
+                try:
+                    self._distribution.check(param)
+                except NotImplementedError as error:
+                    raise NotImplementedError(f"Muon cannot update {named(param, name)}: {error}") from None
         except (ValueError, NotImplementedError):
             self.param_groups.pop()
             raise
+        self._make_state()
+
+    @torch.no_grad()
+    def _make_state(self) -> None:
+        """See that every trainable parameter has state: a checkpoint can only be loaded into what exists."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if not param.requires_grad:
+                    continue
+                state = self.state[param]
+                if "momentum_buffer" not in state:
+                    dtype = state_dtype(group["momentum_dtype"], param)
+                    state["momentum_buffer"] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+                key = history_key(group["error_feedback_level"])
+                if group["error_feedback"] and key not in state:
+                    dtype = state_dtype(group["error_feedback_dtype"], param)
+                    state[key] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+                    state[f"{key}_valid"] = torch.zeros((), dtype=torch.bool, device="cpu")
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -124,89 +214,140 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.requires_grad and "momentum_buffer" not in self.state[param]:
-                    # Also without a gradient: a checkpoint can only be loaded into state that exists.
-                    self.state[param]["momentum_buffer"] = torch.zeros_like(param, requires_grad=False)
-                if param.grad is not None:
-                    _update(param, self.state[param]["momentum_buffer"], group)
+        self._make_state()
+        params = [(param, group) for group in self.param_groups for param in group["params"]]
+        for param, _ in params:
+            if param.grad is not None and param.grad.layout != torch.strided:
+                raise RuntimeError(f"Muon needs dense gradients; that of {named(param, None)} is sparse")
+        # The step by which torch.distributed.checkpoint and torchtitan create state is no update.
+        may_be_void = all(float(group["lr"]) == 0 for group in self.param_groups)
+        agreement = agree([param for param, _ in params], ask_for_zero=may_be_void)
+        self.step_was_skipped = not agreement.finite
+        if not agreement.finite or agreement.zero:
+            return loss
+        moving = {
+            number: (param, group) for number, (param, group) in enumerate(params) if agreement.moving[number]
+        }
+        for number, (param, group) in enumerate(params):
+            if number not in moving:
+                self._clear_history(param, group)
+        self._distribution.run(moving, self._update_of, self._apply)
         return loss
 
+    def _update_of(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+        """What is to be orthogonalized: the local part of U. Moves the momentum."""
+        momentum = local_part(self.state[param]["momentum_buffer"])
+        grad = _local_gradient(param)
+        if group["error_feedback"] and group["error_feedback_level"] == "gradient":
+            history, valid = self._history(param, group)
+            corrected = grad.clone()
+            correct_gradients_([corrected], [grad], [history], [bool(valid)], group["error_feedback"])
+            history.copy_(grad)
+            valid.fill_(True)
+            grad = corrected
+        grad = grad.to(momentum.dtype)
+        momentum.lerp_(grad, 1 - group["momentum"])
+        return grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
 
-def _update(param: Tensor, momentum_buffer: Tensor, group: dict[str, Any]) -> None:
-    """One step of one parameter, in place on it and on its momentum."""
-    if param.grad is None or param.grad.is_sparse:
-        raise RuntimeError(f"Muon needs dense gradients; that of {named(param, None)} is sparse")
-    if not holds_whole_tensor(param.grad):
-        raise RuntimeError(
-            f"Muon needs the whole gradient on this rank, but has a part for {named(param, None)}"
-        )
-    weight = local_part(param)
-    momentum = local_part(momentum_buffer)
-    grad = local_part(param.grad).to(momentum.dtype)
+    def _apply(
+        self, param: Tensor, group: dict[str, Any], local: Box, pieces: Sequence[tuple[Box, Box, Tensor]]
+    ) -> None:
+        """Update this rank's part of a parameter.
 
-    momentum.lerp_(grad, 1 - group["momentum"])
-    update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-    update = orthogonalize(
-        update,
-        resolve_coefficients(group["ns_coefficients"], group["ns_steps"]),
-        eps=group["eps"],
-        compute_dtype=_COMPUTE_DTYPES[group["compute_dtype"]],
-    )
-    lr = float(group["lr"])
-    weight.mul_(1 - lr * group["weight_decay"])
-    weight.add_(update, alpha=-lr * _scale(weight.shape, group["adjust_lr"]))
+        Args:
+            local: the box of the parameter that lies on this rank.
+            pieces: boxes that make up that box, the box of the logical matrix that each belongs to, and
+                the orthogonalized update there.
+        """
+        weight = local_part(param)
+        lr, decay = float(group["lr"]), float(group["weight_decay"])
+        corrects = group["error_feedback"] and group["error_feedback_level"] == "update"
+        if corrects:
+            history, valid = self._history(param, group)
+            before = snapshot([weight], [torch.promote_types(weight.dtype, torch.float32)])
+        for box, matrix, update in pieces:
+            part = weight[relative(box, local)]
+            (rows, cols) = (stop - start for start, stop in matrix[-2:])
+            if group["cautious_weight_decay"]:
+                part.sub_(torch.where(part * update >= 0, part, 0), alpha=lr * decay)
+            else:
+                part.mul_(1 - lr * decay)
+            part.add_(update, alpha=-lr * scale(rows, cols, group))
+        if corrects:
+            correct_updates_([weight], before, [history], [bool(valid)], group["error_feedback"])
+            valid.fill_(True)
+
+    def _history(self, param: Tensor, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        key = history_key(group["error_feedback_level"])
+        return local_part(self.state[param][key]), self.state[param][f"{key}_valid"]
+
+    def _clear_history(self, param: Tensor, group: dict[str, Any]) -> None:
+        if history_key(group["error_feedback_level"]) in self.state.get(param, {}):
+            history, valid = self._history(param, group)
+            if valid:
+                history.zero_()
+                valid.fill_(False)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, from this class or from ``torch.optim.Muon``.
+
+        Buffers keep the dtype that this optimizer was given. A parameter without a history in ``state_dict``
+        starts its error feedback anew.
+
+        Raises:
+            ValueError: a buffer of another shape than its parameter's, or groups that do not match.
+        """
+        loaded: dict[str, Any] = {}
+
+        def take(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            loaded.update(given)
+            # Torch would cast the buffers to the dtype of the parameters, so it never gets to see them.
+            return {
+                **given,
+                "state": {},
+                "param_groups": adapted_groups(given["param_groups"], self.param_groups),
+            }
+
+        def give(optimizer: Optimizer) -> None:
+            self._distribution.forget()
+            self.state.update(own)
+            self._make_state()
+            self._load_buffers(loaded)
+
+        own = dict(self.state)
+        # The last before torch's own loading, and the first behind it.
+        hooks = [
+            self.register_load_state_dict_pre_hook(take),
+            self.register_load_state_dict_post_hook(give, prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @torch.no_grad()
+    def _load_buffers(self, loaded: dict[str, Any]) -> None:
+        for new, group in zip(loaded["param_groups"], self.param_groups, strict=True):
+            for index, param in zip(new["params"], group["params"], strict=True):
+                entries = loaded["state"].get(index, {})
+                state = self.state[param] if param.requires_grad else {}
+                for key, own in state.items():
+                    if key.endswith("_valid"):
+                        own.fill_(bool(entries.get(key, key.removesuffix("_valid") in entries)))
+                    elif key not in entries:
+                        local_part(own).zero_()
+                    elif entries[key].shape != own.shape:
+                        raise ValueError(
+                            f"the {key} of shape {list(entries[key].shape)} does not fit {named(param, None)}"
+                        )
+                    else:
+                        local_part(own).copy_(local_part(entries[key]))
 
 
-def _scale(shape: torch.Size, adjust_lr: str) -> float:
-    """Factor on the learning rate for a matrix, or a stack of matrices, of this shape."""
-    # The last two dimensions: the first one of a stack counts experts.
-    rows, cols = shape[-2:]
-    if adjust_lr == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, cols))
-    return math.sqrt(max(1, rows / cols))
-
-
-def _check_options(group: dict[str, Any]) -> None:
-    """Check a group's options, and put them into the form in which a checkpoint holds them."""
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"lr must have one element, but has shape {list(lr.shape)}")
-    for key in ("lr", "weight_decay"):
-        if not (float(group[key]) >= 0 and math.isfinite(group[key])):
-            raise ValueError(f"{key} must be a finite number, zero or more, not {group[key]!r}")
-    if not (group["eps"] > 0 and math.isfinite(group["eps"])):
-        raise ValueError(f"eps must be a finite number above zero, not {group['eps']!r}")
-    if not 0 <= group["momentum"] < 1:
-        raise ValueError(f"momentum must be at least 0 and below 1, not {group['momentum']!r}")
-    if group["adjust_lr"] is None:
-        group["adjust_lr"] = "original"
-    if group["adjust_lr"] not in ADJUST_LR_CHOICES:
-        choices = ", ".join(repr(choice) for choice in ADJUST_LR_CHOICES)
-        raise ValueError(f"unknown adjust_lr {group['adjust_lr']!r}: choose {choices}")
-    compute_dtype = str(group["compute_dtype"]).removeprefix("torch.")
-    if compute_dtype not in _COMPUTE_DTYPES:
-        choices = ", ".join(repr(choice) for choice in _COMPUTE_DTYPES)
-        raise ValueError(f"unknown compute_dtype {compute_dtype!r}: choose {choices}")
-    group["compute_dtype"] = compute_dtype
-    triples = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
-    if not isinstance(group["ns_coefficients"], str):
-        group["ns_coefficients"] = triples[0] if len(set(triples)) == 1 else triples
-
-
-def _check_parameter(param: Tensor, name: str | None) -> None:
-    if param.ndim not in (2, 3):
-        raise ValueError(
-            f"Muon updates matrices [rows, cols] and stacks of them [experts, rows, cols]; "
-            f"give {named(param, name)} to AdamW instead"
-        )
-    if not param.is_floating_point():
-        raise ValueError(
-            f"Muon updates real floating-point parameters, but {named(param, name)} is {param.dtype}"
-        )
-    if not holds_whole_tensor(param):
-        raise NotImplementedError(
-            f"Muon cannot yet update {named(param, name)}, of which this rank holds a shard only: "
-            f"use a data-parallel degree of 1, or give it to AdamW"
-        )
+def _local_gradient(param: Tensor) -> Tensor:
+    assert param.grad is not None
+    dtensor, grad = as_dtensor(param), as_dtensor(param.grad)
+    if dtensor is not None and grad is not None and grad.placements != dtensor.placements:
+        return local_part(grad.redistribute(dtensor.device_mesh, dtensor.placements))
+    return local_part(param.grad)

@@ -3,8 +3,6 @@
 `tests/pipelining/test_torch_internals.py` fails when one of these names is gone.
 """
 
-import hashlib
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, cast, overload
 
@@ -29,7 +27,6 @@ __all__ = [
     "identity_of",
     "initialize_stage",
     "is_fully_sharded",
-    "joint_group",
     "local_part",
     "own_output",
     "prepare_buffers",
@@ -37,8 +34,6 @@ __all__ = [
     "split_microbatches",
     "unsupported_wrapper",
 ]
-
-_joined: Counter[tuple[int, ...]] = Counter()
 
 
 def initialize_stage(
@@ -68,29 +63,6 @@ def initialize_stage(
 def group_of(stage: _PipelineStageBase) -> dist.ProcessGroup:
     """The process group over which the stages of a pipeline lie."""
     return stage.group if stage.group is not None else distributed_c10d._get_default_group()
-
-
-def joint_group(ranks: Iterable[int]) -> dist.ProcessGroup:
-    """A new process group, made by its members alone.
-
-    torch names such a group by the number of groups that the process has made before, and members that
-    have made different numbers wait for each other for ever. Here the number is that of groups of the very
-    same ranks, and torch's own count stays what it was: the ranks in the middle of a pipeline make more
-    groups than those at its ends, and all of them may yet make one together.
-    """
-    members = tuple(sorted(ranks))
-    _joined[members] += 1
-    name = hashlib.sha1(f"titan_async {members} {_joined[members]}".encode()).hexdigest()
-    torch_name, world = distributed_c10d._hash_ranks_to_str, distributed_c10d._world
-    count = world.group_count
-    distributed_c10d._hash_ranks_to_str = lambda ranks: name
-    try:
-        group = dist.new_group(list(members), use_local_synchronization=True)
-    finally:
-        distributed_c10d._hash_ranks_to_str = torch_name
-        world.group_count = count
-    assert isinstance(group, dist.ProcessGroup)
-    return group
 
 
 def split_microbatches(

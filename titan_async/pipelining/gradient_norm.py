@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor, Replicate
 
-from titan_async.pipelining._torch_internals import group_of, joint_group, local_part
+from titan_async._group_internals import joint_group
+from titan_async.pipelining._torch_internals import group_of, local_part
 
 __all__ = ["GradientNorm", "NormReducer", "clip_"]
 

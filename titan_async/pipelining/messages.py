@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from titan_async.pipelining._torch_internals import group_of, joint_group
+from titan_async._group_internals import joint_group
+from titan_async.pipelining._torch_internals import group_of
 from titan_async.pipelining.actions import Action
 
 __all__ = ["Messages", "most_pending"]

@@ -1,0 +1,38 @@
+"""Process groups that their members make alone, for the layers that talk to other ranks.
+
+Everything that touches how torch names process groups is here, so that a change in torch is found here.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+__all__ = ["joint_group"]
+
+_joined: Counter[tuple[int, ...]] = Counter()
+
+
+def joint_group(ranks: Iterable[int]) -> dist.ProcessGroup:
+    """A new process group, made by its members alone.
+
+    torch names such a group by the number of groups that the process has made before, and members that
+    have made different numbers wait for each other for ever. Here the number is that of groups of the very
+    same ranks, and torch's own count stays what it was: the ranks in the middle of a pipeline make more
+    groups than those at its ends, and all of them may yet make one together.
+    """
+    members = tuple(sorted(ranks))
+    _joined[members] += 1
+    name = hashlib.sha1(f"titan_async {members} {_joined[members]}".encode()).hexdigest()
+    torch_name, world = distributed_c10d._hash_ranks_to_str, distributed_c10d._world
+    count = world.group_count
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        group = dist.new_group(list(members), use_local_synchronization=True)
+    finally:
+        distributed_c10d._hash_ranks_to_str = torch_name
+        world.group_count = count
+    assert isinstance(group, dist.ProcessGroup)
+    return group

@@ -1,0 +1,115 @@
+"""The formulas of error feedback, on lists of local tensors.
+
+With D_b the displacement that an optimizer proposes from the gradient g_b of batch b, and strength s::
+
+    level "update":    D'_b = D_b + s (D_b - D_{b-1})
+    level "gradient":  g'_b = g_b + s (g_b - g_{b-1})
+
+See `titan_async.optim.error_feedback` for what they are for.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "LEVELS",
+    "checked_level",
+    "checked_strength",
+    "correct_gradients_",
+    "correct_updates_",
+    "history_key",
+    "snapshot",
+]
+
+LEVELS = ("update", "gradient")
+
+
+def history_key(level: str) -> str:
+    """The key of a parameter's history in the optimizer's state; with ``_valid`` behind, of its flag.
+
+    It names the level, because the history of one makes no sense at the other.
+    """
+    return f"error_feedback_{level}"
+
+
+def checked_strength(strength: float) -> float:
+    """``strength``, if it is one.
+
+    Raises:
+        ValueError: it is negative or not finite.
+    """
+    if not (math.isfinite(strength) and strength >= 0):
+        raise ValueError(
+            f"the strength of error feedback must be a finite number, zero or more, not {strength!r}; "
+            f"1 is the full correction, 0 none"
+        )
+    return float(strength)
+
+
+def checked_level(level: str) -> str:
+    """``level``, if it is one.
+
+    Raises:
+        ValueError: it is neither of `LEVELS`.
+    """
+    if level not in LEVELS:
+        choices = ", ".join(repr(choice) for choice in LEVELS)
+        raise ValueError(f"unknown level {level!r} of error feedback: choose {choices}")
+    return level
+
+
+def snapshot(weights: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """What `correct_updates_` needs from before the update: the weights, with the sign turned."""
+    # So that adding the new weights gives the displacement in a single pass.
+    return [torch.neg(weight.to(dtype)) for weight, dtype in zip(weights, dtypes, strict=True)]
+
+
+def correct_updates_(
+    weights: list[Tensor],
+    before: list[Tensor],
+    history: list[Tensor],
+    valid: Sequence[bool],
+    strength: float,
+) -> None:
+    """Correct an update that has been applied, and remember it.
+
+    Args:
+        weights: after the update; corrected in place where the history is valid.
+        before: their `snapshot`; used up.
+        history: the displacements of the last update; becomes those of this one, before correction.
+        valid: for each, whether there was a last update.
+        strength: s of the formulas.
+    """
+    torch._foreach_add_(before, weights)
+    displacement = before
+    chosen = [index for index, is_valid in enumerate(valid) if is_valid and strength != 0]
+    if chosen:
+        # A history of the displacement's dtype holds the difference itself: no third buffer.
+        change = [
+            history[i].sub_(displacement[i])
+            if history[i].dtype == displacement[i].dtype
+            else history[i] - displacement[i]
+            for i in chosen
+        ]
+        torch._foreach_add_([weights[i] for i in chosen], change, alpha=-strength)
+    torch._foreach_copy_(history, displacement)
+
+
+def correct_gradients_(
+    copies: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    history: list[Tensor],
+    valid: Sequence[bool],
+    strength: float,
+) -> None:
+    """Correct copies of gradients in place where the history, the last gradients, is valid.
+
+    Remembering the gradients is left to the caller, who may yet find that they are not to be used.
+    """
+    chosen = [index for index, is_valid in enumerate(valid) if is_valid and strength != 0]
+    if chosen:
+        change = torch._foreach_sub([gradients[i] for i in chosen], [history[i] for i in chosen])
+        torch._foreach_add_([copies[i] for i in chosen], change, alpha=strength)

@@ -1,0 +1,215 @@
+"""Muon's matrices over the ranks: which rank does what, on which process group, in which order.
+
+Parameters of one mesh and compute dtype are divided into buckets (see `work`), and the buckets run like a
+pipeline: while one is being orthogonalized, the parts of the next come in and the results of the last go
+out (see `exchange`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_async._group_internals import joint_group
+from titan_async.optim.coefficients import resolve_coefficients
+from titan_async.optim.exchange import Exchange
+from titan_async.optim.layout import Box, boxes
+from titan_async.optim.local_tensors import as_dtensor, local_part
+from titan_async.optim.muon_options import DTYPES, logical_matrices
+from titan_async.optim.orthogonalization import orthogonalization_cost, orthogonalize
+from titan_async.optim.work import Item, Task, divide
+
+__all__ = ["Distribution"]
+
+Moving: TypeAlias = Mapping[int, tuple[Tensor, dict[str, Any]]]
+"""Parameters to update, with their groups, by numbers that mean the same on all ranks."""
+
+
+@dataclass(frozen=True)
+class _Mesh:
+    """A mesh as numbers: the global ranks in it, the coordinates of each, and this rank's place among
+    them."""
+
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+    here: int
+
+    @property
+    def coordinates(self) -> list[tuple[int, ...]]:
+        return list(product(*map(range, self.shape)))
+
+
+class Distribution:
+    """Runs the orthogonalizations of an optimizer.
+
+    Args:
+        bucket_mb: megabytes of matrices in the compute dtype that travel together.
+    """
+
+    def __init__(self, bucket_mb: float) -> None:
+        self.bucket_mb = bucket_mb
+        self._plans: dict[Any, list[Exchange]] = {}
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def forget(self) -> None:
+        """Plan anew at the next step."""
+        self._plans.clear()
+
+    def check(self, param: Tensor) -> None:
+        """See that a parameter's placements can be worked with.
+
+        Raises:
+            NotImplementedError: they cannot.
+        """
+        mesh, held = _placed(param)
+        expected = tuple(stop - start for start, stop in held[mesh.here])
+        if tuple(local_part(param.detach()).shape) != expected and 0 not in expected:
+            raise NotImplementedError(
+                f"its shard here has shape {list(local_part(param.detach()).shape)}, where its placements "
+                f"make {list(expected)}"
+            )
+
+    def run(
+        self,
+        moving: Moving,
+        update_of: Callable[[Tensor, dict[str, Any]], Tensor],
+        apply: Callable[[Tensor, dict[str, Any], Box, Sequence[tuple[Box, Box, Tensor]]], None],
+    ) -> None:
+        """Orthogonalize the updates of parameters.
+
+        Args:
+            moving: the parameters; on all ranks that share any the same.
+            update_of: returns this rank's part of what is to be orthogonalized.
+            apply: takes the results for this rank's part: the box that it is, and for each piece of it the
+                box, that
+                of the logical matrix, and the values.
+        """
+
+        def gather(exchange: Exchange) -> None:
+            exchange.gather({number: update_of(*moving[number]) for number in exchange.items})
+
+        def compute(task: Task, matrix: Tensor) -> Tensor:
+            group = moving[task.item][1]
+            return orthogonalize(
+                matrix,
+                resolve_coefficients(group["ns_coefficients"], group["ns_steps"]),
+                eps=group["eps"],
+                compute_dtype=DTYPES[group["compute_dtype"]],
+                form=group["ns_form"],
+            )
+
+        def finish(exchange: Exchange) -> None:
+            for number, (local, pieces) in exchange.results().items():
+                apply(*moving[number], local, pieces)
+
+        plan = self._plan(moving)
+        last: Exchange | None = None
+        for number, exchange in enumerate(plan):
+            if number == 0:
+                gather(exchange)
+            if number + 1 < len(plan):
+                gather(plan[number + 1])
+            exchange.orthogonalize(compute)
+            if last is not None:
+                finish(last)
+            last = exchange
+        if last is not None:
+            finish(last)
+
+    def _plan(self, moving: Moving) -> list[Exchange]:
+        key = tuple(
+            (number, group["compute_dtype"], group["ns_form"], group["ns_steps"])
+            for number, (_, group) in moving.items()
+        )
+        if key not in self._plans:
+            # A plan is small, but gradients that come and go in ever new combinations must not pile them up.
+            if len(self._plans) >= 16:
+                self._plans.clear()
+            self._plans[key] = self._new_plan(moving)
+        return self._plans[key]
+
+    def _new_plan(self, moving: Moving) -> list[Exchange]:
+        together: dict[Any, list[int]] = {}
+        placed = {number: _placed(param) for number, (param, _) in moving.items()}
+        for number, (param, group) in moving.items():
+            mesh, _ = placed[number]
+            together.setdefault((mesh, group["compute_dtype"], param.device), []).append(number)
+        # Meshes of the same ranks share the work; what others do is not known to all of a mesh.
+        loads: dict[tuple[int, ...], dict[int, float]] = {}
+        exchanges = []
+        for (mesh, dtype_name, device), numbers in together.items():
+            dtype = DTYPES[dtype_name]
+            of_ranks = loads.setdefault(tuple(sorted(mesh.ranks)), dict.fromkeys(mesh.ranks, 0.0))
+            in_order = [of_ranks[rank] for rank in mesh.ranks]
+            items = [_item(number, moving[number], placed[number][1]) for number in numbers]
+            size = int(self.bucket_mb * 2**20 / dtype.itemsize)
+            buckets = divide(items, mesh.coordinates, in_order, size)
+            of_ranks.update(zip(mesh.ranks, in_order, strict=True))
+            tasks = [task for bucket in buckets for task in bucket.tasks]
+            peers, network = self._group(mesh, tasks, moving[numbers[0]][0])
+            for bucket in buckets:
+                held = {number: placed[number][1][mesh.here] for number in bucket.items}
+                exchanges.append(Exchange(bucket, mesh.here, held, peers, network, dtype, device))
+        # What needs no network fills the time in which the last results travel.
+        return sorted(exchanges, key=lambda exchange: not exchange.communicates)
+
+    def _group(
+        self, mesh: _Mesh, tasks: Sequence[Task], param: Tensor
+    ) -> tuple[dict[int, int], dist.ProcessGroup | None]:
+        """The ranks in a group of its members, by their numbers in the mesh, and the group.
+
+        The group is that over which this rank's parts travel, or None if none do.
+        """
+        coordinates = mesh.coordinates
+        crossed = {
+            dim
+            for task in tasks
+            for part in task.targets
+            for dim in range(len(mesh.shape))
+            if coordinates[part.rank][dim] != coordinates[task.owner][dim]
+        }
+        if not crossed:
+            return dict.fromkeys(range(len(mesh.ranks)), 0), None
+        own = coordinates[mesh.here]
+        members = {
+            rank: mesh.ranks[rank]
+            for rank, other in enumerate(coordinates)
+            if all(dim in crossed or other[dim] == own[dim] for dim in range(len(mesh.shape)))
+        }
+        if len(crossed) == 1:
+            group = as_dtensor(param).device_mesh.get_group(crossed.pop())
+        else:
+            key = tuple(sorted(members.values()))
+            if key not in self._groups:
+                self._groups[key] = joint_group(key)
+            group = self._groups[key]
+        return {rank: dist.get_group_rank(group, member) for rank, member in members.items()}, group
+
+
+def _placed(param: Tensor) -> tuple[_Mesh, list[Box]]:
+    """The mesh of a parameter, and the box of it on each rank; a plain tensor is alone on a mesh of one."""
+    dtensor = as_dtensor(param)
+    if dtensor is None:
+        return _Mesh((0,), (1,), 0), [tuple((0, size) for size in param.shape)]
+    mesh = dtensor.device_mesh
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    shape = tuple(mesh.mesh.shape)
+    return _Mesh(ranks, shape, ranks.index(dist.get_rank())), boxes(param.shape, dtensor.placements, shape)
+
+
+def _item(number: int, moving: tuple[Tensor, dict[str, Any]], held: list[Box]) -> Item:
+    param, group = moving
+
+    def cost(rows: int, cols: int) -> float:
+        return orthogonalization_cost(
+            rows,
+            cols,
+            group["ns_steps"],
+            compute_dtype=DTYPES[group["compute_dtype"]],
+            form=group["ns_form"],
+        )
+
+    return Item(number, tuple(param.shape), held, logical_matrices(param.shape, group), cost)

@@ -1,0 +1,167 @@
+"""The options of Muon: their defaults, checks, and the form in which a checkpoint holds them."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_async.optim.coefficients import resolve_coefficients
+from titan_async.optim.correction import checked_level, checked_strength
+from titan_async.optim.layout import Box
+from titan_async.optim.local_tensors import at_least_float32, named
+from titan_async.optim.orthogonalization import FORMS
+
+__all__ = [
+    "ADJUST_LR_CHOICES",
+    "DTYPES",
+    "adapted_groups",
+    "check_options",
+    "check_parameter",
+    "logical_matrices",
+    "scale",
+    "state_dtype",
+]
+
+ADJUST_LR_CHOICES = ("original", "match_rms_adamw", "spectral")
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+"""By the names under which they stand in a checkpoint."""
+
+_OF_THIS_RUN = (
+    "momentum_dtype",
+    "error_feedback_dtype",
+    "error_feedback_level",
+    "split_sizes",
+    "split_dim",
+    "input_dim",
+)
+"""Options that a loaded checkpoint does not change: they describe buffers and weights that exist."""
+
+
+def check_options(group: dict[str, Any]) -> None:
+    """Check a group's options, and put them into the form in which a checkpoint holds them.
+
+    Raises:
+        ValueError: one is out of its range.
+    """
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr must have one element, but has shape {list(lr.shape)}")
+    for key in ("lr", "weight_decay"):
+        if not (float(group[key]) >= 0 and math.isfinite(group[key])):
+            raise ValueError(f"{key} must be a finite number, zero or more, not {group[key]!r}")
+    if not (group["eps"] > 0 and math.isfinite(group["eps"])):
+        raise ValueError(f"eps must be a finite number above zero, not {group['eps']!r}")
+    if not 0 <= group["momentum"] < 1:
+        raise ValueError(f"momentum must be at least 0 and below 1, not {group['momentum']!r}")
+    if group["adjust_lr"] is None:
+        group["adjust_lr"] = "original"
+    for key, choices in (("adjust_lr", ADJUST_LR_CHOICES), ("ns_form", FORMS)):
+        if group[key] not in choices:
+            raise ValueError(f"unknown {key} {group[key]!r}: choose {', '.join(map(repr, choices))}")
+    for key, others in (
+        ("compute_dtype", ()),
+        ("momentum_dtype", ("auto",)),
+        ("error_feedback_dtype", ("auto",)),
+    ):
+        given = "auto" if group[key] is None else str(group[key]).removeprefix("torch.")
+        if given not in (*DTYPES, *others):
+            names = ", ".join(map(repr, (*DTYPES, *others)))
+            raise ValueError(f"unknown {key} {given!r}: choose {names}")
+        group[key] = given
+    triples = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
+    if not isinstance(group["ns_coefficients"], str):
+        group["ns_coefficients"] = triples[0] if len(set(triples)) == 1 else triples
+    group["error_feedback"] = checked_strength(group["error_feedback"])
+    checked_level(group["error_feedback_level"])
+    _check_split(group)
+
+
+def _check_split(group: dict[str, Any]) -> None:
+    sizes = group["split_sizes"]
+    sizes = () if sizes is None else tuple(sizes)
+    if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+        raise ValueError(f"split_sizes must be whole numbers above zero, not {sizes!r}")
+    group["split_sizes"] = sizes
+    for key in ("split_dim", "input_dim"):
+        if group[key] not in (-2, -1):
+            raise ValueError(
+                f"{key} must be -2 (the rows of a matrix) or -1 (its columns), not {group[key]!r}"
+            )
+
+
+def check_parameter(param: Tensor, name: str | None, group: dict[str, Any]) -> None:
+    """Check that Muon can update a parameter.
+
+    Raises:
+        ValueError: it is no real, dense matrix or stack of matrices, or has other sizes than the group's
+            ``split_sizes`` add up to.
+    """
+    if param.layout != torch.strided:
+        raise ValueError(f"Muon updates dense parameters, but {named(param, name)} is {param.layout}")
+    if param.ndim not in (2, 3):
+        raise ValueError(
+            f"Muon updates matrices [rows, cols] and stacks of them [experts, rows, cols]; "
+            f"give {named(param, name)} to AdamW instead"
+        )
+    if not param.is_floating_point():
+        raise ValueError(
+            f"Muon updates real floating-point parameters, but {named(param, name)} is {param.dtype}"
+        )
+    sizes, dim = group["split_sizes"], group["split_dim"]
+    if sizes and sum(sizes) != param.shape[dim]:
+        raise ValueError(
+            f"split_sizes {list(sizes)} add up to {sum(sizes)}, but dimension {dim} of {named(param, name)} "
+            f"has size {param.shape[dim]}"
+        )
+
+
+def logical_matrices(shape: Sequence[int], group: dict[str, Any]) -> tuple[Box, ...]:
+    """The boxes of a parameter's logical matrices within its last two dimensions."""
+    rows, cols = shape[-2:]
+    if not group["split_sizes"]:
+        return (((0, rows), (0, cols)),)
+    found: list[Box] = []
+    start = 0
+    for size in group["split_sizes"]:
+        part = (start, start + size)
+        found.append((part, (0, cols)) if group["split_dim"] == -2 else ((0, rows), part))
+        start += size
+    return tuple(found)
+
+
+def scale(rows: int, cols: int, group: dict[str, Any]) -> float:
+    """The factor on the learning rate for a matrix of this shape."""
+    if group["adjust_lr"] == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, cols))
+    outputs, inputs = (rows, cols) if group["input_dim"] == -1 else (cols, rows)
+    ratio = outputs / inputs
+    return math.sqrt(ratio if group["adjust_lr"] == "spectral" else max(1.0, ratio))
+
+
+def state_dtype(declared: str, param: Tensor) -> torch.dtype:
+    """The dtype of a buffer of a parameter."""
+    return at_least_float32(param.dtype) if declared == "auto" else DTYPES[declared]
+
+
+def adapted_groups(loaded: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of a state dict with all options that Muon knows, those of ``torch.optim.Muon`` translated."""
+    if len(loaded) != len(groups):
+        return loaded  # torch has a sentence for it
+    adapted = []
+    for new, own in zip(loaded, groups, strict=True):
+        options = {key: value for key, value in own.items() if key not in ("params", "param_names")}
+        kept = {key: options[key] for key in _OF_THIS_RUN}
+        group = {**options, **new, **kept}
+        if "adjust_lr_fn" in group:
+            group["adjust_lr"] = group.pop("adjust_lr_fn")
+        check_options(group)
+        adapted.append(group)
+    return adapted
