@@ -1,0 +1,213 @@
+"""Runs in the processes of the benchmark: builds the competitors on the same tensors, and measures them.
+
+All of them update the very same parameters, which are put back with their gradients before each step, so
+that every competitor has the same numbers under the same addresses; its momentum is its own.
+"""
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _muon_accuracy import Exact, relative_error
+from _muon_competitors import COMPETITORS, LR, Competitor
+from _muon_traffic import TrafficCounter, is_wrapper
+from _muon_workloads import Case, Matrix, make_matrix, parameter, place
+from _storages import StorageTracker
+from torch import Tensor, nn
+from torch.distributed.tensor import DeviceMesh, DTensor, Shard
+from torch.optim import Optimizer
+
+__all__ = ["Profile", "clear", "prepare", "profile", "timed_step"]
+
+
+@dataclass
+class Profile:
+    """What a competitor does in a step, on one rank; times are measured apart."""
+
+    refusal: str | None = None
+    """Why it does not run, if so."""
+    sent: int = 0
+    """Bytes, see _muon_traffic.py."""
+    collectives: dict[str, int] = field(default_factory=dict)
+    extra: int = 0
+    """The most bytes of tensors that a step holds beyond what it finds."""
+    kept: int = 0
+    """Bytes that it keeps from step to step: its state, and its buffers."""
+    errors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """On rank 0, by shape: relative errors of the first update against the exact polar factor, and against
+    the same iterations in float64."""
+
+
+class _LocalTracker(StorageTracker):
+    """Counts what DTensors consist of, and not the DTensors."""
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        return NotImplemented if is_wrapper(types) else super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass
+class _Bench:
+    """The tensors of a case in this process."""
+
+    matrices: list[Matrix]
+    params: list[nn.Parameter]
+    as_dtensors: list[nn.Parameter]
+    """The same, and no others unless ``params`` are plain tensors; then these share their memory."""
+    grads: dict[nn.Parameter, Tensor]
+    start: list[tuple[Tensor, Tensor]]
+    """Initial weights and gradients of ``params`` on this rank."""
+    optimizers: dict[str, Optimizer] = field(default_factory=dict)
+
+    def named(self, competitor: Competitor) -> list[tuple[str, nn.Parameter]]:
+        params = self.as_dtensors if competitor.only_dtensors else self.params
+        return [(matrix.name, param) for matrix, param in zip(self.matrices, params, strict=True)]
+
+    def tensors(self) -> list[Tensor]:
+        found = [tensor for pair in self.start for tensor in pair]
+        for param in self.params:
+            found += [_local(param.data), _local(self.grads[param])]
+        return found
+
+    @torch.no_grad()
+    def restore(self, at_zero: bool = False) -> None:
+        """Put weights, or zeros, and gradients back: some implementations write into gradients."""
+        for param, (weight, grad) in zip(self.params, self.start, strict=True):
+            _local(param.data).copy_(torch.zeros(()) if at_zero else weight)
+            _local(self.grads[param]).copy_(grad)
+        for param, grad in self.grads.items():
+            param.grad = grad
+
+
+_kept: list[_Bench] = []
+"""In a worker: the case that is being measured."""
+
+
+def prepare(rank: int, group: dist.ProcessGroup, case: Case, matrices: list[Matrix], compiled: bool) -> None:
+    """Make the tensors of a case."""
+    clear(rank, group)
+    torch.compiler.set_stance("default" if compiled else "force_eager")
+    params, as_dtensors, grads = [], [], {}
+    places = place(case, group, matrices)
+    alone = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp_shard",))
+    for index, (matrix, (mesh, placements)) in enumerate(zip(matrices, places, strict=True)):
+        weight, gradient = make_matrix(matrix, index, 0.02), _gradient(matrix, index)
+        if case.layout == "whole":
+            param, grad = nn.Parameter(weight), gradient
+            twin = nn.Parameter(DTensor.from_local(weight, alone, [Shard(0)], run_check=False))
+            grads[twin] = DTensor.from_local(grad, alone, [Shard(0)], run_check=False)
+        else:
+            param = twin = parameter(weight, mesh, placements)
+            grad = parameter(gradient, mesh, placements).data
+        grads[param] = grad
+        params.append(param)
+        as_dtensors.append(twin)
+    start = [(_local(param.data).clone(), _local(grads[param]).clone()) for param in params]
+    _kept.append(_Bench(matrices, params, as_dtensors, grads, start))
+
+
+def _gradient(matrix: Matrix, index: int) -> Tensor:
+    return make_matrix(matrix, 10_000 + index, 1e-3)
+
+
+def profile(rank: int, group: dist.ProcessGroup, name: str) -> Profile:
+    """Build a competitor, and take its first two steps under observation."""
+    (bench,) = _kept
+    competitor = next(c for c in COMPETITORS if c.name == name)
+    try:
+        return _profile(rank, group, bench, competitor)
+    except Exception as error:  # whatever it raises is its answer
+        bench.optimizers.pop(name, None)
+        first = (str(error).strip() or "no reason given").splitlines()[0]
+        return Profile(refusal=f"{type(error).__name__}: {first}")
+
+
+def _profile(rank: int, group: dist.ProcessGroup, bench: _Bench, competitor: Competitor) -> Profile:
+    addresses = [_local(param.data).data_ptr() for param in bench.params]
+    bench.restore(at_zero=True)
+    tracker = _LocalTracker()
+    tracker.exclude(*bench.tensors())
+    with tracker:
+        optimizer = bench.optimizers[competitor.name] = competitor.build(bench.named(competitor))
+        optimizer.step()
+    gc.collect()  # what no one can reach any more is not kept
+    kept = tracker.live
+    errors = _errors(rank, bench, competitor)
+    bench.restore()
+    dist.barrier(group)
+    traffic = TrafficCounter()
+    with tracker:
+        tracker.reset_peak()
+        before = tracker.live
+        with traffic:
+            optimizer.step()
+        extra = tracker.peak - before
+    # The others are measured on the same memory.
+    assert addresses == [_local(param.data).data_ptr() for param in bench.params]
+    return Profile(None, traffic.sent, dict(traffic.calls), extra, kept, errors)
+
+
+def _errors(rank: int, bench: _Bench, competitor: Competitor) -> dict[str, tuple[float, float]]:
+    """Of one matrix of each shape, and of the first and the last of a stack."""
+    found: dict[str, tuple[float, float]] = {}
+    for index, (matrix, param) in enumerate(zip(bench.matrices, bench.params, strict=True)):
+        label = " x ".join(map(str, matrix.shape))
+        if label in found:
+            continue
+        found[label] = (0.0, 0.0)
+        data = param.data
+        update = data.full_tensor() if isinstance(data, DTensor) else data
+        if rank:
+            continue
+        # From weights of zero the step leads to the update alone, without weight decay.
+        rows, cols = matrix.shape[-2:]
+        update = update / (-LR * (max(1.0, rows / cols) ** 0.5 if competitor.scaled else 1.0))
+        for expert in [0, matrix.shape[0] - 1] if matrix.is_stack else [None]:
+            exact = _exact(matrix, index, expert)
+            measured = update if expert is None else update[expert]
+            errors = (
+                relative_error(measured, exact.polar),
+                relative_error(measured, exact.iterated(competitor.triples)),
+            )
+            found[label] = max(found[label][0], errors[0]), max(found[label][1], errors[1])
+    return found
+
+
+_references: dict[tuple[tuple[int, ...], int, int | None], Exact] = {}
+
+
+def _exact(matrix: Matrix, index: int, expert: int | None) -> Exact:
+    key = matrix.shape, index, expert
+    if key not in _references:
+        gradient = _gradient(matrix, index)
+        _references[key] = Exact(gradient if expert is None else gradient[expert])
+    return _references[key]
+
+
+def timed_step(rank: int, group: dist.ProcessGroup, name: str) -> float:
+    """Seconds of a step on this rank, from when all ranks are ready."""
+    (bench,) = _kept
+    bench.restore()
+    step = bench.optimizers[name].step
+    dist.barrier(group)
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def clear(rank: int, group: dist.ProcessGroup) -> None:
+    """Forget the case."""
+    for bench in _kept:
+        bench.optimizers.clear()
+        for param in bench.grads:
+            param.grad = None
+    _kept.clear()
