@@ -35,50 +35,53 @@ def boxes(shape: Sequence[int], placements: Sequence[Any], mesh_shape: Sequence[
         if placement.is_partial() or getattr(placement, "dim", None) is None:
             raise NotImplementedError(f"its placement {placement} is neither sharded nor replicated")
         splits[placement.dim].append((mesh_dim, getattr(placement, "split_factor", 1)))
-
-    found = []
-    for coordinate in product(*map(range, mesh_shape)):
-        box = []
-        for size, of_dimension in zip(shape, splits, strict=True):
-            steps = tuple(
-                (mesh_shape[mesh_dim], coordinate[mesh_dim], factor) for mesh_dim, factor in of_dimension
+    orders = []
+    for of_dimension in splits:
+        order = _order(of_dimension, mesh_shape)
+        if order is None:
+            raise NotImplementedError(
+                f"its placements {tuple(placements)} scatter the indices of a rank along a dimension"
             )
-            interval = _interval(size, steps)
-            if interval is None:
-                raise NotImplementedError(
-                    f"its placements {tuple(placements)} scatter the indices of a rank along a dimension"
-                )
-            box.append(interval)
-        found.append(tuple(box))
-    return found
+        orders.append(order)
+    return [
+        tuple(
+            _interval(size, tuple((mesh_shape[dim], coordinate[dim]) for dim in order))
+            for size, order in zip(shape, orders, strict=True)
+        )
+        for coordinate in product(*map(range, mesh_shape))
+    ]
+
+
+def _order(splits: Sequence[tuple[int, int]], mesh_shape: Sequence[int]) -> list[int] | None:
+    """The dimensions of the mesh in the order in which they split a dimension of the tensor.
+
+    A strided shard is made after those to its right whose sizes multiply to its factor. None if no sizes
+    do: then its indices are no interval.
+
+    Args:
+        splits: (dimension of the mesh, factor of a strided shard or 1), from left to right.
+    """
+    order: list[int] = []
+    for mesh_dim, factor in reversed(splits):
+        before, position = 1, 0
+        while before < factor and position < len(order):
+            before *= mesh_shape[order[position]]
+            position += 1
+        if before != factor:
+            return None
+        order.insert(position, mesh_dim)
+    return order
 
 
 @functools.lru_cache(maxsize=4096)
-def _interval(size: int, steps: tuple[tuple[int, int, int], ...]) -> tuple[int, int] | None:
-    """The indices of one rank along one dimension, after each of ``steps`` = (parts, part, factor).
-
-    None if they are not contiguous.
-    """
-    # As long as it is contiguous, a range does; strided shards make it a list in between.
-    indices: Sequence[int] = range(size)
-    for parts, part, factor in steps:
-        if factor == 1:
-            indices = _chunk(indices, parts, part)
-        else:
-            # As if the dimension had been split by `factor` before, and each piece then by `parts`.
-            pieces = [_chunk(indices, factor, piece) for piece in range(factor)]
-            indices = [index for piece in pieces for index in _chunk(piece, parts, part)]
-    if not indices:
-        return (0, 0)
-    if indices[-1] - indices[0] + 1 != len(indices):
-        return None
-    return (indices[0], indices[-1] + 1)
-
-
-def _chunk(indices: Sequence[int], parts: int, part: int) -> Sequence[int]:
-    """What `torch.chunk` gives as number ``part`` of ``parts``; nothing where it gives fewer."""
-    size = -(-len(indices) // parts)
-    return indices[part * size : (part + 1) * size]
+def _interval(size: int, steps: tuple[tuple[int, int], ...]) -> tuple[int, int]:
+    """The indices of one rank along one dimension, after each of ``steps`` = (parts, part)."""
+    start, stop = 0, size
+    for parts, part in steps:
+        # What `torch.chunk` gives as number `part` of `parts`; nothing where it gives fewer.
+        each = -(-(stop - start) // parts)
+        start, stop = min(start + part * each, stop), min(start + (part + 1) * each, stop)
+    return (start, stop) if start < stop else (0, 0)
 
 
 def is_empty(box: Box) -> bool:
