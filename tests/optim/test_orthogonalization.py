@@ -83,7 +83,7 @@ def test_singular_values_lie_near_one_at_every_scale(coefficients, dtype, scale,
     assert singular.max() < 1.3
 
 
-@pytest.mark.parametrize("scale", [2.0**-120, 2.0**-40, 2.0**67, 2.0**120])
+@pytest.mark.parametrize("scale", [2.0**-110, 2.0**-40, 2.0**67, 2.0**120])
 def test_scale_changes_no_bit(scale):
     torch.manual_seed(5)
     matrix = torch.randn(12, 20)

@@ -19,7 +19,7 @@ from titan_async.optim.exchange import Exchange
 from titan_async.optim.layout import Box, boxes
 from titan_async.optim.local_tensors import as_dtensor, local_part
 from titan_async.optim.muon_options import DTYPES, logical_matrices
-from titan_async.optim.orthogonalization import orthogonalization_cost, orthogonalize
+from titan_async.optim.orthogonalization import orthogonalization_cost, orthogonalize_all
 from titan_async.optim.work import Item, Task, divide
 
 __all__ = ["Distribution"]
@@ -91,15 +91,24 @@ class Distribution:
         def gather(exchange: Exchange) -> None:
             exchange.gather({number: update_of(*moving[number]) for number in exchange.items})
 
-        def compute(task: Task, matrix: Tensor) -> Tensor:
-            group = moving[task.item][1]
-            return orthogonalize(
-                matrix,
-                resolve_coefficients(group["ns_coefficients"], group["ns_steps"]),
-                eps=group["eps"],
-                compute_dtype=DTYPES[group["compute_dtype"]],
-                form=group["ns_form"],
-            )
+        def compute(work: list[tuple[Task, Tensor]]) -> list[Tensor]:
+            results: list[Tensor | None] = [None] * len(work)
+            alike: dict[Any, list[int]] = {}
+            for index, (task, matrix) in enumerate(work):
+                group = moving[task.item][1]
+                alike.setdefault((id(group), matrix.shape[-2:], matrix.dtype), []).append(index)
+            for indices in alike.values():
+                group = moving[work[indices[0]][0].item][1]
+                done = orthogonalize_all(
+                    [work[index][1] for index in indices],
+                    resolve_coefficients(group["ns_coefficients"], group["ns_steps"]),
+                    eps=group["eps"],
+                    compute_dtype=DTYPES[group["compute_dtype"]],
+                    form=group["ns_form"],
+                )
+                for index, result in zip(indices, done, strict=True):
+                    results[index] = result
+            return [result for result in results if result is not None]
 
         def finish(exchange: Exchange) -> None:
             for number, (local, pieces) in exchange.results().items():
@@ -203,13 +212,9 @@ def _placed(param: Tensor) -> tuple[_Mesh, list[Box]]:
 def _item(number: int, moving: tuple[Tensor, dict[str, Any]], held: list[Box]) -> Item:
     param, group = moving
 
+    coefficients = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
+
     def cost(rows: int, cols: int) -> float:
-        return orthogonalization_cost(
-            rows,
-            cols,
-            group["ns_steps"],
-            compute_dtype=DTYPES[group["compute_dtype"]],
-            form=group["ns_form"],
-        )
+        return orthogonalization_cost(rows, cols, coefficients, group["ns_form"])
 
     return Item(number, tuple(param.shape), held, logical_matrices(param.shape, group), cost)

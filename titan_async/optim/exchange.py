@@ -115,12 +115,12 @@ class Exchange:
             [(peer, _count(part.box) + self._header) for peer, _, part in self._from_source],
         )
 
-    def orthogonalize(self, function: Callable[[Task, Tensor], Tensor]) -> None:
-        """Wait for the parts, apply ``function`` to each task of this rank, and start sending the results.
+    def orthogonalize(self, function: Callable[[list[tuple[Task, Tensor]]], list[Tensor]]) -> None:
+        """Wait for the parts, apply ``function`` to the tasks of this rank, and start sending the results.
 
         Args:
-            function: of a task and its matrix ``[rows, cols]`` or matrices ``[experts, rows, cols]``, not to
-                be written to; returns as many in the dtype of the exchange.
+            function: of tasks, each with its matrix ``[rows, cols]`` or matrices ``[experts, rows, cols]``,
+                which are not to be written to; returns as many in the dtype of the exchange.
         """
         received = _split(
             self._gathering.wait(), [_count(r.part.box) + self._header for r in self._from_source]
@@ -128,10 +128,8 @@ class Exchange:
         came: dict[int, list[tuple[Box, Tensor]]] = {number: [] for number in self._owned}
         for route, piece in zip(self._from_source, received, strict=True):
             came[route.task].append((route.part.box, piece))
-        self._results = {
-            number: function(self._tasks[number], self._assembled(number, came.pop(number)))
-            for number in self._owned
-        }
+        work = [(self._tasks[number], self._assembled(number, came.pop(number))) for number in self._owned]
+        self._results = dict(zip(self._owned, function(work), strict=True))
         del self._updates, self._gathering
         self._scattering = self._start(
             [(peer, self._of_result(number, part)) for peer, number, part in self._to_target],

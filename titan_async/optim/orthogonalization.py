@@ -12,7 +12,7 @@ which applies p(x) = a x + b x^3 + c x^5 to its singular values. There are two w
   anew.
 """
 
-import math
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -22,22 +22,21 @@ from titan_async.optim.coefficients import Triple
 from titan_async.optim.local_tensors import at_least_float32
 from titan_async.optim.symmetric import symmetric_addmm, symmetric_mm, symmetric_share
 
-__all__ = ["FORMS", "orthogonalization_cost", "orthogonalize"]
+__all__ = ["FORMS", "orthogonalization_cost", "orthogonalize", "orthogonalize_all", "stretches"]
 
 FORMS = ("auto", "standard", "gram")
 
-# Iterations of the Gram form from one restart to the next. With these its error was nowhere above that of
-# the standard form by more than the factor 5, and at half precision mostly below it, on spectra from
-# flat to rank one; with one more it grows a hundredfold on some.
-_ITERATIONS_BETWEEN_RESTARTS = {
-    torch.bfloat16: 2,
-    torch.float16: 2,
-    torch.float32: 3,
-    torch.float64: 5,
-}
+# When the Gram form is restarted; see `stretches`. Rounding displaces an eigenvalue of R by about half a unit
+# in the last place, 2^-9 in bfloat16, and by less before the first iteration, when few matrices have a
+# singular value near 1. On spectra from flat to rank one the error then is at most five times that of the
+# standard form and for most of them below it; with the first stretch longer by one it is up to a
+# hundred times as large.
+_DISPLACEMENT = 2.0**-9
+_DISPLACEMENT_AT_FIRST = _DISPLACEMENT / 8
+_LARGEST_ERROR = 0.1
 
 # On the CPU a stack of matrices smaller than this is faster in one batched product than in a loop.
-_SMALLEST_FOR_LOOP = 256
+_SMALLEST_FOR_LOOP = 384
 
 
 def orthogonalize(
@@ -50,8 +49,8 @@ def orthogonalize(
 ) -> Tensor:
     """Replace the singular values of a matrix, or of each matrix of a stack, by values near 1.
 
-    The result does not depend on the scale of the input, from the smallest normal number to the largest
-    finite one; a zero matrix gives zeros, and a matrix with an infinite or undefined entry gives NaN.
+    The result does not depend on the scale of the input, from a million times the smallest normal number
+    to the largest finite one; a zero matrix gives zeros, and a matrix with an infinite or undefined entry gives NaN.
 
     Args:
         matrices: a plain tensor ``[rows, cols]`` or ``[experts, rows, cols]`` of any floating dtype;
@@ -69,17 +68,13 @@ def orthogonalize(
     """
     if matrices.numel() == 0:
         return matrices.to(compute_dtype)
-    if (
-        matrices.ndim == 3
-        and matrices.device.type == "cpu"
-        and (len(matrices) == 1 or min(matrices.shape[-2:]) >= _SMALLEST_FOR_LOOP)
-    ):
+    if matrices.ndim == 3 and (len(matrices) == 1 or not _batched_is_faster(matrices)):
         out = torch.empty_like(matrices, dtype=compute_dtype)
         for each, matrix in zip(out, matrices, strict=True):
             each.copy_(orthogonalize(matrix, coefficients, eps=eps, compute_dtype=compute_dtype, form=form))
         return out
 
-    x = _scaled_to_one(matrices).to(compute_dtype)
+    x = _scaled_to_one(matrices, compute_dtype)
     # The Gram matrix of the shorter side is the smaller one.
     tall = x.shape[-2] > x.shape[-1]
     if tall:
@@ -90,31 +85,82 @@ def orthogonalize(
 
     if form == "auto":
         rows, cols = x.shape[-2:]
-        costs = _costs(rows, cols, len(coefficients), compute_dtype, symmetric_share(x))
+        costs = _costs(rows, cols, tuple(coefficients), symmetric_share(x))
         form = min(costs, key=lambda name: costs[name])
         x = _gram_form(x, coefficients) if form == "gram" else _standard_form(x, coefficients)
     else:
         x = _gram_form(x, coefficients) if form == "gram" else _plain_standard_form(x, coefficients)
-    return x.mT if tall else x
+    # As it lies in memory from here on: reading columns would take the caller longer than this copy.
+    return x.mT.contiguous() if tall else x
 
 
-def orthogonalization_cost(
-    rows: int, cols: int, iterations: int, *, compute_dtype: torch.dtype, form: str
-) -> float:
+def orthogonalize_all(
+    matrices: Sequence[Tensor],
+    coefficients: Sequence[Triple],
+    *,
+    eps: float = 1e-7,
+    compute_dtype: torch.dtype = torch.bfloat16,
+    form: str = "auto",
+) -> list[Tensor]:
+    """`orthogonalize` for several matrices ``[rows, cols]`` and stacks of them of one size and dtype.
+
+    Where it is faster, they go through the iterations as one stack.
+    """
+
+    def apply(stack: Tensor) -> Tensor:
+        return orthogonalize(stack, coefficients, eps=eps, compute_dtype=compute_dtype, form=form)
+
+    if len(matrices) == 1 or not _batched_is_faster(matrices[0]):
+        return [apply(matrix) for matrix in matrices]
+    stack = torch.cat([matrix if matrix.ndim == 3 else matrix.unsqueeze(0) for matrix in matrices])
+    parts = apply(stack).split([len(matrix) if matrix.ndim == 3 else 1 for matrix in matrices])
+    return [part.view(matrix.shape) for part, matrix in zip(parts, matrices, strict=True)]
+
+
+def _batched_is_faster(matrix: Tensor) -> bool:
+    return matrix.device.type != "cpu" or min(matrix.shape[-2:]) < _SMALLEST_FOR_LOOP
+
+
+def orthogonalization_cost(rows: int, cols: int, coefficients: Sequence[Triple], form: str) -> float:
     """Multiplications and additions for one matrix, symmetric products counted in full."""
-    costs = _costs(min(rows, cols), max(rows, cols), iterations, compute_dtype, 1.0)
+    costs = _costs(min(rows, cols), max(rows, cols), tuple(coefficients), 1.0)
     return costs.get(form, min(costs.values()))
 
 
-def _costs(rows: int, cols: int, iterations: int, dtype: torch.dtype, symmetric: float) -> dict[str, float]:
+def _costs(rows: int, cols: int, coefficients: tuple[Triple, ...], symmetric: float) -> dict[str, float]:
     """Operations of each form, for rows <= cols and a share of symmetric products that is computed."""
-    restarts = math.ceil(iterations / _ITERATIONS_BETWEEN_RESTARTS[dtype])
+    iterations, parts = len(coefficients), len(stretches(coefficients))
     wide, small = 2.0 * rows**2 * cols, 2.0 * rows**3
     return {
         "standard": iterations * (wide * (symmetric + 1) + small * symmetric),
-        "gram": restarts * wide * (symmetric + 1)
-        + small * symmetric * (iterations + 3 * (iterations - restarts)),
+        "gram": parts * wide * (symmetric + 1) + small * symmetric * (iterations + 3 * (iterations - parts)),
     }
+
+
+@functools.lru_cache
+def stretches(coefficients: tuple[Triple, ...]) -> tuple[tuple[Triple, ...], ...]:
+    """Divide the iterations of the Gram form into stretches, each of which starts from X.
+
+    An eigenvalue of R that should be 0 and was displaced to -d by rounding makes the polynomials apply
+    q(-d) instead of q(0) to what lies there, and d grows by the square of that in every iteration. A
+    stretch ends before the error, relative to q(0), passes a bound. Error and bound are in proportion to
+    the unit of the dtype, so that the same stretches do for all; for the standard coefficients they are of 3
+    and 2 iterations.
+    """
+    found: list[tuple[Triple, ...]] = []
+    stretch: list[Triple] = []
+    eigenvalue, error = -_DISPLACEMENT_AT_FIRST, 1.0
+    for a, b, c in coefficients:
+        factor = a + b * eigenvalue + c * eigenvalue**2
+        if stretch and abs(error * factor / a - 1) > _LARGEST_ERROR:
+            found.append(tuple(stretch))
+            stretch = []
+            eigenvalue, error = -_DISPLACEMENT, 1.0
+            factor = a + b * eigenvalue + c * eigenvalue**2
+        stretch.append((a, b, c))
+        error *= factor / a
+        eigenvalue *= factor**2
+    return (*found, tuple(stretch))
 
 
 def _plain_standard_form(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
@@ -136,9 +182,7 @@ def _standard_form(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
 
 
 def _gram_form(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
-    between = _ITERATIONS_BETWEEN_RESTARTS[x.dtype]
-    for start in range(0, len(coefficients), between):
-        stretch = coefficients[start : start + between]
+    for stretch in stretches(tuple(coefficients)):
         gram = symmetric_mm(x, x.mT)
         product: Tensor | None = None
         for index, (a, b, c) in enumerate(stretch):
@@ -157,17 +201,22 @@ def _gram_form(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
     return x
 
 
-def _scaled_to_one(matrices: Tensor) -> Tensor:
-    """A copy, each matrix times the power of two that brings its largest entry to [0.5, 1).
+def _scaled_to_one(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy in another dtype, each matrix times the power of two that brings its largest entry to [0.5, 1).
 
     Squares of entries then neither vanish nor overflow in the norm. A power of two changes no mantissa,
     so at ordinary scales the result of the orthogonalization keeps every bit.
     """
-    wide = matrices.to(at_least_float32(matrices.dtype))
-    tiny = torch.finfo(wide.dtype).tiny
-    # On CPU twenty times as fast as the infinity norm.
-    largest = wide.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=tiny)
+    # In place of the infinity norm, or of the maximum of absolute values, for its speed.
+    largest = torch.maximum(
+        matrices.amax(dim=(-2, -1), keepdim=True), -matrices.amin(dim=(-2, -1), keepdim=True)
+    )
+    largest = largest.to(at_least_float32(matrices.dtype))
+    tiny = torch.finfo(largest.dtype).tiny
+    largest = largest.clamp(min=tiny)
     # mantissa / largest is exactly 2^-exponent. It is subnormal for the very largest numbers, and
     # would be flushed to zero on some devices: hence the clamp.
-    power_of_two: Tensor = (torch.frexp(largest).mantissa / largest).clamp(min=tiny)
-    return wide * power_of_two
+    power_of_two = (torch.frexp(largest).mantissa / largest).clamp(min=tiny)
+    if torch.finfo(dtype).tiny <= torch.finfo(matrices.dtype).tiny:
+        return matrices.to(dtype, copy=True).mul_(power_of_two.to(dtype))
+    return (matrices.to(largest.dtype) * power_of_two).to(dtype)
