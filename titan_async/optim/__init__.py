@@ -5,6 +5,7 @@ from titan_async.optim.error_feedback import ErrorFeedback
 from titan_async.optim.lion import Lion
 from titan_async.optim.muon import Muon
 from titan_async.optim.orthogonalization import orthogonalize
+from titan_async.optim.qk_clip import QKClip, QueryKey
 
 __all__ = [
     "POLAR_EXPRESS_COEFFICIENTS",
@@ -12,5 +13,7 @@ __all__ = [
     "ErrorFeedback",
     "Lion",
     "Muon",
+    "QKClip",
+    "QueryKey",
     "orthogonalize",
 ]

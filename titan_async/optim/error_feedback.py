@@ -179,22 +179,23 @@ class ErrorFeedback(Optimizer):
             self._step_correcting_gradients(moving)
         self._has_state = True
 
-        if not creates_state_only and not self._was_skipped():
+        if not creates_state_only and not self.step_was_skipped:
             for param in moving:
                 self._valid[param].fill_(True)
             for param in self._history.keys() - set(moving):
                 self._clear_history(param)
         return loss
 
-    def _was_skipped(self) -> bool:
-        """Whether the wrapped optimizer found its last step not worth applying."""
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the wrapped optimizer says that its last step changed nothing."""
         return getattr(self.optimizer, "step_was_skipped", False)
 
     def _step_correcting_updates(self, moving: list[Tensor]) -> None:
         weights = [local_part(param) for param in moving]
         before = snapshot(weights, [at_least_float32(weight.dtype) for weight in weights])
         self.optimizer.step()
-        if moving and not self._was_skipped():
+        if moving and not self.step_was_skipped:
             history = [local_part(self._history[param]) for param in moving]
             correct_updates_(weights, before, history, self._validity(moving), self._strength)
 
@@ -219,7 +220,7 @@ class ErrorFeedback(Optimizer):
         finally:
             for param, grad in zip(moving, given, strict=True):
                 param.grad = grad
-        if moving and not self._was_skipped():
+        if moving and not self.step_was_skipped:
             torch._foreach_copy_(history, given_parts)
 
     def _validity(self, params: list[Tensor]) -> list[bool]:
