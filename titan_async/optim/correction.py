@@ -14,6 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from titan_async.optim.local_tensors import at_least_float32
+from titan_async.optim.tiles import tiles
+
 __all__ = [
     "LEVELS",
     "checked_level",
@@ -61,10 +64,10 @@ def checked_level(level: str) -> str:
     return level
 
 
-def snapshot(weights: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+def snapshot(weights: Sequence[Tensor]) -> list[Tensor]:
     """What `correct_updates_` needs from before the update: the weights, with the sign turned."""
     # So that adding the new weights gives the displacement in a single pass.
-    return [torch.neg(weight.to(dtype)) for weight, dtype in zip(weights, dtypes, strict=True)]
+    return [torch.neg(weight.to(at_least_float32(weight.dtype))) for weight in weights]
 
 
 def correct_updates_(
@@ -83,8 +86,23 @@ def correct_updates_(
         valid: for each, whether there was a last update.
         strength: s of the formulas.
     """
-    torch._foreach_add_(before, weights)
-    displacement = before
+    if weights and weights[0].device.type == "cpu":
+        # There lists of tensors bring nothing, and each is worked on piece by piece.
+        for *tensors, is_valid in zip(weights, before, history, valid, strict=True):
+            for weight, displacement, old in tiles(*tensors):
+                _correct_([weight], [displacement], [old], [is_valid], strength)
+    else:
+        _correct_(weights, before, history, valid, strength)
+
+
+def _correct_(
+    weights: list[Tensor],
+    displacement: list[Tensor],
+    history: list[Tensor],
+    valid: Sequence[bool],
+    strength: float,
+) -> None:
+    torch._foreach_add_(displacement, weights)
     chosen = [index for index, is_valid in enumerate(valid) if is_valid and strength != 0]
     if chosen:
         # A history of the displacement's dtype holds the difference itself: no third buffer.

@@ -193,7 +193,7 @@ class ErrorFeedback(Optimizer):
 
     def _step_correcting_updates(self, moving: list[Tensor]) -> None:
         weights = [local_part(param) for param in moving]
-        before = snapshot(weights, [at_least_float32(weight.dtype) for weight in weights])
+        before = snapshot(weights)
         self.optimizer.step()
         if moving and not self.step_was_skipped:
             history = [local_part(self._history[param]) for param in moving]

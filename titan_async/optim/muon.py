@@ -24,12 +24,14 @@ from titan_async.optim.distribution import Distribution
 from titan_async.optim.layout import Box, relative
 from titan_async.optim.local_tensors import as_dtensor, local_part, named
 from titan_async.optim.muon_options import (
+    DTYPES,
     adapted_groups,
     check_options,
     check_parameter,
     scale,
     state_dtype,
 )
+from titan_async.optim.tiles import tiles
 
 __all__ = ["Muon"]
 
@@ -245,9 +247,18 @@ class Muon(Optimizer):
             history.copy_(grad)
             valid.fill_(True)
             grad = corrected
-        grad = grad.to(momentum.dtype)
-        momentum.lerp_(grad, 1 - group["momentum"])
-        return grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        # In the dtype in which it will travel, but for float16, which first needs a scale.
+        compute_dtype = DTYPES[group["compute_dtype"]]
+        dtype = momentum.dtype if compute_dtype == torch.float16 else compute_dtype
+        update = torch.empty_like(momentum, dtype=dtype)
+        for grad_tile, momentum_tile, update_tile in tiles(grad, momentum, update):
+            grad_tile = grad_tile.to(momentum.dtype)
+            momentum_tile.lerp_(grad_tile, 1 - group["momentum"])
+            if group["nesterov"]:
+                update_tile.copy_(grad_tile.lerp(momentum_tile, group["momentum"]))
+            else:
+                update_tile.copy_(momentum_tile)
+        return update
 
     def _apply(
         self, param: Tensor, group: dict[str, Any], local: Box, pieces: Sequence[tuple[Box, Box, Tensor]]
@@ -260,21 +271,21 @@ class Muon(Optimizer):
                 the orthogonalized update there.
         """
         weight = local_part(param)
-        lr, decay = float(group["lr"]), float(group["weight_decay"])
         corrects = group["error_feedback"] and group["error_feedback_level"] == "update"
-        if corrects:
-            history, valid = self._history(param, group)
-            before = snapshot([weight], [torch.promote_types(weight.dtype, torch.float32)])
+        # Without error feedback the weight itself stands for the history, which is then not looked at.
+        history, valid = self._history(param, group) if corrects else (weight, None)
         for box, matrix, update in pieces:
-            part = weight[relative(box, local)]
-            (rows, cols) = (stop - start for start, stop in matrix[-2:])
-            if group["cautious_weight_decay"]:
-                part.sub_(torch.where(part * update >= 0, part, 0), alpha=lr * decay)
-            else:
-                part.mul_(1 - lr * decay)
-            part.add_(update, alpha=-lr * scale(rows, cols, group))
-        if corrects:
-            correct_updates_([weight], before, [history], [bool(valid)], group["error_feedback"])
+            where = relative(box, local)
+            rows, cols = (stop - start for start, stop in matrix[-2:])
+            for weight_tile, history_tile, update_tile in tiles(weight[where], history[where], update):
+                if corrects:
+                    before = snapshot([weight_tile])
+                _move(weight_tile, update_tile, scale(rows, cols, group), group)
+                if corrects:
+                    correct_updates_(
+                        [weight_tile], before, [history_tile], [bool(valid)], group["error_feedback"]
+                    )
+        if valid is not None:
             valid.fill_(True)
 
     def _history(self, param: Tensor, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -343,6 +354,16 @@ class Muon(Optimizer):
                         )
                     else:
                         local_part(own).copy_(local_part(entries[key]))
+
+
+def _move(weight: Tensor, update: Tensor, factor: float, group: dict[str, Any]) -> None:
+    """Decay a weight, and add the orthogonalized update."""
+    lr, decay = float(group["lr"]), float(group["weight_decay"])
+    if group["cautious_weight_decay"]:
+        weight.sub_(torch.where(weight * update >= 0, weight, 0), alpha=lr * decay)
+    else:
+        weight.mul_(1 - lr * decay)
+    weight.add_(update, alpha=-lr * factor)
 
 
 def _local_gradient(param: Tensor) -> Tensor:

@@ -50,7 +50,8 @@ def orthogonalize(
     """Replace the singular values of a matrix, or of each matrix of a stack, by values near 1.
 
     The result does not depend on the scale of the input, from a million times the smallest normal number
-    to the largest finite one; a zero matrix gives zeros, and a matrix with an infinite or undefined entry gives NaN.
+    to the largest finite one; a zero matrix gives zeros, and a matrix with an infinite or undefined entry
+    gives NaN.
 
     Args:
         matrices: a plain tensor ``[rows, cols]`` or ``[experts, rows, cols]`` of any floating dtype;
