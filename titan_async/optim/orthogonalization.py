@@ -28,7 +28,7 @@ FORMS = ("auto", "standard", "gram")
 
 # When the Gram form is restarted; see `stretches`. Rounding displaces an eigenvalue of R by about half a unit
 # in the last place, 2^-9 in bfloat16, and by less before the first iteration, when few matrices have a
-# singular value near 1. On spectra from flat to rank one the error then is at most five times that of the
+# singular value near 1. On spectra from flat to rank one the error then is at most ten times that of the
 # standard form and for most of them below it; with the first stretch longer by one it is up to a
 # hundred times as large.
 _DISPLACEMENT = 2.0**-9

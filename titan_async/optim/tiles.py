@@ -14,7 +14,7 @@ _ELEMENTS = 2**16
 
 
 def tiles(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of corresponding pieces of tensors of the same shape; on other devices than the CPU all of them."""
+    """Views of corresponding pieces of tensors of one shape; on other devices than the CPU, the tensors."""
     first = tensors[0]
     if first.device.type != "cpu" or first.numel() <= _ELEMENTS or first.ndim == 0:
         yield tensors
