@@ -28,6 +28,10 @@ Moving: TypeAlias = Mapping[int, tuple[Tensor, dict[str, Any]]]
 """Parameters to update, with their groups, by numbers that mean the same on all ranks."""
 
 
+_PLANNED_BY = ("compute_dtype", "ns_form", "ns_steps", "ns_coefficients", "split_sizes", "split_dim")
+"""The options on which the division of the work depends."""
+
+
 @dataclass(frozen=True)
 class _Mesh:
     """A mesh as numbers: the global ranks in it, the coordinates of each, and this rank's place among
@@ -130,8 +134,8 @@ class Distribution:
 
     def _plan(self, moving: Moving) -> list[Exchange]:
         key = tuple(
-            (number, group["compute_dtype"], group["ns_form"], group["ns_steps"])
-            for number, (_, group) in moving.items()
+            (number, param.shape, *(group[option] for option in _PLANNED_BY))
+            for number, (param, group) in moving.items()
         )
         if key not in self._plans:
             # A plan is small, but gradients that come and go in ever new combinations must not pile them up.
@@ -154,7 +158,7 @@ class Distribution:
             of_ranks = loads.setdefault(tuple(sorted(mesh.ranks)), dict.fromkeys(mesh.ranks, 0.0))
             in_order = [of_ranks[rank] for rank in mesh.ranks]
             items = [_item(number, moving[number], placed[number][1]) for number in numbers]
-            size = int(self.bucket_mb * 2**20 / dtype.itemsize)
+            size = self.bucket_mb * 2**20 / dtype.itemsize
             buckets = divide(items, mesh.coordinates, in_order, size)
             of_ranks.update(zip(mesh.ranks, in_order, strict=True))
             tasks = [task for bucket in buckets for task in bucket.tasks]
@@ -206,6 +210,8 @@ def _placed(param: Tensor) -> tuple[_Mesh, list[Box]]:
     mesh = dtensor.device_mesh
     ranks = tuple(mesh.mesh.flatten().tolist())
     shape = tuple(mesh.mesh.shape)
+    if dist.get_rank() not in ranks:
+        raise NotImplementedError(f"rank {dist.get_rank()} is not in its mesh, of the ranks {list(ranks)}")
     return _Mesh(ranks, shape, ranks.index(dist.get_rank())), boxes(param.shape, dtensor.placements, shape)
 
 

@@ -77,7 +77,7 @@ class Bucket:
 
 
 def divide(
-    items: Sequence[Item], coordinates: Sequence[tuple[int, ...]], loads: list[float], bucket_size: int
+    items: Sequence[Item], coordinates: Sequence[tuple[int, ...]], loads: list[float], bucket_size: float
 ) -> list[Bucket]:
     """Divide parameters of one mesh into buckets of tasks, each task with its owner.
 
