@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from titan_async.optim.agreement import gradients_are_zero
 from titan_async.optim.correction import (
     checked_level,
     checked_strength,
@@ -48,7 +49,8 @@ class ErrorFeedback(Optimizer):
     - the first update of a parameter is uncorrected, and so is the one after an update in which it had
       no gradient;
     - a step that the wrapped optimizer says to have skipped (``step_was_skipped``, as `Muon` does when a
-      gradient is not finite) leaves the history as it was;
+      gradient is not finite) leaves the history as it was, and a parameter that it says to have left alone
+      (``left_alone``, as `Muon` does when a gradient is missing on another rank) starts anew;
     - strength 0 gives the very bits of the wrapped optimizer, and still keeps the history, so that
       `strength` may be set to another value at any time.
 
@@ -57,8 +59,9 @@ class ErrorFeedback(Optimizer):
     object. The wrapped optimizer must not need a closure.
 
     Memory: one buffer for each trainable parameter, of its shape and placement, in ``dtype``. During `step`
-    one more copy exists, of the parameters (level "update") or of the gradients (level "gradient"). There is
-    no communication: DTensors are corrected shard by shard.
+    one more copy exists, of the parameters (level "update") or of the gradients (level "gradient"). DTensors
+    are corrected shard by shard, without communication, but for a first step at learning rate zero: whether
+    it only creates state, all ranks have to see alike.
 
     State: ``state`` and ``state_dict()`` hold, for each parameter, the entries of the wrapped optimizer,
     the history ``error_feedback_<level>`` and the flag ``error_feedback_<level>_valid`` (a bool tensor
@@ -180,6 +183,7 @@ class ErrorFeedback(Optimizer):
         self._has_state = True
 
         if not creates_state_only and not self.step_was_skipped:
+            moving = self._moved(moving)
             for param in moving:
                 self._valid[param].fill_(True)
             for param in self._history.keys() - set(moving):
@@ -191,11 +195,20 @@ class ErrorFeedback(Optimizer):
         """Whether the wrapped optimizer says that its last step changed nothing."""
         return getattr(self.optimizer, "step_was_skipped", False)
 
+    def _moved(self, params: list[Tensor]) -> list[Tensor]:
+        """Those of ``params`` that the wrapped optimizer did not leave alone."""
+        left_alone = getattr(self.optimizer, "left_alone", ())
+        return [param for param in params if param not in left_alone]
+
     def _step_correcting_updates(self, moving: list[Tensor]) -> None:
         weights = [local_part(param) for param in moving]
         before = snapshot(weights)
+        snapshots = dict(zip(moving, before, strict=True))
         self.optimizer.step()
+        moving = self._moved(moving)
         if moving and not self.step_was_skipped:
+            weights = [local_part(param) for param in moving]
+            before = [snapshots[param] for param in moving]
             history = [local_part(self._history[param]) for param in moving]
             correct_updates_(weights, before, history, self._validity(moving), self._strength)
 
@@ -220,8 +233,10 @@ class ErrorFeedback(Optimizer):
         finally:
             for param, grad in zip(moving, given, strict=True):
                 param.grad = grad
-        if moving and not self.step_was_skipped:
-            torch._foreach_copy_(history, given_parts)
+        moved = set(self._moved(moving))
+        kept = [index for index, param in enumerate(moving) if param in moved]
+        if kept and not self.step_was_skipped:
+            torch._foreach_copy_([history[index] for index in kept], [given_parts[index] for index in kept])
 
     def _validity(self, params: list[Tensor]) -> list[bool]:
         return [bool(self._valid[param]) for param in params]
@@ -292,8 +307,8 @@ class ErrorFeedback(Optimizer):
             return False
         if any(float(group.get("lr", 0.0)) != 0 for group in self.param_groups):
             return False
-        grads = [param.grad for param in _parameters(self.param_groups) if param.grad is not None]
-        return not any(bool(local_part(grad).any()) for grad in grads)
+        # On all ranks: those on which the shards of the gradients happen to be zero have to do as the others.
+        return gradients_are_zero(list(_parameters(self.param_groups)))
 
     @torch.no_grad()
     def _make_histories(self) -> None:

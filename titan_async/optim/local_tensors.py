@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["as_dtensor", "at_least_float32", "local_part", "named"]
+__all__ = ["as_dtensor", "at_least_float32", "fits", "local_part", "named"]
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -32,6 +32,16 @@ def as_dtensor(tensor: Tensor) -> Any:
     if module is None or not isinstance(tensor, module.DTensor):
         return None
     return tensor
+
+
+def fits(tensor: Tensor, param: Tensor) -> bool:
+    """Whether the local parts of both are the same part of a whole of the same shape."""
+    one, other = as_dtensor(tensor), as_dtensor(param)
+    return (
+        tensor.shape == param.shape
+        and local_part(tensor.detach()).shape == local_part(param.detach()).shape
+        and (one is None or other is None or one.placements == other.placements)
+    )
 
 
 def named(tensor: Tensor, name: str | None) -> str:

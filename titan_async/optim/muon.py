@@ -5,7 +5,7 @@ Sources: Keller Jordan, "Muon: An optimizer for hidden layers in neural networks
 ``torch.optim.Muon`` where that has one, and with ``ns_form="standard"`` so do the bits on float32 matrices.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 import torch
@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from titan_async.optim.agreement import agree
 from titan_async.optim.coefficients import STANDARD_COEFFICIENTS, Coefficients
 from titan_async.optim.correction import (
+    LEVELS,
     correct_gradients_,
     correct_updates_,
     history_key,
@@ -22,7 +23,7 @@ from titan_async.optim.correction import (
 )
 from titan_async.optim.distribution import Distribution
 from titan_async.optim.layout import Box, relative
-from titan_async.optim.local_tensors import as_dtensor, local_part, named
+from titan_async.optim.local_tensors import as_dtensor, fits, local_part, named
 from titan_async.optim.muon_options import (
     DTYPES,
     adapted_groups,
@@ -52,8 +53,10 @@ class Muon(Optimizer):
     **Sharded parameters.** Parameters may be DTensors with any mix of ``Shard`` and ``Replicate``, as FSDP2,
     HSDP, tensor and expert parallelism make them; they and their state stay sharded. Each matrix is
     orthogonalized once, on one of the ranks that hold a part of it; a matrix that lies whole on one rank
-    stays there. A matrix of r rows and c columns over W ranks takes at most 2 r c (W - 1) / W elements on the
-    wire, there and back, in ``compute_dtype``. All ranks of the mesh call `step` together.
+    stays there. What that rank, of W, does not hold of a matrix comes to it and goes back, in
+    ``compute_dtype``: for even shards of r rows and c columns 2 r c (W - 1) / W elements on the wire, and r c
+    more to each further replica. All ranks of the mesh call `step` together, and have their parameters in
+    the same order.
 
     **What is skipped.** A parameter without a gradient, be it on one rank only, is left alone: no decay, no
     change of its momentum, and its error feedback starts anew. If any gradient is not finite on any rank, the
@@ -112,6 +115,9 @@ class Muon(Optimizer):
     step_was_skipped: bool = False
     """Whether the last step changed nothing because a gradient was not finite."""
 
+    left_alone: frozenset[Tensor] = frozenset()
+    """The parameters that the last step did not update, for want of a gradient on this rank or another."""
+
     def __init__(
         self,
         params: ParamsT,
@@ -162,6 +168,7 @@ class Muon(Optimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
+        # Process groups cannot be copied, and what was planned for a copy's parameters is found out anew.
         return {**super().__getstate__(), "_distribution": Distribution(self._distribution.bucket_mb)}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -187,17 +194,19 @@ class Muon(Optimizer):
         """See that every trainable parameter has state: a checkpoint can only be loaded into what exists."""
         for group in self.param_groups:
             for param in group["params"]:
-                if not param.requires_grad:
-                    continue
-                state = self.state[param]
-                if "momentum_buffer" not in state:
-                    dtype = state_dtype(group["momentum_dtype"], param)
-                    state["momentum_buffer"] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
-                key = history_key(group["error_feedback_level"])
-                if group["error_feedback"] and key not in state:
-                    dtype = state_dtype(group["error_feedback_dtype"], param)
-                    state[key] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
-                    state[f"{key}_valid"] = torch.zeros((), dtype=torch.bool, device="cpu")
+                if param.requires_grad or param.grad is not None:
+                    self._make_state_of(param, group)
+
+    def _make_state_of(self, param: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        if "momentum_buffer" not in state:
+            dtype = state_dtype(group["momentum_dtype"], param)
+            state["momentum_buffer"] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+        key = history_key(group["error_feedback_level"])
+        if group["error_feedback"] and key not in state:
+            dtype = state_dtype(group["error_feedback_dtype"], param)
+            state[key] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+            state[f"{key}_valid"] = torch.zeros((), dtype=torch.bool, device="cpu")
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -221,26 +230,57 @@ class Muon(Optimizer):
         for param, _ in params:
             if param.grad is not None and param.grad.layout != torch.strided:
                 raise RuntimeError(f"Muon needs dense gradients; that of {named(param, None)} is sparse")
-        # The step by which torch.distributed.checkpoint and torchtitan create state is no update.
-        may_be_void = all(float(group["lr"]) == 0 for group in self.param_groups)
-        agreement = agree([param for param, _ in params], ask_for_zero=may_be_void)
+        agreement = agree(
+            [param for param, _ in params],
+            corrections=self._corrections(),
+            ask_for_zero=self._may_be_void(),
+        )
         self.step_was_skipped = not agreement.finite
         if not agreement.finite or agreement.zero:
             return loss
         moving = {
             number: (param, group) for number, (param, group) in enumerate(params) if agreement.moving[number]
         }
-        for number, (param, group) in enumerate(params):
-            if number not in moving:
-                self._clear_history(param, group)
+        still = [each for number, each in enumerate(params) if number not in moving]
+        for param, group in still:
+            self._clear_history(param, group)
+        self.left_alone = frozenset(param for param, _ in still)
         self._distribution.run(moving, self._update_of, self._apply)
         return loss
+
+    def _may_be_void(self) -> bool:
+        """Whether this could be the step by which torch.distributed.checkpoint and torchtitan create state.
+
+        Its gradients and learning rates are zero. It changes nothing anyway, except that a displacement of
+        zero in the history would double the true first update.
+        """
+        histories = [
+            self._history(param, group)
+            for group in self.param_groups
+            for param in group["params"]
+            if self._has_history(param, group)
+        ]
+        return (
+            bool(histories)
+            and all(float(group["lr"]) == 0 for group in self.param_groups)
+            and not any(bool(valid) for _, valid in histories)
+        )
+
+    def _corrections(self) -> dict[Tensor, tuple[Tensor, float]]:
+        """For each parameter whose gradient is going to be corrected the last gradient, and the strength."""
+        return {
+            param: (self._history(param, group)[0], group["error_feedback"])
+            for group in self.param_groups
+            if group["error_feedback_level"] == "gradient" and group["error_feedback"]
+            for param in group["params"]
+            if self._has_history(param, group) and self._history(param, group)[1]
+        }
 
     def _update_of(self, param: Tensor, group: dict[str, Any]) -> Tensor:
         """What is to be orthogonalized: the local part of U. Moves the momentum."""
         momentum = local_part(self.state[param]["momentum_buffer"])
         grad = _local_gradient(param)
-        if group["error_feedback"] and group["error_feedback_level"] == "gradient":
+        if group["error_feedback_level"] == "gradient" and self._has_history(param, group):
             history, valid = self._history(param, group)
             corrected = grad.clone()
             correct_gradients_([corrected], [grad], [history], [bool(valid)], group["error_feedback"])
@@ -271,7 +311,7 @@ class Muon(Optimizer):
                 the orthogonalized update there.
         """
         weight = local_part(param)
-        corrects = group["error_feedback"] and group["error_feedback_level"] == "update"
+        corrects = group["error_feedback_level"] == "update" and self._has_history(param, group)
         # Without error feedback the weight itself stands for the history, which is then not looked at.
         history, valid = self._history(param, group) if corrects else (weight, None)
         for box, matrix, update in pieces:
@@ -288,12 +328,16 @@ class Muon(Optimizer):
         if valid is not None:
             valid.fill_(True)
 
+    def _has_history(self, param: Tensor, group: dict[str, Any]) -> bool:
+        # Not whether there is a strength: it may be zero for a while, and the history goes on.
+        return history_key(group["error_feedback_level"]) in self.state.get(param, {})
+
     def _history(self, param: Tensor, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
         key = history_key(group["error_feedback_level"])
         return local_part(self.state[param][key]), self.state[param][f"{key}_valid"]
 
     def _clear_history(self, param: Tensor, group: dict[str, Any]) -> None:
-        if history_key(group["error_feedback_level"]) in self.state.get(param, {}):
+        if self._has_history(param, group):
             history, valid = self._history(param, group)
             if valid:
                 history.zero_()
@@ -302,22 +346,27 @@ class Muon(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, from this class or from ``torch.optim.Muon``.
 
-        Buffers keep the dtype that this optimizer was given. A parameter without a history in ``state_dict``
-        starts its error feedback anew.
+        Buffers keep the dtype that this optimizer was given, and error feedback its strength and level. A
+        parameter without a history in ``state_dict`` starts its error feedback anew.
 
         Raises:
-            ValueError: a buffer of another shape than its parameter's, or groups that do not match.
+            ValueError: a buffer of another shape or placement than its parameter's, or groups that do not
+                match. Nothing has been changed then.
         """
         loaded: dict[str, Any] = {}
 
         def take(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             loaded.update(given)
+            for param, _, entries in self._entries(given):
+                for key in ("momentum_buffer", *map(history_key, LEVELS)):
+                    if key in entries and not fits(entries[key], param):
+                        raise ValueError(
+                            f"the {key} of shape {list(entries[key].shape)} does not fit "
+                            f"{named(param, None)}, or is placed in another way"
+                        )
             # Torch would cast the buffers to the dtype of the parameters, so it never gets to see them.
-            return {
-                **given,
-                "state": {},
-                "param_groups": adapted_groups(given["param_groups"], self.param_groups),
-            }
+            groups = adapted_groups(given["param_groups"], self.param_groups)
+            return {**given, "state": {}, "param_groups": groups}
 
         def give(optimizer: Optimizer) -> None:
             self._distribution.forget()
@@ -339,21 +388,23 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def _load_buffers(self, loaded: dict[str, Any]) -> None:
-        for new, group in zip(loaded["param_groups"], self.param_groups, strict=True):
-            for index, param in zip(new["params"], group["params"], strict=True):
-                entries = loaded["state"].get(index, {})
-                state = self.state[param] if param.requires_grad else {}
-                for key, own in state.items():
-                    if key.endswith("_valid"):
-                        own.fill_(bool(entries.get(key, key.removesuffix("_valid") in entries)))
-                    elif key not in entries:
-                        local_part(own).zero_()
-                    elif entries[key].shape != own.shape:
-                        raise ValueError(
-                            f"the {key} of shape {list(entries[key].shape)} does not fit {named(param, None)}"
-                        )
-                    else:
-                        local_part(own).copy_(local_part(entries[key]))
+        for param, group, entries in self._entries(loaded):
+            if "momentum_buffer" in entries:  # also of a parameter that is frozen for now
+                self._make_state_of(param, group)
+            for key, own in self.state.get(param, {}).items():
+                if key.endswith("_valid"):
+                    own.fill_(bool(entries.get(key, True)) and key.removesuffix("_valid") in entries)
+                elif key in entries:
+                    local_part(own).copy_(local_part(entries[key]))
+                else:
+                    local_part(own).zero_()
+
+    def _entries(self, loaded: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any], dict[str, Any]]]:
+        """The parameters, each with its group and its entries in a state dict."""
+        # Torch has a sentence for groups that do not match.
+        for new, group in zip(loaded["param_groups"], self.param_groups, strict=False):
+            for index, param in zip(new["params"], group["params"], strict=False):
+                yield param, group, loaded["state"].get(index, {})
 
 
 def _move(weight: Tensor, update: Tensor, factor: float, group: dict[str, Any]) -> None:

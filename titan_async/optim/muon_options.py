@@ -36,13 +36,18 @@ DTYPES = {
 
 _OF_THIS_RUN = (
     "momentum_dtype",
+    "error_feedback",
     "error_feedback_dtype",
     "error_feedback_level",
     "split_sizes",
     "split_dim",
     "input_dim",
 )
-"""Options that a loaded checkpoint does not change: they describe buffers and weights that exist."""
+"""Options that a loaded checkpoint does not change.
+
+They describe buffers and weights that exist, and whether updates come late, which may differ from run to
+run: a checkpoint of a synchronous one, or of `ErrorFeedback` around Muon, must not end the correction.
+"""
 
 
 def check_options(group: dict[str, Any]) -> None:
