@@ -67,8 +67,9 @@ def test_two_mesh_dimensions(outer, inner):
 def test_fsdp_shards_what_tensor_parallelism_has_sharded(data, model):
     """FSDP2 cuts the local shards of tensor or expert parallelism, however uneven they are.
 
-    Read as torch's DTensor does, cutting the dimension into `split_factor` pieces and dealing them out, 7 rows
-    on 3 x 2 ranks would lie elsewhere: tensor parallelism makes 4 + 3, FSDP of those 2 + 2 + 0 and 1 + 1 + 1.
+    Read as torch's DTensor does, cutting the dimension into `split_factor` pieces and dealing them out,
+    7 rows on 3 x 2 ranks would lie elsewhere: tensor parallelism makes 4 + 3, FSDP of those 2 + 2 + 0 and
+    1 + 1 + 1.
     """
     placements = [_StridedShard(0, split_factor=model), Shard(0)]
     for size in SIZES:
