@@ -5,6 +5,7 @@ that every competitor has the same numbers under the same addresses; its momentu
 """
 
 import gc
+import importlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.optim import Optimizer
 
-__all__ = ["Profile", "clear", "prepare", "profile", "timed_step"]
+__all__ = ["Profile", "clear", "load", "prepare", "profile", "timed_step"]
 
 
 @dataclass
@@ -90,6 +91,14 @@ class _Bench:
 
 _kept: list[_Bench] = []
 """In a worker: the case that is being measured."""
+
+
+def load(rank: int, group: dist.ProcessGroup) -> None:
+    """Import what there is, so that all processes have it from the same moment."""
+    for competitor in COMPETITORS:
+        if competitor.installed:
+            importlib.import_module(competitor.package)
+    import titan_async.optim  # noqa: F401
 
 
 def prepare(rank: int, group: dist.ProcessGroup, case: Case, matrices: list[Matrix], compiled: bool) -> None:

@@ -12,6 +12,7 @@ the tensors, with n bytes in this rank's input and W ranks in the group:
     broadcast           n (W - 1), from the root
     send                n
 
+What DTensor does by an all-gather under gloo, for want of an all-to-all, counts as the all-gather it is.
 Barriers and headers count nothing. A collective that is not in this list raises, so that none is missed.
 """
 

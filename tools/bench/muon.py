@@ -13,8 +13,9 @@ of the rank with the most (_storages.py); relative error of the first update aga
 is mostly that of the coefficients, and against the same iterations in float64, which is that of rounding.
 
 Everything is measured in one run, in the same processes of one thread each, on the same parameters and
-gradients, the implementations by turns; medians of the repetitions. Parameters are float32, plain tensors
-on one rank and DTensors on more. What is not installed is left out. tools/bench/muon_cuda.py is for GPUs.
+gradients, the implementations by turns; medians of the repetitions, of which the slow have fewer. Parameters
+are float32, plain tensors on one rank and DTensors on more. What is not installed is left out. For GPUs there
+is tools/bench/muon_cuda.py.
 """
 
 import argparse
@@ -34,7 +35,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 from _muon_competitors import ALL, COMPETITORS, Competitor
-from _muon_measure import Profile, clear, prepare, profile, timed_step
+from _muon_measure import Profile, clear, load, prepare, profile, timed_step
 from _muon_workloads import Case, Matrix, cases, workload
 from _pool import Pool
 from rich.box import SIMPLE_HEAD
@@ -43,8 +44,8 @@ from rich.table import Table
 
 import titan_async
 
-LAYERS = {"dense": 1, "moe": 2}
-"""So that a step on one core takes a second."""
+SLOW, REPETITIONS_OF_SLOW = 3, 3
+"""What takes three times as long as the fastest is timed three times at most."""
 WRONG = 0.2
 """Relative error, of which rounding to bfloat16 causes a tenth at most."""
 REFERENCE, OURS = "torch.optim.Muon", "ours"
@@ -104,13 +105,19 @@ def measure(
     results = []
     for competitor in competitors:
         start = time.monotonic()
-        profiles = pool.run(case.ranks, profile, competitor.name)
+        try:
+            profiles = pool.run(case.ranks, profile, competitor.name)
+        except RuntimeError as error:  # one rank has failed, and the others wait for it
+            raise RuntimeError(f"{competitor.name} ({case}): {error}") from None
         refusal = next((p.refusal for p in profiles if p.refusal), None)
         results.append(
             Result(case, competitor.name, competitor.ours, refusal, profiles, time.monotonic() - start)
         )
     running = [result for result in results if not result.refusal]
-    for _ in range(extent.repetitions):
+    for repetition in range(extent.repetitions):
+        if repetition == REPETITIONS_OF_SLOW:
+            limit = SLOW * min(result.median or 0 for result in running)
+            running = [result for result in running if (result.median or 0) < limit]
         for result in running:
             result.seconds.append(max(pool.run(case.ranks, timed_step, result.name)))
     pool.run(case.ranks, clear)
@@ -172,7 +179,9 @@ def feedback_share(results: list[Result]) -> dict[str, float]:
     if not plain:
         return {}
     return {
-        name: statistics.median(with_it / without - 1 for with_it, without in zip(values, plain, strict=True))
+        name: statistics.median(
+            with_it / without - 1 for with_it, without in zip(values, plain, strict=False)
+        )
         for name, values in seconds.items()
         if "eedback" in name and values
     }
@@ -211,7 +220,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(ALL), help="parts to run, separated by commas")
     parser.add_argument("--ranks", help="numbers of processes (default: 1,2,4)")
-    parser.add_argument("--layers", type=int, help="layers of the models (default: 1 of dense, 2 of moe)")
+    parser.add_argument("--layers", type=int, default=1, help="layers of the models (default: 1)")
     parser.add_argument("--repetitions", type=int, default=5, help="timed steps of each (default: 5)")
     parser.add_argument(
         "--compile", action="store_true", help="let the others compile what they want to, which takes minutes"
@@ -234,7 +243,7 @@ def main() -> None:
         "machine": {"cores": os.cpu_count(), "architecture": platform.machine(),
                     "load_before": os.getloadavg()},
         "repetitions": arguments.repetitions,
-        "layers": arguments.layers or LAYERS,
+        "layers": arguments.layers,
         "compiled": arguments.compile,
         "seconds": {},
         "feedback_share": {},
@@ -244,11 +253,12 @@ def main() -> None:
     missing = [c.name for c in COMPETITORS if not c.installed]
     start = time.monotonic()
     with Pool(sorted({1, *arguments.ranks})) as pool:
+        pool.run(max(arguments.ranks), load)
         for part in arguments.only:
             competitors = [c for c in COMPETITORS if part in c.parts and c.installed]
             for case in cases(part, arguments.ranks):
                 case_start = time.monotonic()
-                matrices = workload(case.workload, arguments.layers or LAYERS.get(part, 1), arguments.quick)
+                matrices = workload(case.workload, arguments.layers, arguments.quick)
                 results = measure(pool, case, matrices, competitors, arguments)
                 console.print(table_of(case, matrices, results, arguments.compile))
                 shares = feedback_share(results)
