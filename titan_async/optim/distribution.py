@@ -24,6 +24,10 @@ from titan_async.optim.work import Item, Task, divide
 
 __all__ = ["Distribution"]
 
+# On the CPU, elements of matrices that stay on their rank and are worked on together: enough to batch small
+# ones, and few enough that what is held meanwhile stays small.
+_ELEMENTS_STAYING = 2**18
+
 Moving: TypeAlias = Mapping[int, tuple[Tensor, dict[str, Any]]]
 """Parameters to update, with their groups, by numbers that mean the same on all ranks."""
 
@@ -88,49 +92,37 @@ class Distribution:
             moving: the parameters; on all ranks that share any the same.
             update_of: returns this rank's part of what is to be orthogonalized.
             apply: takes the results for this rank's part: the box that it is, and for each piece of it the
-                box, that
-                of the logical matrix, and the values.
+                box, that of the logical matrix, and the values.
         """
 
         def gather(exchange: Exchange) -> None:
             exchange.gather({number: update_of(*moving[number]) for number in exchange.items})
 
         def compute(work: list[tuple[Task, Tensor]]) -> list[Tensor]:
-            results: list[Tensor | None] = [None] * len(work)
-            alike: dict[Any, list[int]] = {}
-            for index, (task, matrix) in enumerate(work):
-                group = moving[task.item][1]
-                alike.setdefault((id(group), matrix.shape[-2:], matrix.dtype), []).append(index)
-            for indices in alike.values():
-                group = moving[work[indices[0]][0].item][1]
-                done = orthogonalize_all(
-                    [work[index][1] for index in indices],
-                    resolve_coefficients(group["ns_coefficients"], group["ns_steps"]),
-                    eps=group["eps"],
-                    compute_dtype=DTYPES[group["compute_dtype"]],
-                    form=group["ns_form"],
-                )
-                for index, result in zip(indices, done, strict=True):
-                    results[index] = result
-            return [result for result in results if result is not None]
+            return _orthogonalized(work, moving)
 
         def finish(exchange: Exchange) -> None:
             for number, (local, pieces) in exchange.results().items():
                 apply(*moving[number], local, pieces)
 
         plan = self._plan(moving)
-        last: Exchange | None = None
-        for number, exchange in enumerate(plan):
+        travelling = [exchange for exchange in plan if exchange.communicates]
+        for number, exchange in enumerate(travelling):
             if number == 0:
                 gather(exchange)
-            if number + 1 < len(plan):
-                gather(plan[number + 1])
+            if number + 1 < len(travelling):
+                gather(travelling[number + 1])
             exchange.orthogonalize(compute)
-            if last is not None:
-                finish(last)
-            last = exchange
-        if last is not None:
-            finish(last)
+            if number > 0:
+                finish(travelling[number - 1])
+        # What needs no network fills the time in which the last results travel.
+        for exchange in plan:
+            if not exchange.communicates:
+                gather(exchange)
+                exchange.orthogonalize(compute)
+                finish(exchange)
+        if travelling:
+            finish(travelling[-1])
 
     def _plan(self, moving: Moving) -> list[Exchange]:
         key = tuple(
@@ -159,15 +151,19 @@ class Distribution:
             in_order = [of_ranks[rank] for rank in mesh.ranks]
             items = [_item(number, moving[number], placed[number][1]) for number in numbers]
             size = self.bucket_mb * 2**20 / dtype.itemsize
-            buckets = divide(items, mesh.coordinates, in_order, size)
+            # What stays needs no large buckets, and its owners are known: they get less of the rest.
+            staying = [item for item in items if not item.is_spread]
+            spread = [item for item in items if item.is_spread]
+            size_here = min(size, _ELEMENTS_STAYING) if device.type == "cpu" else size
+            buckets = divide(staying, mesh.coordinates, in_order, size_here)
+            buckets += divide(spread, mesh.coordinates, in_order, size)
             of_ranks.update(zip(mesh.ranks, in_order, strict=True))
             tasks = [task for bucket in buckets for task in bucket.tasks]
             peers, network = self._group(mesh, tasks, moving[numbers[0]][0])
             for bucket in buckets:
                 held = {number: placed[number][1][mesh.here] for number in bucket.items}
                 exchanges.append(Exchange(bucket, mesh.here, held, peers, network, dtype, device))
-        # What needs no network fills the time in which the last results travel.
-        return sorted(exchanges, key=lambda exchange: not exchange.communicates)
+        return exchanges
 
     def _group(
         self, mesh: _Mesh, tasks: Sequence[Task], param: Tensor
@@ -200,6 +196,26 @@ class Distribution:
                 self._groups[key] = joint_group(key)
             group = self._groups[key]
         return {rank: dist.get_group_rank(group, member) for rank, member in members.items()}, group
+
+
+def _orthogonalized(work: list[tuple[Task, Tensor]], moving: Moving) -> list[Tensor]:
+    """The matrices of tasks, orthogonalized by their groups' options, those of one size together."""
+    alike: dict[Any, list[int]] = {}
+    for index, (task, matrix) in enumerate(work):
+        group = moving[task.item][1]
+        alike.setdefault((id(group), matrix.shape[-2:], matrix.dtype), []).append(index)
+    results: dict[int, Tensor] = {}
+    for indices in alike.values():
+        group = moving[work[indices[0]][0].item][1]
+        done = orthogonalize_all(
+            [work[index][1] for index in indices],
+            resolve_coefficients(group["ns_coefficients"], group["ns_steps"]),
+            eps=group["eps"],
+            compute_dtype=DTYPES[group["compute_dtype"]],
+            form=group["ns_form"],
+        )
+        results.update(zip(indices, done, strict=True))
+    return [results[index] for index in range(len(work))]
 
 
 def _placed(param: Tensor) -> tuple[_Mesh, list[Box]]:

@@ -56,27 +56,36 @@ def _by_blocks(a: Tensor) -> bool:
 
 
 def _blocks(c: Tensor | None, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
-    size = a.shape[0]
-    out = a.new_empty(size, size)
-
-    def fill(start: int, stop: int) -> None:
-        if stop - start < 2 * _SMALLEST_BLOCK:
-            out[start:stop, start:stop] = block(slice(start, stop), slice(start, stop))
-            return
-        middle = (start + stop) // 2
-        fill(start, middle)
-        fill(middle, stop)
-        upper = block(slice(start, middle), slice(middle, stop))
-        out[start:middle, middle:stop] = upper
-        out[middle:stop, start:middle] = upper.mT
-
-    def block(rows: slice, cols: slice) -> Tensor:
-        if c is None:
-            return a[rows] @ b[:, cols]
-        return torch.addmm(c[rows, cols], a[rows], b[:, cols], beta=beta, alpha=alpha)
-
-    fill(0, size)
+    out = a.new_empty(len(a), len(a))
+    _fill(out, c, a, b, beta, alpha, 0, len(a))
     return out
+
+
+def _fill(
+    out: Tensor, c: Tensor | None, a: Tensor, b: Tensor, beta: float, alpha: float, start: int, stop: int
+) -> None:
+    """Compute the block on the diagonal from ``start`` to ``stop``."""
+    # A function of the module, for one that calls itself inside another would keep its tensors alive
+    # until the garbage collector runs.
+    if stop - start < 2 * _SMALLEST_BLOCK:
+        rows = slice(start, stop)
+        out[rows, rows] = _block(c, a, b, beta, alpha, rows, rows)
+        return
+    middle = (start + stop) // 2
+    _fill(out, c, a, b, beta, alpha, start, middle)
+    _fill(out, c, a, b, beta, alpha, middle, stop)
+    upper, lower = slice(start, middle), slice(middle, stop)
+    product = _block(c, a, b, beta, alpha, upper, lower)
+    out[upper, lower] = product
+    out[lower, upper] = product.mT
+
+
+def _block(
+    c: Tensor | None, a: Tensor, b: Tensor, beta: float, alpha: float, rows: slice, cols: slice
+) -> Tensor:
+    if c is None:
+        return a[rows] @ b[:, cols]
+    return torch.addmm(c[rows, cols], a[rows], b[:, cols], beta=beta, alpha=alpha)
 
 
 def _share(size: int) -> float:

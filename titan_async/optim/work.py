@@ -32,6 +32,11 @@ class Item:
     matrices: Sequence[Box]
     cost: Callable[[int, int], float]
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether any of its matrices lies on more than one rank."""
+        return any(len(list(_parts(self, box))) > 1 for box in _regions(self))
+
 
 @dataclass(frozen=True)
 class Part:
