@@ -1,6 +1,7 @@
 """Optimizers for delayed gradients: Muon and error feedback for any optimizer. Needs torch alone."""
 
 from titan_async.optim.coefficients import POLAR_EXPRESS_COEFFICIENTS, STANDARD_COEFFICIENTS
+from titan_async.optim.delay import DelayedGradients, pipedream_delays
 from titan_async.optim.error_feedback import ErrorFeedback
 from titan_async.optim.lion import Lion
 from titan_async.optim.muon import Muon
@@ -10,10 +11,12 @@ from titan_async.optim.qk_clip import QKClip, QueryKey
 __all__ = [
     "POLAR_EXPRESS_COEFFICIENTS",
     "STANDARD_COEFFICIENTS",
+    "DelayedGradients",
     "ErrorFeedback",
     "Lion",
     "Muon",
     "QKClip",
     "QueryKey",
     "orthogonalize",
+    "pipedream_delays",
 ]
