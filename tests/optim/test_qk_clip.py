@@ -62,6 +62,15 @@ def test_with_a_key_head_for_each_both_shrink_by_the_root():
     assert torch.equal(query[HEAD:], old_query[HEAD:]) and torch.equal(key[HEAD:], old_key[HEAD:])
 
 
+def test_a_shared_key_head_shrinks_by_the_root_of_the_smallest_factor():
+    query, key = tensors((3 * HEAD, INPUTS), (HEAD, INPUTS))
+    old_query, old_key = query.clone(), key.clone()
+    clip(QueryKey(query, key, 3, 1), torch.tensor([4 * TAU, TAU, 2 * TAU], dtype=torch.float64))
+    assert torch.equal(key, old_key / 2)
+    factors = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64).repeat_interleave(HEAD)
+    assert torch.equal(query, old_query * factors[:, None])
+
+
 def test_biases_go_with_their_weights():
     query, key, query_bias, key_bias = tensors((16, INPUTS), (8, INPUTS), (16,), (8,))
     before = logits(query, key, 4, 2, (query_bias, key_bias))
