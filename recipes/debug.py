@@ -20,7 +20,8 @@ from titan_async.data import shakespeare_tokenizer_folder
 from titan_async.training.checkpoint import AsyncCheckpointer
 from titan_async.training.data import TextDataLoader
 from titan_async.training.metrics import AsyncMetrics
-from titan_async.training.optimizer import AdamWConfig, AsyncOptimizers, MuonConfig
+from titan_async.training.optimizer import AsyncOptimizers
+from titan_async.training.optimizer_config import AdamWConfig, MuonConfig
 from titan_async.training.trainer import AsyncTrainer
 from titan_async.training.validator import AsyncValidator
 

@@ -12,6 +12,7 @@ import torch
 from titan_async.recipes.debug import VOCAB_SIZE, _llama, debug
 from torch import nn
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.optimizer import ParamGroupConfig
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.config_utils import (
     get_attention_config,
@@ -26,7 +27,7 @@ from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_async.training.data import Batch, TextDataLoader
-from titan_async.training.optimizer import ErrorFeedbackConfig, SGDConfig
+from titan_async.training.optimizer_config import HIDDEN_MATRICES, ErrorFeedbackConfig, SGDConfig
 from titan_async.training.trainer import AsyncTrainer
 
 STEPS = 6
@@ -34,6 +35,14 @@ LR = 0.5
 MOMENTUM = 0.9
 MAX_NORM = 0.25  # clips every batch
 BALANCE = 0.01  # as large as the differences of scores, so that it changes who gets which token
+
+MUON = {
+    "lr": 0.02,
+    "weight_decay": 0.1,
+    "momentum": 0.95,
+    "adjust_lr": "match_rms_adamw",
+    "compute_dtype": "float32",  # else rounding would be all that a comparison shows
+}
 
 DIM, HEAD, EXPERTS = 32, 16, 4
 NORMAL = {"weight": partial(nn.init.normal_, std=0.1), "bias": nn.init.zeros_}
@@ -75,6 +84,21 @@ def tiny_mixed() -> AsyncTrainer.Config:
     return _tiny(_qwen3([False, False, True, True]))
 
 
+def muon_llama() -> AsyncTrainer.Config:
+    """`tiny_llama` with Muon for the matrices inside the layers."""
+    return _with_muon(tiny_llama())
+
+
+def muon_moe() -> AsyncTrainer.Config:
+    """`tiny_moe` with Muon for matrices and experts, and the parts of fused projections by themselves."""
+    return _with_muon(tiny_moe())
+
+
+def fused_split(name: str) -> tuple[int, ...]:
+    """Rows of the logical matrices of which a weight is made: query, key and value of each head."""
+    return (HEAD,) * 6 if "wqkv" in name else ()
+
+
 def tied() -> AsyncTrainer.Config:
     """A model whose embedding is its head."""
     spec = model_registry("debugmodel")
@@ -96,7 +120,6 @@ def _tiny(spec: ModelSpec) -> AsyncTrainer.Config:
             config.optimizer,
             name="sgd",
             sgd=SGDConfig(lr=LR, momentum=MOMENTUM),
-            implementation="foreach",
             error_feedback=ErrorFeedbackConfig(strength=1.0),
         ),
         dataloader=MaskedLoader.Config(),
@@ -104,6 +127,23 @@ def _tiny(spec: ModelSpec) -> AsyncTrainer.Config:
         validator=dataclasses.replace(config.validator, freq=3, steps=1),
         checkpoint=dataclasses.replace(config.checkpoint, interval=2),
     )
+
+
+def _with_muon(config: AsyncTrainer.Config) -> AsyncTrainer.Config:
+    groups = [
+        ParamGroupConfig(
+            pattern=r"\.wqkv\.",
+            optimizer_name="Muon",
+            optimizer_kwargs={**MUON, "split_sizes": fused_split("wqkv")},
+        ),
+        ParamGroupConfig(pattern=HIDDEN_MATRICES, optimizer_name="Muon", optimizer_kwargs=MUON),
+        ParamGroupConfig(
+            pattern=".*", optimizer_name="SGD", optimizer_kwargs={"lr": LR, "momentum": MOMENTUM}
+        ),
+    ]
+    if not any(hasattr(layer.attention.qkv_linear, "wqkv") for layer in config.model_spec.model.layers):
+        groups.pop(0)
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, param_groups=groups))
 
 
 def _qwen3(has_experts: list[bool]) -> ModelSpec:

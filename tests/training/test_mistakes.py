@@ -90,7 +90,7 @@ FILES = [
     ),
     pytest.param(
         RECIPE_TEXT.replace('"muon"', '"moun"'),
-        ["x.toml:14: ", "optimizer.name", '"muon", "adamw", "sgd"', '"moun"'],
+        ["x.toml:14: ", "optimizer.name", '"muon", "adamw", "lion", "sgd"', '"moun"'],
         id="unknown-optimizer",
     ),
     pytest.param(
@@ -130,8 +130,33 @@ FILES = [
     ),
     pytest.param(
         RECIPE_TEXT + group("^layers", "Muon") + group(".*"),
-        ["optimizer Muon: ", "layers.0.attention_norm.weight", "AdamW"],
+        ["optimizer.param_groups.0: ", "layers.0.attention_norm.weight", "AdamW"],
         id="vectors-for-muon",
+    ),
+    pytest.param(
+        RECIPE_TEXT + group(r"\.wq\.", "Muon").replace("{", "{split_sizes = [100, 100], ") + group(".*"),
+        ["optimizer.param_groups.0.optimizer_kwargs.split_sizes: ", "add up to 200", "has size 192"],
+        id="split-sizes-that-do-not-add-up",
+    ),
+    pytest.param(
+        RECIPE_TEXT + group(r"\.wq\.", "Muon").replace("{", "{adjust_lr = 'sepctral', ") + group(".*"),
+        ["optimizer.param_groups.0.optimizer_kwargs.adjust_lr: ", "'sepctral'", "'spectral'"],
+        id="unknown-choice-of-a-group",
+    ),
+    pytest.param(
+        RECIPE_TEXT + group(r"\.wq\.", "Muon").replace("{", "{error_feedback = 1.0, ") + group(".*"),
+        ["optimizer_kwargs.error_feedback holds for all groups", "optimizer.error_feedback.strength"],
+        id="error-feedback-of-a-group",
+    ),
+    pytest.param(
+        RECIPE_TEXT + group(r"\.wq\.", "Muon").replace("{", "{bucket_mb = 1, ") + group(".*"),
+        ["optimizer_kwargs.bucket_mb holds for all groups", "optimizer.muon.bucket_mb"],
+        id="bucket-of-a-group",
+    ),
+    pytest.param(
+        RECIPE_TEXT + group(".*", "SGD").replace("{", "{fused = true, "),
+        ["optimizer.param_groups.0.optimizer_kwargs.fused", "SGD", "leave it out"],
+        id="fused-sgd",
     ),
     pytest.param(
         RECIPE_TEXT + group("^layers"),
@@ -169,10 +194,17 @@ FLAGS = [
     ("--validator.steps 0", ["validation steps must be positive"]),
     ("--dataloader.num_workers -1", ["dataloader.num_workers is -1", "at least 0"]),
     ("--dataloader.validation_fraction 0", ["dataloader.validation_fraction is 0", "0.05", "the same"]),
-    ("--optimizer.muon.lr -1", ["optimizer Muon: ", "lr", "-1"]),
-    ("--optimizer.muon.momentum 1.5", ["optimizer Muon: ", "momentum", "1.5"]),
-    ("--optimizer.muon.ns_steps 0", ["optimizer Muon: ", "ns_steps", "0"]),
-    ("--optimizer.adamw.beta1 1.5", ["optimizer AdamW: ", "beta", "1.5"]),
+    ("--optimizer.muon.lr -1", ["optimizer.muon.lr: ", "-1"]),
+    ("--optimizer.muon.momentum 1.5", ["optimizer.muon.momentum: ", "1.5"]),
+    ("--optimizer.muon.ns_steps 0", ["optimizer.muon.ns_steps: ", "0"]),
+    ("--optimizer.muon.bucket_mb 0", ["optimizer.muon.bucket_mb is 0", "above zero"]),
+    ("--optimizer.muon.compute_dtype int8", ["optimizer.muon.compute_dtype must be one of", '"bfloat16"']),
+    ("--optimizer.muon.coefficients standard", ["did you mean --optimizer.muon.ns_coefficients?"]),
+    ("--optimizer.adamw.lr -1", ["optimizer.adamw.lr: ", "-1"]),
+    ("--optimizer.adamw.beta1 1.5", ["optimizer.adamw.beta1: ", "1.5"]),
+    ("--optimizer.adamw.eps -1", ["optimizer.adamw.eps: ", "-1"]),
+    ("--optimizer.name lion --optimizer.lion.lr -1", ["optimizer.lion.lr: ", "-1"]),
+    ("--optimizer.name lion --optimizer.lion.beta1 1.5", ["optimizer.lion: ", "betas", "1.5"]),
     ("--training.stesp 3", ["unknown flag --training.stesp", "did you mean --training.steps?"]),
     (
         "--parallelism.pipeline_parallel_schedule 1F2B",
@@ -245,7 +277,8 @@ def test_flags(mistake: Callable[..., str], flags: str, words: list[str]) -> Non
 
 ALLOWED = [
     *[
-        f"--parallelism.{kind}_degree 2 --optimizer.name adamw"
+        f"--parallelism.{kind}_degree 2 --optimizer.name {optimizer}"
+        for optimizer in ("muon", "lion")
         for kind in ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel")
     ],
     "--training.global_batch_size 16",
@@ -320,13 +353,6 @@ def test_fewer_steps_than_the_checkpoint_has(mistake: Callable[..., str]) -> Non
 
 def test_every_mistake_of_a_file_also_counts_in_a_dry_run(mistake: Callable[..., str]) -> None:
     assert_says(mistake(str(RECIPE), "--training.stesp", "3", "--dry-run"), ["unknown flag --training.stesp"])
-
-
-def test_muon_on_shards(tmp_path: Path) -> None:
-    run = train(tmp_path, "--parallelism.data_parallel_shard_degree", 2, "--validator.no-enable")
-    assert (run.status, run.err.count("\n")) == (2, 1)
-    assert "Traceback" not in run.out + run.err
-    assert_says(run.err, ["Muon", "shard", "optimizer.name"])
 
 
 def test_less_text_than_one_batch(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`AsyncOptimizers`: who updates which parameter, and that checkpoints hold all of its state."""
+"""`AsyncOptimizers`: who updates which parameter, and how."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_debug_recipe_gives_hidden_matrices_to_muon_and_the_rest_to_adamw(
     assert len(names) == 2
 
 
-@pytest.mark.parametrize(("name", "optimizer"), [("adamw", "AdamW"), ("sgd", "SGD")])
+@pytest.mark.parametrize(("name", "optimizer"), [("adamw", "AdamW"), ("lion", "Lion"), ("sgd", "SGD")])
 def test_the_other_names_take_every_parameter(
     name: str, optimizer: str, tmp_path: Path, model: nn.Module
 ) -> None:
@@ -102,9 +102,14 @@ def test_the_settings_of_the_named_optimizers_arrive(tmp_path: Path) -> None:
         lr = 0.05
         momentum = 0.9
         nesterov = false
-        adjust_lr = "original"
+        cautious_weight_decay = true
+        adjust_lr = "spectral"
         ns_steps = 4
-        coefficients = "polar_express"
+        ns_coefficients = "polar_express"
+        ns_form = "gram"
+        compute_dtype = "float32"
+        momentum_dtype = "bfloat16"
+        bucket_mb = 7
         [optimizer.adamw]
         lr = 0.001
         beta1 = 0.8
@@ -112,35 +117,93 @@ def test_the_settings_of_the_named_optimizers_arrive(tmp_path: Path) -> None:
         eps = 1e-6
         weight_decay = 0.2
     """
-    muon, adamw = unwrapped(build(text, tmp_path, Stage()))
+    stage = Stage()
+    muon, adamw = unwrapped(build(text, tmp_path, stage))
     (group,) = muon.param_groups
-    wanted = {"lr": 0.05, "momentum": 0.9, "nesterov": False, "adjust_lr": "original", "weight_decay": 0.1}
+    wanted = {
+        "lr": 0.05,
+        "momentum": 0.9,
+        "nesterov": False,
+        "cautious_weight_decay": True,
+        "adjust_lr": "spectral",
+        "weight_decay": 0.1,
+        "ns_steps": 4,
+        "ns_coefficients": "polar_express",
+        "ns_form": "gram",
+        "compute_dtype": "float32",
+    }
     assert {key: group[key] for key in wanted} == wanted
-    assert (group["ns_steps"], group["ns_coefficients"]) == (4, "polar_express")
+    assert muon.state[stage.layers["3"]["wq"].weight]["momentum_buffer"].dtype == torch.bfloat16
+    assert muon._distribution.bucket_mb == 7
     (group,) = adamw.param_groups
     wanted = {"lr": 0.001, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.2}
     assert {key: group[key] for key in wanted} == wanted
 
 
+def test_the_settings_of_lion_arrive(tmp_path: Path) -> None:
+    text = """
+        [optimizer]
+        name = "lion"
+        [optimizer.lion]
+        lr = 0.002
+        beta1 = 0.7
+        beta2 = 0.8
+        weight_decay = 0.5
+    """
+    (lion,) = unwrapped(build(text, tmp_path, Stage()))
+    (group,) = lion.param_groups
+    wanted = {"lr": 0.002, "betas": (0.7, 0.8), "weight_decay": 0.5}
+    assert {key: value for key, value in group.items() if key not in ("params", "param_names")} == wanted
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+def test_torchtitans_implementation_goes_to_those_that_have_it(implementation: str, tmp_path: Path) -> None:
+    # DTensor has no sharding rule for the fused SGD.
+    for name, optimizer in (("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD), ("muon", Muon)):
+        text = f'[optimizer]\nname = "{name}"\nimplementation = "{implementation}"'
+        (group,) = next(unwrapped(build(text, tmp_path, Stage()))).param_groups
+        fused = implementation == "fused" and optimizer is torch.optim.AdamW
+        foreach = implementation == "foreach" or (implementation == "fused" and not fused)
+        if optimizer is Muon:
+            assert not {"fused", "foreach"} & group.keys()
+        else:
+            assert (group["fused"], group["foreach"]) == (fused, foreach)
+
+
 @pytest.mark.parametrize(
-    ("text", "strength", "level"),
+    ("text", "strength", "level", "dtype"),
     [
-        ("", 1.0, "update"),
-        ('[optimizer.error_feedback]\nstrength = 0.5\nlevel = "gradient"', 0.5, "gradient"),
+        ("", 1.0, "update", torch.float32),
+        (
+            '[optimizer.error_feedback]\nstrength = 0.5\nlevel = "gradient"\ndtype = "bfloat16"',
+            0.5,
+            "gradient",
+            torch.bfloat16,
+        ),
     ],
 )
-def test_error_feedback_wraps_every_optimizer(text: str, strength: float, level: str, tmp_path: Path) -> None:
-    optimizers = build(text, tmp_path, Stage()).optimizers
-    assert len(optimizers) == 2
-    for optimizer in optimizers:
-        assert isinstance(optimizer, ErrorFeedback)
-        assert (optimizer.strength, optimizer.level) == (strength, level)
+def test_error_feedback_is_inside_muon_and_around_the_others(
+    text: str, strength: float, level: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    stage = Stage()
+    container = build(text, tmp_path, stage)
+    muon, adamw = container.optimizers
+    assert type(muon) is Muon
+    (group,) = muon.param_groups
+    assert (group["error_feedback"], group["error_feedback_level"]) == (strength, level)
+    assert isinstance(adamw, ErrorFeedback)
+    assert (adamw.strength, adamw.level) == (strength, level)
+    train_a_step(stage, container, 1)
+    for optimizer in container.optimizers:
+        for state in optimizer.state.values():
+            assert state[f"error_feedback_{level}"].dtype == dtype
 
 
 @pytest.mark.parametrize("setting", ["enable = false", "strength = 0.0"])
-def test_error_feedback_that_is_off_wraps_nothing(setting: str, tmp_path: Path) -> None:
+def test_error_feedback_that_is_off_is_nowhere(setting: str, tmp_path: Path) -> None:
     optimizers = build(f"[optimizer.error_feedback]\n{setting}", tmp_path, Stage()).optimizers
     assert [type(optimizer) for optimizer in optimizers] == [Muon, torch.optim.AdamW]
+    assert optimizers[0].param_groups[0]["error_feedback"] == 0
 
 
 GROUPS = """
@@ -158,6 +221,16 @@ GROUPS = """
     pattern = '\\.wq\\.'
     optimizer_name = "AdamW"
     optimizer_kwargs = {lr = 0.125}
+
+    [[optimizer.param_groups]]
+    pattern = '\\.wo\\.'
+    optimizer_name = "Lion"
+    optimizer_kwargs = {lr = 0.0625}
+
+    [[optimizer.param_groups]]
+    pattern = '\\.w1\\.'
+    optimizer_name = "Muon"
+    optimizer_kwargs = {lr = 2, split_sizes = [300, 212], adjust_lr = "spectral"}
 
     [[optimizer.param_groups]]
     pattern = '.*'
@@ -178,6 +251,10 @@ def test_param_groups_of_a_recipe_file(tmp_path: Path, model: nn.Module) -> None
     (adamw,) = [optimizer for optimizer in unwrapped(optimizers) if type(optimizer) is torch.optim.AdamW]
     assert [group["lr"] for group in adamw.param_groups] == [0.25, 0.125]
     assert adamw.param_groups[0]["betas"] == (0.7, 0.8)
+    assert names["Lion"] == {f"layers.{i}.attention.wo.weight" for i in range(6)}
+    (muon,) = [optimizer for optimizer in unwrapped(optimizers) if type(optimizer) is Muon]
+    assert [group["split_sizes"] for group in muon.param_groups] == [(300, 212), ()]
+    assert [group["lr"] for group in muon.param_groups] == [2, 1]
 
 
 def test_a_pattern_may_match_nothing_on_one_stage(tmp_path: Path) -> None:
@@ -217,43 +294,6 @@ def test_a_parameter_without_group_is_a_mistake(tmp_path: Path) -> None:
         build(text, tmp_path, Stage())
 
 
-FEEDBACKS = {
-    "update": "",
-    "gradient": '[optimizer.error_feedback]\nlevel = "gradient"',
-    "off": "[optimizer.error_feedback]\nenable = false",
-}
-
-
-@pytest.mark.parametrize("feedback", FEEDBACKS.values(), ids=FEEDBACKS)
-def test_state_goes_through_torchtitans_checkpointing(feedback: str, tmp_path: Path) -> None:
-    # The same updates with and without a round trip in between: into new objects, which have no state yet.
-    unbroken, broken = Stage(), Stage()
-    optimizers = build(feedback, tmp_path, unbroken)
-    others = build(feedback, tmp_path, broken)
-    for seed in (1, 2):
-        train_a_step(unbroken, optimizers, seed)
-        train_a_step(broken, others, seed)
-    state = {
-        key: value.clone() if torch.is_tensor(value) else value for key, value in others.state_dict().items()
-    }
-    resumed = Stage()
-    resumed.load_state_dict(broken.state_dict())
-    loaded = build(feedback, tmp_path, resumed)
-    loaded.load_state_dict(state)
-    for seed in (3, 4):
-        train_a_step(unbroken, optimizers, seed)
-        train_a_step(resumed, loaded, seed)
-    for name, parameter in unbroken.named_parameters():
-        assert torch.equal(parameter, resumed.get_parameter(name)), name
-
-    # Keys are the parameters' names, whatever stage they are on.
-    matrix = "layers.3.wq.weight"
-    assert any(key.startswith(f"state.{matrix}.momentum_buffer") for key in state)
-    histories = [key for key in state if "error_feedback_" in key]
-    assert all(matrix in key or "norm" in key or "bias" in key for key in histories)
-    assert bool(histories) == (feedback != FEEDBACKS["off"])
-
-
 def test_reading_the_state_before_the_first_step_changes_nothing(tmp_path: Path) -> None:
     # torchtitan then creates the state by a step of its own, which must not count as the first update: it
     # would be corrected by a displacement of zero, that is, doubled. (Not with AdamW, which counts steps.)
@@ -268,6 +308,40 @@ def test_reading_the_state_before_the_first_step_changes_nothing(tmp_path: Path)
         train_a_step(other, others, seed)
     for name, parameter in other.named_parameters():
         assert torch.equal(parameter, asked.get_parameter(name)), name
+
+
+def test_a_skipped_step_shows(tmp_path: Path) -> None:
+    stage = Stage()
+    optimizers = build("", tmp_path, stage)
+    assert not optimizers.step_was_skipped
+    for wrong in (True, False):
+        for parameter in stage.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        if wrong:
+            stage.layers["3"]["wq"].weight.grad[0, 0] = torch.inf
+        optimizers.step()
+        assert optimizers.step_was_skipped == wrong
+
+
+@pytest.mark.parametrize(
+    ("pattern", "settings", "sentence"),
+    [
+        (".*weight", "lr = 1", "layers.3.norm.weight"),
+        (r"wq\.weight", "split_sizes = [5]", "split_sizes [5] add up to 5, but dimension -2"),
+    ],
+)
+def test_what_muon_refuses_is_a_mistake(pattern: str, settings: str, sentence: str, tmp_path: Path) -> None:
+    text = f"""
+        [[optimizer.param_groups]]
+        pattern = '{pattern}'
+        optimizer_name = "Muon"
+        optimizer_kwargs = {{{settings}}}
+        [[optimizer.param_groups]]
+        pattern = '.*'
+        optimizer_name = "AdamW"
+    """
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        build(text, tmp_path, Stage())
 
 
 def test_a_config_is_not_changed_by_building(tmp_path: Path) -> None:

@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
 
-from titan_async.training.optimizer import FEEDBACK_KEY
-
 __all__ = ["NEXT_WEIGHTS", "RANDOM_STATE", "AsyncCheckpointer", "complete_steps", "save_for_resuming"]
 
 NEXT_WEIGHTS = "next_weights"
@@ -46,7 +44,8 @@ class AsyncCheckpointer(CheckpointManager):
                 mine = f".{RANDOM_STATE}.{trainer.random_key}."
                 trainer.resumes_random_state = any(mine in key for key in keys)
             if optimizer:
-                optimizer.resumes_feedback = any(FEEDBACK_KEY in key for key in keys)
+                prefix = "optimizer."
+                optimizer.saved = {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
         super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
 
     def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **kwargs: Any) -> Any:

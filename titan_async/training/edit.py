@@ -13,7 +13,7 @@ from typing import Protocol
 
 from titan_async.errors import UserError
 
-__all__ = ["Edit", "FlagOrigin", "Origin", "Path", "dotted", "nearest"]
+__all__ = ["Edit", "FlagOrigin", "Origin", "Path", "dotted", "nearest", "unknown_name"]
 
 Path = tuple[str | int, ...]
 """Keys from the root of the configuration; an integer indexes a list."""
@@ -28,6 +28,15 @@ def nearest(word: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str
     """Returns the candidate most like `word`, or None when none is alike."""
     matches = difflib.get_close_matches(word, list(candidates), n=1, cutoff=cutoff)
     return matches[0] if matches else None
+
+
+def unknown_name(field: str, value: str, known: Iterable[str]) -> str:
+    """Returns the sentence about a value that is none of the known names, with the one that was meant."""
+    known = list(known)
+    lowered = {name.lower(): name for name in known}
+    close = nearest(value.lower(), lowered, cutoff=0.4)
+    hint = f"; did you mean {lowered[close]}?" if close else ""
+    return f'{field} is "{value}", which is none of {", ".join(known)}{hint}'
 
 
 class Origin(Protocol):

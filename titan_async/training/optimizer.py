@@ -1,9 +1,9 @@
 """The optimizers of a run: Muon for hidden matrices, AdamW for the rest, each with error feedback."""
 
-import math
+import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,130 +11,80 @@ import torch
 from torch import nn
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
-from torchtitan.config import Configurable
 
 from titan_async.errors import UserError
-from titan_async.optim import ErrorFeedback, Muon
+from titan_async.optim import ErrorFeedback, Lion, Muon
+from titan_async.training.optimizer_config import (
+    AdamWConfig,
+    ErrorFeedbackConfig,
+    LionConfig,
+    MuonConfig,
+    SGDConfig,
+    match_group,
+    named_groups,
+)
 
-__all__ = [
-    "HIDDEN_MATRICES",
-    "AdamWConfig",
-    "AsyncOptimizers",
-    "ErrorFeedbackConfig",
-    "MuonConfig",
-    "SGDConfig",
-]
-
-HIDDEN_MATRICES = r"^layers\.(?!.*(norm|router|bias)).*$"
-"""Names of the matrices inside the decoder's layers: not embeddings, output head, norms, routers, biases."""
-
-FEEDBACK_KEY = ".error_feedback_"
-"""In the names of checkpointed state: what belongs to error feedback."""
+__all__ = ["FACTORIES", "OF_THE_WHOLE_RUN", "AsyncOptimizers"]
 
 FACTORIES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Muon": Muon,
     "AdamW": torch.optim.AdamW,
     "Adam": torch.optim.Adam,
+    "Lion": Lion,
     "SGD": torch.optim.SGD,
 }
 
+OF_THE_WHOLE_RUN = {
+    "bucket_mb": "optimizer.muon.bucket_mb",
+    "error_feedback": "optimizer.error_feedback.strength",
+    "error_feedback_level": "optimizer.error_feedback.level",
+    "error_feedback_dtype": "optimizer.error_feedback.dtype",
+}
+"""Options of Muon that a group does not set, and where they are set for all groups."""
 
-@dataclass(kw_only=True, slots=True)
-class MuonConfig(Configurable.Config):
-    lr: float = 0.02
-    """Peak learning rate of Muon."""
+_NEW_OPTIONS = (
+    "ns_form",
+    "cautious_weight_decay",
+    "split_sizes",
+    "split_dim",
+    "input_dim",
+    "momentum_dtype",
+    "error_feedback",
+    "error_feedback_level",
+    "error_feedback_dtype",
+)
+"""Options of Muon that checkpoints lack which were made when it had none of them."""
 
-    weight_decay: float = 0.1
-    """Decoupled weight decay."""
-
-    momentum: float = 0.95
-    """Momentum coefficient. The higher it is, the less a delay of one update costs."""
-
-    nesterov: bool = True
-    """Look ahead along the momentum."""
-
-    adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
-    """How the learning rate scales with a matrix's shape; "match_rms_adamw" gives updates the size of
-    AdamW's, so that learning rate and decay carry over from it."""
-
-    coefficients: Literal["standard", "polar_express"] = "standard"
-    """Coefficients of the Newton-Schulz iteration: the original quintic or Polar Express."""
-
-    ns_steps: int = 5
-    """Newton-Schulz iterations."""
-
-
-@dataclass(kw_only=True, slots=True)
-class AdamWConfig(Configurable.Config):
-    lr: float = 3e-3
-    """Peak learning rate of AdamW."""
-
-    beta1: float = 0.9
-    """Decay of the first moment."""
-
-    beta2: float = 0.95
-    """Decay of the second moment."""
-
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
-
-    weight_decay: float = 0.1
-    """Decoupled weight decay."""
-
-
-@dataclass(kw_only=True, slots=True)
-class SGDConfig(Configurable.Config):
-    lr: float = 0.1
-    """Peak learning rate of SGD."""
-
-    momentum: float = 0.9
-    """Momentum coefficient."""
-
-    weight_decay: float = 0.0
-    """Weight decay, added to the gradient."""
-
-
-@dataclass(kw_only=True, slots=True)
-class ErrorFeedbackConfig(Configurable.Config):
-    enable: bool = True
-    """Correct for the delay of one update (arXiv 2606.30634). Without a delay, that is under a
-    synchronous schedule or on one stage, there is nothing to correct and this has no effect."""
-
-    strength: float = 1.0
-    """Strength s of the correction; 1 is the paper's."""
-
-    level: Literal["update", "gradient"] = "update"
-    """Correct the update (the paper's way) or the gradient."""
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.strength) and self.strength >= 0):
-            raise ValueError(
-                f"optimizer.error_feedback.strength is {self.strength}; "
-                "it must be a finite number of at least 0"
-            )
+_OWN_OPTIONS = ("compute_dtype", "ns_form")
+"""Options of Muon that say how this run computes, whatever the one did that made the checkpoint."""
 
 
 class AsyncOptimizers(OptimizersContainer):
-    """torchtitan's container of optimizers, with Muon and error feedback.
+    """torchtitan's container of optimizers, with Muon, Lion and error feedback.
+
+    Error feedback is inside Muon and wrapped around the others; its state has the same names either way, so
+    that checkpoints do not depend on which it is.
 
     Raises:
-        UserError: if `param_groups` name an unknown optimizer, or leave a parameter without one.
+        UserError: if `param_groups` name an unknown optimizer, leave a parameter without one, or give one a
+            parameter or an option that it refuses.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
-        name: Literal["muon", "adamw", "sgd"] = "muon"
-        """"muon": Muon for the matrices inside the layers, AdamW for everything else; "adamw" or "sgd"
-        for all parameters. Ignored where `param_groups` is given."""
+        name: Literal["muon", "adamw", "lion", "sgd"] = "muon"
+        """"muon": Muon for the matrices inside the layers, AdamW for everything else; "adamw", "lion" or
+        "sgd" for all parameters. Ignored where `param_groups` is given."""
 
         muon: MuonConfig = field(default_factory=MuonConfig)
         adamw: AdamWConfig = field(default_factory=AdamWConfig)
+        lion: LionConfig = field(default_factory=LionConfig)
         sgd: SGDConfig = field(default_factory=SGDConfig)
         error_feedback: ErrorFeedbackConfig = field(default_factory=ErrorFeedbackConfig)
 
         def resolved_groups(self) -> list[ParamGroupConfig]:
             """The parameter groups: those given, else those that `name` stands for."""
-            return self.param_groups or _groups_of(self)
+            return self.param_groups or named_groups(self)
 
         def __post_init__(self) -> None:
             for group in self.param_groups:
@@ -145,19 +95,32 @@ class AsyncOptimizers(OptimizersContainer):
                         f"optimizer.param_groups pattern '{group.pattern}' is no regular expression: {error}"
                     ) from None
 
-    resumes_feedback: bool = True
-    """Whether the state includes error feedback's; see `AsyncCheckpointer`."""
+    saved: Collection[str] | None = None
+    """While a checkpoint is being loaded, the names of what it holds; see `AsyncCheckpointer`."""
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         self._groups = config.resolved_groups()
+        feedback = config.error_feedback
+        strength = feedback.strength if feedback.enable else 0.0
+        for_muon = {
+            "bucket_mb": config.muon.bucket_mb,
+            "error_feedback": strength,
+            "error_feedback_level": feedback.level,
+            "error_feedback_dtype": feedback.dtype,
+        }
+        by_name = config.optimizer_factory_kwargs_by_name
+        by_name = {**by_name, "Muon": {**for_muon, **by_name.get("Muon", {})}}
+        config = dataclasses.replace(config, optimizer_factory_kwargs_by_name=by_name)
         try:
             super().__init__(config, model_parts=model_parts)
-        except NotImplementedError as error:  # a parameter that the optimizer cannot update
+        except (NotImplementedError, ValueError) as error:  # a parameter or option that an optimizer refuses
             raise UserError(f"{error} (optimizer.name, optimizer.param_groups)") from error
-        feedback = config.error_feedback
-        if feedback.enable and feedback.strength:
+        if strength:
+            dtype = None if feedback.dtype == "auto" else getattr(torch, feedback.dtype)
             self.optimizers = [
-                ErrorFeedback(optimizer, strength=feedback.strength, level=feedback.level)
+                optimizer
+                if isinstance(optimizer, Muon)
+                else ErrorFeedback(optimizer, strength=strength, level=feedback.level, dtype=dtype)
                 for optimizer in self.optimizers
             ]
 
@@ -184,7 +147,7 @@ class AsyncOptimizers(OptimizersContainer):
                     {
                         "params": [parameter for _, parameter in matched],
                         "param_names": [name for name, _ in matched],
-                        **impl_kwargs,
+                        **_implementation(config.optimizer_name, impl_kwargs),
                         **config.optimizer_kwargs,
                     }
                 )
@@ -193,67 +156,54 @@ class AsyncOptimizers(OptimizersContainer):
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
-        if self.resumes_feedback:
+        if self.saved is None:
             return state
-        return {key: value for key, value in state.items() if FEEDBACK_KEY not in key}
+        return {key: value for key, value in state.items() if key in self.saved or not _may_lack(key)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        own = super().state_dict()
+        state_dict = {**{key: own[key] for key in own if _is_option(key, _NEW_OPTIONS)}, **state_dict}
+        state_dict |= {key: own[key] for key in own if _is_option(key, _OWN_OPTIONS)}
         super().load_state_dict(state_dict)
-        self.resumes_feedback = True
+        self.saved = None
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether an optimizer found a gradient that is not finite, and left its parameters as they were.
+
+        Known on the ranks that share these parameters; other stages of a pipeline do not hear of it.
+        """
+        return any(getattr(optimizer, "step_was_skipped", False) for optimizer in self.optimizers)
 
     def learning_rates(self) -> dict[str, float]:
         """The current learning rates, as "lr/Muon", or "lr/AdamW/0" where an optimizer has several groups."""
         rates = {}
-        for optimizer in self.optimizers:
-            wrapped = optimizer.optimizer if isinstance(optimizer, ErrorFeedback) else optimizer
-            name = f"lr/{type(wrapped).__name__}"
+        for optimizer in self._unwrapped():
+            name = f"lr/{type(optimizer).__name__}"
             many = len(optimizer.param_groups) > 1
             for index, group in enumerate(optimizer.param_groups):
                 rates[f"{name}/{index}" if many else name] = float(group["lr"])
         return rates
 
-
-def match_group(name: str, groups: list[ParamGroupConfig]) -> int:
-    """The index of the first group whose pattern matches a parameter's name.
-
-    Raises:
-        UserError: if none does.
-    """
-    for index, group in enumerate(groups):
-        if re.search(group.pattern, name):
-            return index
-    raise UserError(
-        f"no pattern of optimizer.param_groups matches the parameter {name}; "
-        "add a last group with pattern '.*'"
-    )
+    def _unwrapped(self) -> Iterator[torch.optim.Optimizer]:
+        for optimizer in self.optimizers:
+            yield optimizer.optimizer if isinstance(optimizer, ErrorFeedback) else optimizer
 
 
-def _groups_of(config: AsyncOptimizers.Config) -> list[ParamGroupConfig]:
-    adamw = ParamGroupConfig(
-        pattern=".*",
-        optimizer_name="AdamW",
-        optimizer_kwargs={
-            "lr": config.adamw.lr,
-            "betas": (config.adamw.beta1, config.adamw.beta2),
-            "eps": config.adamw.eps,
-            "weight_decay": config.adamw.weight_decay,
-        },
-    )
-    if config.name == "adamw":
-        return [adamw]
-    if config.name == "sgd":
-        sgd = {"lr": config.sgd.lr, "momentum": config.sgd.momentum, "weight_decay": config.sgd.weight_decay}
-        return [ParamGroupConfig(pattern=".*", optimizer_name="SGD", optimizer_kwargs=sgd)]
-    muon = {
-        "lr": config.muon.lr,
-        "weight_decay": config.muon.weight_decay,
-        "momentum": config.muon.momentum,
-        "nesterov": config.muon.nesterov,
-        "adjust_lr": config.muon.adjust_lr,
-        "ns_coefficients": config.muon.coefficients,
-        "ns_steps": config.muon.ns_steps,
-    }
-    return [
-        ParamGroupConfig(pattern=HIDDEN_MATRICES, optimizer_name="Muon", optimizer_kwargs=muon),
-        adamw,
-    ]
+def _implementation(name: str, impl_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """torchtitan's choice among the implementations of an optimizer, as far as there is one."""
+    if name in ("Muon", "Lion"):
+        return {}
+    if name == "SGD" and impl_kwargs.get("fused"):
+        # DTensor has no sharding rule for the fused SGD.
+        return {**impl_kwargs, "fused": False, "foreach": True}
+    return impl_kwargs
+
+
+def _may_lack(key: str) -> bool:
+    """Whether a checkpoint that lacks a piece of state can be loaded nevertheless."""
+    return (key.startswith("state.") and ".error_feedback_" in key) or _is_option(key, _NEW_OPTIONS)
+
+
+def _is_option(key: str, names: Collection[str]) -> bool:
+    return key.startswith("param_groups.") and key.rpartition(".")[2] in names

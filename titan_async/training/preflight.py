@@ -1,11 +1,8 @@
 """What can be known to be wrong before any process starts: names, files, and sizes that do not fit."""
 
 import copy
-import inspect
 import os
-import re
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -19,8 +16,8 @@ from titan_async.training._titan_internals import split_layers
 from titan_async.training.balance import KNOWN_MODULES, count_stages
 from titan_async.training.checkpoint import complete_steps
 from titan_async.training.data import TextDataLoader
-from titan_async.training.edit import nearest
-from titan_async.training.optimizer import FACTORIES, AsyncOptimizers, match_group
+from titan_async.training.edit import unknown_name
+from titan_async.training.optimizer_preflight import check_optimizer
 from titan_async.training.pipeline import (
     ASYNC_SCHEDULE,
     accumulation_of,
@@ -42,8 +39,6 @@ SCHEDULES = (
 )
 """The schedules that `parallelism.pipeline_parallel_schedule` can name."""
 
-_OPTIMIZERS = (*FACTORIES, "DistMuon")
-
 
 def check(config: Trainer.Config, *, world_size: int) -> None:
     """Refuse a configuration that cannot train.
@@ -63,8 +58,7 @@ def check(config: Trainer.Config, *, world_size: int) -> None:
     _check_tokenizer(config)
     model = _build_on_meta(config)
     _check_balance(config, model)
-    _check_parameter_groups(config, model)
-    _check_optimizers(config, model)
+    check_optimizer(config.optimizer, model)
     _check_data(config)
 
 
@@ -154,7 +148,7 @@ def _check_schedule(config: Trainer.Config) -> None:
     if config.parallelism.pipeline_parallel_schedule_csv:
         return
     if name.lower() not in {known.lower() for known in SCHEDULES}:
-        raise UserError(_unknown("parallelism.pipeline_parallel_schedule", name, SCHEDULES))
+        raise UserError(unknown_name("parallelism.pipeline_parallel_schedule", name, SCHEDULES))
 
 
 def _check_stages(config: Trainer.Config) -> None:
@@ -283,53 +277,6 @@ def _check_balance(config: Trainer.Config, model: nn.Module) -> None:
         )
 
 
-def _check_parameter_groups(config: Trainer.Config, model: nn.Module) -> None:
-    optimizer = config.optimizer
-    groups = optimizer.resolved_groups() if hasattr(optimizer, "resolved_groups") else optimizer.param_groups
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if groups is not None and not groups:
-        raise UserError("optimizer.param_groups is empty: add a group with pattern '.*'")
-    used = {match_group(name, groups) for name in names}
-    for index, group in enumerate(groups):
-        if group.optimizer_name not in _OPTIMIZERS:
-            raise UserError(
-                _unknown(f"optimizer.param_groups.{index}.optimizer_name", group.optimizer_name, _OPTIMIZERS)
-            )
-        if index not in used:
-            taken = any(re.search(group.pattern, name) for name in names)
-            why = "earlier groups take all that it matches" if taken else "matches no parameter of the model"
-            raise UserError(
-                f"optimizer.param_groups.{index}.pattern '{group.pattern}': {why}; parameters are named like "
-                f"{names[len(names) // 2]}"
-            )
-
-
-def _check_optimizers(config: Trainer.Config, model: nn.Module) -> None:
-    optimizer = config.optimizer
-    if not isinstance(optimizer, AsyncOptimizers.Config):
-        return
-    groups = optimizer.resolved_groups()
-    members: list[list[tuple[str, nn.Parameter]]] = [[] for _ in groups]
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            members[match_group(name, groups)].append((name, parameter))
-    for index, (group, named_parameters) in enumerate(zip(groups, members, strict=True)):
-        factory = FACTORIES.get(group.optimizer_name)
-        if factory is None:
-            continue  # torchtitan's own, which needs devices
-        known = list(inspect.signature(factory).parameters)[1:]
-        for key in group.optimizer_kwargs:
-            if key not in known:
-                field = f"a key of optimizer.param_groups.{index}.optimizer_kwargs"
-                raise UserError(_unknown(field, key, known))
-        # Implementations for certain devices refuse tensors without data.
-        settings = {k: v for k, v in group.optimizer_kwargs.items() if k not in ("fused", "foreach")}
-        try:
-            factory(named_parameters, **settings)
-        except (ValueError, TypeError, NotImplementedError) as error:
-            raise UserError(f"optimizer {group.optimizer_name}: {' '.join(str(error).split())}") from error
-
-
 def _check_data(config: Trainer.Config) -> None:
     loaders = [("dataloader", config.dataloader)]
     if config.validator.enable:
@@ -359,11 +306,3 @@ def _check_split(train: BaseDataLoader.Config, validation: BaseDataLoader.Config
             f"dataloader.validation_fraction is {fractions[0]} but validator.dataloader.validation_fraction "
             f"is {fractions[1]}, so that training reads what it validates on: set both to the same"
         )
-
-
-def _unknown(field: str, value: str, known: Iterable[str]) -> str:
-    known = list(known)
-    lowered = {name.lower(): name for name in known}
-    close = nearest(value.lower(), lowered, cutoff=0.4)
-    hint = f"; did you mean {lowered[close]}?" if close else ""
-    return f'{field} is "{value}", which is none of {", ".join(known)}{hint}'

@@ -1,0 +1,165 @@
+"""Checkpoints of `AsyncOptimizers` hold all state, whichever form of error feedback has written them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.training.test_optimizer import Stage, build, train_a_step
+from titan_async.optim import ErrorFeedback, Muon
+from titan_async.training.optimizer import AsyncOptimizers
+
+FEEDBACKS = {
+    "update": "",
+    "gradient": '[optimizer.error_feedback]\nlevel = "gradient"',
+    "off": "[optimizer.error_feedback]\nenable = false",
+}
+
+
+def build_wrapped(text: str, folder: Path, stage: Stage) -> AsyncOptimizers:
+    """The same with error feedback wrapped around Muon as around the others, as it was once."""
+    optimizers = build(text, folder, stage)
+    (muon, wrapped) = optimizers.optimizers
+    assert type(muon) is Muon and isinstance(wrapped, ErrorFeedback)
+    (group,) = muon.param_groups
+    names = zip(group["param_names"], group["params"], strict=True)
+    of_this_form = {"error_feedback", "error_feedback_level", "error_feedback_dtype"}
+    options = {k: v for k, v in group.items() if k not in ("params", "param_names", *of_this_form)}
+    alone = Muon([{"params": list(names), **options}])
+    optimizers.optimizers = [
+        ErrorFeedback(alone, strength=group["error_feedback"], level=group["error_feedback_level"]),
+        wrapped,
+    ]
+    return optimizers
+
+
+def written_and_read(optimizers: AsyncOptimizers, folder: Path, into: AsyncOptimizers) -> None:
+    """Save and load by torch.distributed.checkpoint, as the checkpointer does it."""
+    dcp.save({"optimizer": optimizers.state_dict()}, checkpoint_id=folder, no_dist=True)
+    keys = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    into.saved = {key.removeprefix("optimizer.") for key in keys}
+    state = {"optimizer": into.state_dict()}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    into.load_state_dict(state["optimizer"])
+
+
+def both(
+    make: Callable[..., AsyncOptimizers], remake: Callable[..., AsyncOptimizers], text: str, folder: Path
+) -> tuple[Stage, Stage, AsyncOptimizers]:
+    """Four updates made by one form, and two by that and two by another that has loaded the state."""
+    unbroken, broken, resumed = Stage(), Stage(), Stage()
+    optimizers, others = make(text, folder, unbroken), make(text, folder, broken)
+    for seed in (1, 2):
+        train_a_step(unbroken, optimizers, seed)
+        train_a_step(broken, others, seed)
+    resumed.load_state_dict(broken.state_dict())
+    loaded = remake(text, folder, resumed)
+    written_and_read(others, folder / "checkpoint", loaded)
+    for seed in (3, 4):
+        train_a_step(unbroken, optimizers, seed)
+        train_a_step(resumed, loaded, seed)
+    return unbroken, resumed, loaded
+
+
+def assert_same(one: Stage, other: Stage) -> None:
+    for name, parameter in one.named_parameters():
+        assert torch.equal(parameter, other.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("feedback", FEEDBACKS)
+def test_state_goes_through_torchtitans_checkpointing(feedback: str, tmp_path: Path) -> None:
+    unbroken, resumed, loaded = both(build, build, FEEDBACKS[feedback], tmp_path)
+    assert_same(unbroken, resumed)
+    # Keys are the parameters' names, whatever stage they are on.
+    state = loaded.state_dict()
+    matrix = "layers.3.wq.weight"
+    assert any(key.startswith(f"state.{matrix}.momentum_buffer") for key in state)
+    histories = {key for key in state if key.startswith("state.") and "error_feedback_" in key}
+    wanted = {
+        f"state.{name}.error_feedback_{feedback}{flag}"
+        for name, _ in resumed.named_parameters()
+        for flag in ("", "_valid")
+    }
+    assert histories == (wanted if feedback != "off" else set())
+
+
+FORMS: dict[str, Callable[..., AsyncOptimizers]] = {"wrapped": build_wrapped, "inside": build}
+
+
+@pytest.mark.parametrize("level", ["update", "gradient"])
+@pytest.mark.parametrize(("saving", "loading"), [("wrapped", "inside"), ("inside", "wrapped")])
+def test_either_form_of_error_feedback_loads_the_other(
+    saving: str, loading: str, level: str, tmp_path: Path
+) -> None:
+    unbroken, resumed, loaded = both(FORMS[saving], FORMS[loading], FEEDBACKS[level], tmp_path)
+    assert_same(unbroken, resumed)
+    if loading == "inside":
+        assert loaded.optimizers[0].param_groups[0]["error_feedback"] == 1.0
+
+
+@pytest.mark.parametrize(("saved", "now"), [("off", "update"), ("update", "off"), ("gradient", "update")])
+def test_error_feedback_is_this_runs_own(saved: str, now: str, tmp_path: Path) -> None:
+    # A synchronous run may go on delayed, and the other way round; nothing is corrected by what is not there.
+    first, second, alone = Stage(), Stage(), Stage()
+    optimizers = build(FEEDBACKS[saved], tmp_path, first)
+    train_a_step(first, optimizers, 1)
+    plain = build(FEEDBACKS["off"], tmp_path, alone)
+    for stage in (second, alone):
+        stage.load_state_dict(first.state_dict())
+    loaded = build(FEEDBACKS[now], tmp_path, second)
+    written_and_read(optimizers, tmp_path / "first", loaded)
+    written_and_read(optimizers, tmp_path / "second", plain)
+    assert loaded.optimizers[0].param_groups[0]["error_feedback"] == (now != "off")
+    train_a_step(second, loaded, 2)
+    train_a_step(alone, plain, 2)
+    assert_same(second, alone)
+    train_a_step(second, loaded, 3)
+    train_a_step(alone, plain, 3)
+    differs = any(not torch.equal(p, alone.get_parameter(name)) for name, p in second.named_parameters())
+    assert differs == (now != "off")
+
+
+def test_how_muon_computes_is_this_runs_own_and_its_hyperparameters_are_loaded(tmp_path: Path) -> None:
+    optimizers = build("[optimizer.muon]\nmomentum = 0.9", tmp_path, Stage())
+    loaded = build('[optimizer.muon]\ncompute_dtype = "float32"\nns_form = "gram"', tmp_path, Stage())
+    written_and_read(optimizers, tmp_path / "checkpoint", loaded)
+    (group,) = loaded.optimizers[0].param_groups
+    assert (group["compute_dtype"], group["ns_form"], group["momentum"]) == ("float32", "gram", 0.9)
+
+
+class Old(AsyncOptimizers):
+    """Writes checkpoints as they were when Muon had fewer options."""
+
+    def state_dict(self) -> dict[str, Any]:
+        later = (
+            "ns_form", "cautious_weight_decay", "split_sizes", "split_dim", "input_dim", "momentum_dtype",
+            "error_feedback", "error_feedback_level", "error_feedback_dtype",
+        )  # fmt: skip
+        state = super().state_dict()
+        return {key: value for key, value in state.items() if key.rpartition(".")[2] not in later}
+
+
+def build_old(text: str, folder: Path, stage: Stage) -> AsyncOptimizers:
+    optimizers = build_wrapped(text, folder, stage)
+    optimizers.__class__ = Old
+    return optimizers
+
+
+def test_a_checkpoint_from_before_muon_had_all_its_options_loads(tmp_path: Path) -> None:
+    unbroken, resumed, _ = both(build_old, build, "", tmp_path)
+    assert_same(unbroken, resumed)
+
+
+@pytest.mark.parametrize(
+    ("saved", "now"), [("muon", "lion"), ("lion", "muon"), ("sgd", "lion"), ("muon", "sgd")]
+)
+def test_the_state_of_another_optimizer_does_not_load(saved: str, now: str, tmp_path: Path) -> None:
+    # All of them have a momentum_buffer.
+    first, second = (build(f'[optimizer]\nname = "{name}"', tmp_path, Stage()) for name in (saved, now))
+    with pytest.raises(dcp.api.CheckpointException, match="Missing key"):
+        written_and_read(first, tmp_path / "checkpoint", second)

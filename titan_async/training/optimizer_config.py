@@ -1,0 +1,216 @@
+"""The section `[optimizer]` of a recipe: what can be set, and which parameters go to which optimizer."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torchtitan.components.optimizer import ParamGroupConfig
+from torchtitan.config import Configurable
+
+from titan_async.errors import UserError
+
+__all__ = [
+    "HIDDEN_MATRICES",
+    "AdamWConfig",
+    "ErrorFeedbackConfig",
+    "LionConfig",
+    "MuonConfig",
+    "SGDConfig",
+    "match_group",
+    "named_groups",
+]
+
+HIDDEN_MATRICES = r"^layers\.(?!.*(norm|router|bias)).*$"
+"""Names of the matrices inside the decoder's layers: not embeddings, output head, norms, routers, biases."""
+
+StateDtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
+"""Dtype of an optimizer's buffer; "auto" is the parameter's, at least float32."""
+
+
+@dataclass(kw_only=True, slots=True)
+class MuonConfig(Configurable.Config):
+    lr: float = 0.02
+    """Peak learning rate of Muon."""
+
+    weight_decay: float = 0.1
+    """Decoupled weight decay."""
+
+    cautious_weight_decay: bool = False
+    """Decay only entries that the update does not move away from zero (arXiv 2510.12402)."""
+
+    momentum: float = 0.95
+    """Momentum coefficient. The higher it is, the less a delay of one update costs."""
+
+    nesterov: bool = True
+    """Look ahead along the momentum."""
+
+    adjust_lr: Literal["original", "match_rms_adamw", "spectral"] = "match_rms_adamw"
+    """How the learning rate scales with a matrix's shape; "match_rms_adamw" gives updates the size of
+    AdamW's, so that learning rate and decay carry over from it."""
+
+    ns_coefficients: Literal["standard", "polar_express"] = "standard"
+    """Coefficients of the Newton-Schulz iteration: the original quintic or Polar Express."""
+
+    ns_steps: int = 5
+    """Newton-Schulz iterations."""
+
+    ns_form: Literal["auto", "standard", "gram"] = "auto"
+    """How the iterations are computed; "auto" takes what is cheaper for a matrix's shape."""
+
+    compute_dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
+    """Dtype of the iterations, and of what ranks send each other for them."""
+
+    momentum_dtype: StateDtype = "auto"
+    """Dtype of the momentum."""
+
+    bucket_mb: float = 32
+    """Megabytes of sharded matrices that travel between ranks together. Holds for `param_groups` too."""
+
+    def __post_init__(self) -> None:
+        if not self.bucket_mb > 0:
+            raise ValueError(f"optimizer.muon.bucket_mb is {self.bucket_mb}: set it to a number above zero")
+
+
+@dataclass(kw_only=True, slots=True)
+class AdamWConfig(Configurable.Config):
+    lr: float = 3e-3
+    """Peak learning rate of AdamW."""
+
+    beta1: float = 0.9
+    """Decay of the first moment."""
+
+    beta2: float = 0.95
+    """Decay of the second moment."""
+
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+
+    weight_decay: float = 0.1
+    """Decoupled weight decay."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LionConfig(Configurable.Config):
+    lr: float = 3e-4
+    """Peak learning rate of Lion; about a tenth of AdamW's."""
+
+    beta1: float = 0.9
+    """Share of the momentum in the update."""
+
+    beta2: float = 0.99
+    """Decay of the momentum."""
+
+    weight_decay: float = 1.0
+    """Decoupled weight decay; about ten times AdamW's."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SGDConfig(Configurable.Config):
+    lr: float = 0.1
+    """Peak learning rate of SGD."""
+
+    momentum: float = 0.9
+    """Momentum coefficient."""
+
+    weight_decay: float = 0.0
+    """Weight decay, added to the gradient."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ErrorFeedbackConfig(Configurable.Config):
+    enable: bool = True
+    """Correct for the delay of one update (arXiv 2606.30634). Without a delay, that is under a
+    synchronous schedule or on one stage, there is nothing to correct and this has no effect."""
+
+    strength: float = 1.0
+    """Strength s of the correction; 1 is the paper's."""
+
+    level: Literal["update", "gradient"] = "update"
+    """Correct the update (the paper's way) or the gradient."""
+
+    dtype: StateDtype = "auto"
+    """Dtype of its buffer, one for each parameter; "bfloat16" halves it, and rounds the correction to
+    3 digits."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.strength) and self.strength >= 0):
+            raise ValueError(
+                f"optimizer.error_feedback.strength is {self.strength}; "
+                "it must be a finite number of at least 0"
+            )
+
+
+class Sections(Protocol):
+    """The sections that `named_groups` reads."""
+
+    name: Literal["muon", "adamw", "lion", "sgd"]
+    muon: MuonConfig
+    adamw: AdamWConfig
+    lion: LionConfig
+    sgd: SGDConfig
+
+
+def named_groups(config: Sections) -> list[ParamGroupConfig]:
+    """The parameter groups that `optimizer.name` stands for."""
+    muon, adamw, lion, sgd = config.muon, config.adamw, config.lion, config.sgd
+    everything = {
+        "adamw": ParamGroupConfig(
+            pattern=".*",
+            optimizer_name="AdamW",
+            optimizer_kwargs={
+                "lr": adamw.lr,
+                "betas": (adamw.beta1, adamw.beta2),
+                "eps": adamw.eps,
+                "weight_decay": adamw.weight_decay,
+            },
+        ),
+        "lion": ParamGroupConfig(
+            pattern=".*",
+            optimizer_name="Lion",
+            optimizer_kwargs={
+                "lr": lion.lr,
+                "betas": (lion.beta1, lion.beta2),
+                "weight_decay": lion.weight_decay,
+            },
+        ),
+        "sgd": ParamGroupConfig(
+            pattern=".*",
+            optimizer_name="SGD",
+            optimizer_kwargs={"lr": sgd.lr, "momentum": sgd.momentum, "weight_decay": sgd.weight_decay},
+        ),
+    }
+    if config.name != "muon":
+        return [everything[config.name]]
+    matrices = {
+        "lr": muon.lr,
+        "weight_decay": muon.weight_decay,
+        "cautious_weight_decay": muon.cautious_weight_decay,
+        "momentum": muon.momentum,
+        "nesterov": muon.nesterov,
+        "adjust_lr": muon.adjust_lr,
+        "ns_coefficients": muon.ns_coefficients,
+        "ns_steps": muon.ns_steps,
+        "ns_form": muon.ns_form,
+        "compute_dtype": muon.compute_dtype,
+        "momentum_dtype": muon.momentum_dtype,
+    }
+    return [
+        ParamGroupConfig(pattern=HIDDEN_MATRICES, optimizer_name="Muon", optimizer_kwargs=matrices),
+        everything["adamw"],
+    ]
+
+
+def match_group(name: str, groups: list[ParamGroupConfig]) -> int:
+    """The index of the first group whose pattern matches a parameter's name.
+
+    Raises:
+        UserError: if none does.
+    """
+    for index, group in enumerate(groups):
+        if re.search(group.pattern, name):
+            return index
+    raise UserError(
+        f"no pattern of optimizer.param_groups matches the parameter {name}; "
+        "add a last group with pattern '.*'"
+    )

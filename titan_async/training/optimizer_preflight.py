@@ -1,0 +1,106 @@
+"""What can be known to be wrong with `[optimizer]` once the model's parameters are known."""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Sequence
+
+from torch import nn
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+
+from titan_async.errors import UserError
+from titan_async.training.edit import unknown_name
+from titan_async.training.optimizer import FACTORIES, OF_THE_WHOLE_RUN, AsyncOptimizers
+from titan_async.training.optimizer_config import match_group
+
+__all__ = ["check_optimizer"]
+
+_OPTIMIZERS = (*FACTORIES, "DistMuon")
+
+_TORCH_WORDS = {
+    "learning rate": ("lr",),
+    "epsilon": ("eps",),
+    "parameter at index 0": ("beta1", "betas"),
+    "parameter at index 1": ("beta2", "betas"),
+}
+"""What torch's own optimizers call options, and how recipes spell them."""
+
+
+def check_optimizer(config: OptimizersContainer.Config, model: nn.Module) -> None:
+    """Refuse optimizers that do not go together with the parameters of a model.
+
+    Args:
+        config: the section; not changed.
+        model: the whole model, on the meta device.
+
+    Raises:
+        UserError: one sentence that names the key and the mend.
+    """
+    own = isinstance(config, AsyncOptimizers.Config)
+    groups = config.resolved_groups() if own else config.param_groups
+    if not groups:
+        raise UserError("optimizer.param_groups is empty: add a group with pattern '.*'")
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    members: list[list[tuple[str, nn.Parameter]]] = [[] for _ in groups]
+    for name, parameter in parameters:
+        members[match_group(name, groups)].append((name, parameter))
+    for index, (group, matched) in enumerate(zip(groups, members, strict=True)):
+        _check_group(index, group, matched, [name for name, _ in parameters])
+    if own:
+        for index, (group, matched) in enumerate(zip(groups, members, strict=True)):
+            _check_settings(config, index, group, matched)
+
+
+def _check_group(
+    index: int, group: ParamGroupConfig, matched: Sequence[object], names: Sequence[str]
+) -> None:
+    field = f"optimizer.param_groups.{index}"
+    if group.optimizer_name not in _OPTIMIZERS:
+        raise UserError(unknown_name(f"{field}.optimizer_name", group.optimizer_name, _OPTIMIZERS))
+    if not matched:
+        taken = any(re.search(group.pattern, name) for name in names)
+        why = "earlier groups take all that it matches" if taken else "matches no parameter of the model"
+        raise UserError(
+            f"{field}.pattern '{group.pattern}': {why}; parameters are named like {names[len(names) // 2]}"
+        )
+
+
+def _check_settings(
+    config: AsyncOptimizers.Config,
+    index: int,
+    group: ParamGroupConfig,
+    matched: list[tuple[str, nn.Parameter]],
+) -> None:
+    factory = FACTORIES.get(group.optimizer_name)
+    if factory is None:
+        return  # torchtitan's own, which needs devices
+    settings = group.optimizer_kwargs
+    field = f"optimizer.param_groups.{index}.optimizer_kwargs"
+    elsewhere = OF_THE_WHOLE_RUN if group.optimizer_name == "Muon" else {}
+    known = [key for key in list(inspect.signature(factory).parameters)[1:] if key not in elsewhere]
+    for key in settings:
+        if key in elsewhere:
+            raise UserError(f"{field}.{key} holds for all groups: set {elsewhere[key]} instead")
+        if key not in known:
+            raise UserError(unknown_name(f"a key of {field}", key, known))
+    if group.optimizer_name == "SGD" and settings.get("fused"):
+        raise UserError(f"{field}.fused: torch's fused SGD updates no sharded parameters; leave it out")
+    try:
+        # Implementations for certain devices refuse tensors without data.
+        factory(matched, **{k: v for k, v in settings.items() if k not in ("fused", "foreach")})
+    except (ValueError, TypeError, NotImplementedError) as error:
+        sentence = " ".join(str(error).split())
+        raise UserError(f"{_place(config, index, group, sentence)}: {sentence}") from error
+
+
+def _place(config: AsyncOptimizers.Config, index: int, group: ParamGroupConfig, sentence: str) -> str:
+    """The key of the recipe that an optimizer's refusal is about, or the section if it names none."""
+    if config.param_groups:
+        section, keys = f"optimizer.param_groups.{index}", list(group.optimizer_kwargs)
+        inside = f"{section}.optimizer_kwargs"
+    else:
+        section = inside = f"optimizer.{group.optimizer_name.lower()}"
+        keys = [field.name for field in dataclasses.fields(getattr(config, group.optimizer_name.lower()))]
+    said = [key for key in keys if re.search(rf"\b{key}\b", sentence)]
+    said += [key for words, own in _TORCH_WORDS.items() if words in sentence for key in own if key in keys]
+    return f"{inside}.{said[0]}" if said else section
