@@ -5,6 +5,7 @@ the project is the data and the model that torchtitan builds from a recipe of `t
 """
 
 import os
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -14,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from tests.support.muon_rule import muon_displacement
 from tests.support.processes import WorkerPool
 
 Values = dict[str, Tensor]
@@ -120,6 +123,10 @@ def whole(tensor: Tensor) -> Tensor:
 
 def whole_values(parts: Sequence[nn.Module]) -> Values:
     """All that training changes, and what it is called in a model that nothing is wrapped around."""
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a validation leaves the head as its forward needs it
     return {
         plain_name(name): whole(value)
         for part in parts
@@ -159,7 +166,7 @@ def loop(
     shares: int = 1,
     skipped: Collection[int] = (),
 ) -> Looped:
-    """The recurrence by hand: one whole model, SGD with momentum and error feedback written out.
+    """The recurrence by hand: one whole model, SGD with momentum (or Muon) and error feedback written out.
 
     Args:
         argv: as the trainer's.
@@ -169,7 +176,7 @@ def loop(
         shares: data-parallel ranks, each with data of its own.
         skipped: batches that make no update, because their gradient is not finite.
     """
-    from tests.support.recipes import BALANCE, LR, MAX_NORM, MOMENTUM, STEPS
+    from tests.support.recipes import BALANCE, LR, MAX_NORM, MOMENTUM, MUON, STEPS, fused_split
 
     config, model = build(argv)
     _set(model, before)
@@ -179,7 +186,11 @@ def loop(
     biases = {name: value for name, value in model.named_buffers() if name.endswith("expert_bias_E")}
     newest = {name: value.detach().clone() for name, value in {**parameters, **biases}.items()}
     history = [newest]
-    momentum = {name: torch.zeros_like(value) for name, value in parameters.items()}
+    by_muon = _given_to_muon(config, parameters)
+    momentum = {
+        name: torch.zeros_like(value, dtype=torch.float64 if name in by_muon else None)
+        for name, value in parameters.items()
+    }
     last: Values | None = None
     done = Looped({}, [], [], [], [])
     for b in range(STEPS):
@@ -198,6 +209,17 @@ def loop(
         scale = (MAX_NORM / (norm + 1e-6)).clamp(max=1.0)
         moved = {}
         for name, parameter in parameters.items():
+            if name in by_muon:
+                moved[name] = muon_displacement(
+                    newest[name],
+                    parameter.grad * scale,
+                    momentum[name],
+                    lr=MUON["lr"] * factor(b),
+                    decay=MUON["weight_decay"],
+                    coefficient=MUON["momentum"],
+                    split_sizes=fused_split(name),
+                )
+                continue
             momentum[name] = MOMENTUM * momentum[name] + parameter.grad * scale
             moved[name] = -LR * factor(b) * momentum[name]
         corrected = {
@@ -213,6 +235,16 @@ def loop(
         history.append(newest)
     done.after = newest
     return done
+
+
+def _given_to_muon(config: Any, names: Collection[str]) -> set[str]:
+    """The names that the recipe's groups give to Muon; all else is SGD's."""
+    found = set()
+    for name in names:
+        group = next((g for g in config.optimizer.param_groups if re.search(g.pattern, name)), None)
+        if group is not None and group.optimizer_name == "Muon":
+            found.add(name)
+    return found
 
 
 def build(argv: Sequence[str]) -> tuple[Any, nn.Module]:

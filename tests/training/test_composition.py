@@ -54,6 +54,37 @@ def test_training_follows_the_recurrence(
         assert result.losses == pytest.approx(wanted.losses, abs=1e-5)
 
 
+ONE_STAGE = ("--parallelism.pipeline_parallel_degree", 1)
+SYNCHRONOUS = ("--parallelism.pipeline_parallel_schedule", "1F1B")
+
+MUON_LAYOUTS = [
+    pytest.param(2, 2, 0, (*ONE_STAGE, *SHARDED), id="FSDP"),
+    pytest.param(4, 4, 0, (*ONE_STAGE, *SHARDED, *REPLICATED), id="HSDP"),
+    pytest.param(4, 2, 0, (*ONE_STAGE, *SHARDED, *TENSOR), id="FSDP and TP"),
+    pytest.param(4, 2, 0, (*SYNCHRONOUS, *SHARDED), id="1F1B over FSDP"),
+    pytest.param(4, 2, 1, SHARDED, id="Async2BW over FSDP"),
+    pytest.param(4, 1, 1, TENSOR, id="Async2BW over TP"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "shares", "delay", "flags"), MUON_LAYOUTS)
+def test_muon_on_shards_is_muon_on_one_process(
+    runs: Pools, tmp_path: Path, ranks: int, shares: int, delay: int, flags: tuple[object, ...]
+) -> None:
+    # The loop's Muon is written out in float64, on whole matrices. Error feedback is configured always, and
+    # has an effect under a delay only. The other parameters are SGD's, in the implementation that is default.
+    argv = arguments(tmp_path, "muon_llama", *flags)
+    results = runs(ranks, argv)
+    before, after = merged([r.before for r in results]), merged([r.after for r in results])
+    wanted = loop(argv, before, shares=shares, delay=delay, strength=float(delay))
+    assert distance(after, wanted.after) < 1e-5
+    others = [(1 - delay, float(delay)), (delay, 1.0 - delay)]
+    for other, strength in others:
+        assert distance(after, loop(argv, before, shares=shares, delay=other, strength=strength).after) > 1e-3
+    for result in results:
+        assert result.losses == pytest.approx(wanted.losses, abs=1e-5)
+
+
 def assert_uneven(looped: Looped) -> None:
     """Ranks and batches differ in their numbers of labels: a wrong normalization would show."""
     counts = [count for batch in looped.valid_tokens for count in batch]

@@ -121,6 +121,14 @@ def test_four_stages_learn(tmp_path: Path) -> None:
     assert "on 4 stages under Async2BW" in run.out
 
 
+def test_two_stages_of_two_shards_learn(tmp_path: Path) -> None:
+    run = train(
+        tmp_path, *SHORT, "--parallelism.data_parallel_shard_degree", 2, "--training.local_batch_size", 4
+    )
+    assert_learns(run)
+    assert "on 2 stages under Async2BW" in run.out
+
+
 def test_one_stage_learns_and_tensorboard_has_its_losses(tmp_path: Path) -> None:
     run = train(tmp_path, *SHORT, "--parallelism.pipeline_parallel_degree", 1, "--metrics.enable_tensorboard")
     assert_learns(run)

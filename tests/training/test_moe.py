@@ -39,6 +39,7 @@ LAYOUTS = [
     pytest.param(2, 1, "tiny_moe", ("--training.global_batch_size", 8), id="accumulation"),
     pytest.param(4, 2, "tiny_moe", ("--parallelism.data_parallel_shard_degree", 2), id="FSDP"),
     pytest.param(4, 2, "tiny_moe", EXPERT_PARALLEL, id="EP"),
+    pytest.param(4, 2, "muon_moe", EXPERT_PARALLEL, id="EP, Muon"),
     pytest.param(4, 2, "tiny_mixed", (*EXPERT_PARALLEL, "activation_checkpoint:full"), id="EP, mixed, full"),
 ]
 
