@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.poison import poison
 from tests.support.trainer_loop import Pools, Trained, arguments, distance, loop, merged
@@ -43,7 +44,7 @@ def poison_two_batches(trainer: Any, trained: Trained) -> None:
     trainer.metrics_processor.log, trainer.reporter.say = logged, heard
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
 def test_no_stage_updates(runs: Pools, tmp_path: Path, optimizer: str) -> None:
     argv = arguments(tmp_path, "tiny_llama", "--optimizer.name", optimizer)
     results = runs(2, argv, poison_two_batches)
@@ -61,6 +62,26 @@ def test_no_stage_updates(runs: Pools, tmp_path: Path, optimizer: str) -> None:
         "step 2: the gradient is not finite, so its update is skipped (1 so far)",
         "step 6: the gradient is not finite, so its update is skipped (2 so far)",
     ]
+
+
+def spoil_a_gradient(trainer: Any, trained: Trained) -> None:
+    """A hook after the clip that makes one of the last stage's gradients infinite, at step 3."""
+
+    def spoil(*_: Any) -> None:
+        if trainer.step == 3 and trainer.pp_has_last_stage:
+            parameter = trainer.model_parts[0].get_parameter("layers.3.attention.wo.weight")
+            parameter.grad.to_local()[0, 0] = torch.inf
+        trained.extra["seen"] = trainer.skipped
+
+    trainer.optimizers.register_step_pre_hook(spoil)
+
+
+def test_what_muon_finds_not_finite_counts_once_where_it_is_known(runs: Pools, tmp_path: Path) -> None:
+    argv = arguments(tmp_path, "muon_llama", "--validator.no-enable", "--checkpoint.interval", 6)
+    first, last = runs(2, argv, spoil_a_gradient)
+    assert [rank.extra["seen"].total for rank in (first, last)] == [0, 1]
+    assert last.extra["seen"].in_a_row == 0
+    assert all(value.isfinite().all() for value in (*last.after.values(), *last.state.values()))
 
 
 def test_counting() -> None:

@@ -9,7 +9,11 @@ __all__ = ["SkippedUpdates"]
 
 @dataclass
 class SkippedUpdates:
-    """Counts skipped updates; all ranks count alike, since the norm of a gradient is global."""
+    """Counts skipped updates.
+
+    All ranks count alike, since the norm of a gradient is global. What a hook makes of gradients after that
+    is known to, and counted by, the ranks of that stage alone.
+    """
 
     most_in_a_row: int
     """With this many in a row the run stops."""

@@ -193,15 +193,18 @@ class AsyncTrainer(Trainer):
             )
             finite = bool(self._grad_norm.isfinite())
         self.checkpointer.maybe_wait_for_staging()
-        self.skipped.note(finite, self.step)
         if finite:
             self.optimizers.step()
+            # Only what changes gradients in between, such as a hook, makes Muon find one that is not finite.
+            finite = not getattr(self.optimizers, "step_was_skipped", False)
         else:
+            self._drop_token_counts()
+        self.skipped.note(finite, self.step)
+        if not finite:
             self.reporter.say(
                 f"step {self.step}: the gradient is not finite, so its update is skipped "
                 f"({self.skipped.total} so far)"
             )
-            self._drop_token_counts()
         self.lr_schedulers.step()
 
     def _drop_token_counts(self) -> None:
