@@ -143,6 +143,19 @@ FILES = [
         ["optimizer.param_groups.0.optimizer_kwargs.adjust_lr: ", "'sepctral'", "'spectral'"],
         id="unknown-choice-of-a-group",
     ),
+    *[
+        pytest.param(
+            RECIPE_TEXT + group(r"\.wq\.", "Muon").replace("lr = 1e-3", f"{key} = {value}") + group(".*"),
+            [f"optimizer.param_groups.0.optimizer_kwargs.{key} must be {wanted}, not {shown}"],
+            id=f"wrong-kind-of-{key}",
+        )
+        for key, value, wanted, shown in [
+            ("lr", "'fast'", "a number", '"fast"'),
+            ("momentum", "true", "a number", "true"),
+            ("nesterov", "'yes'", "true or false", '"yes"'),
+            ("split_sizes", "96", "a list of numbers", "96"),
+        ]
+    ],
     pytest.param(
         RECIPE_TEXT + group(r"\.wq\.", "Muon").replace("{", "{error_feedback = 1.0, ") + group(".*"),
         ["optimizer_kwargs.error_feedback holds for all groups", "optimizer.error_feedback.strength"],

@@ -16,7 +16,7 @@ from typing import Any, Literal, Union
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-__all__ = ["describe", "free_value", "from_toml", "from_words", "members", "plain"]
+__all__ = ["describe", "free_value", "from_toml", "from_words", "members", "plain", "show"]
 
 NONE_WORD = "none"
 """How a file or a flag spells None."""

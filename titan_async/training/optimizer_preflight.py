@@ -5,10 +5,12 @@ import inspect
 import re
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
 from titan_async.errors import UserError
+from titan_async.training.config_values import show
 from titan_async.training.edit import unknown_name
 from titan_async.training.optimizer import FACTORIES, OF_THE_WHOLE_RUN, AsyncOptimizers
 from titan_async.training.optimizer_config import match_group
@@ -77,12 +79,16 @@ def _check_settings(
     settings = group.optimizer_kwargs
     field = f"optimizer.param_groups.{index}.optimizer_kwargs"
     elsewhere = OF_THE_WHOLE_RUN if group.optimizer_name == "Muon" else {}
-    known = [key for key in list(inspect.signature(factory).parameters)[1:] if key not in elsewhere]
-    for key in settings:
+    options = dict(list(inspect.signature(factory).parameters.items())[1:])
+    known = [key for key in options if key not in elsewhere]
+    for key, value in settings.items():
         if key in elsewhere:
             raise UserError(f"{field}.{key} holds for all groups: set {elsewhere[key]} instead")
         if key not in known:
             raise UserError(unknown_name(f"a key of {field}", key, known))
+        wanted = _wrong_kind(key, value, options[key].default)
+        if wanted:
+            raise UserError(f"{field}.{key} must be {wanted}, not {show(value)}")
     if group.optimizer_name == "SGD" and settings.get("fused"):
         raise UserError(f"{field}.fused: torch's fused SGD updates no sharded parameters; leave it out")
     try:
@@ -91,6 +97,18 @@ def _check_settings(
     except (ValueError, TypeError, NotImplementedError) as error:
         sentence = " ".join(str(error).split())
         raise UserError(f"{_place(config, index, group, sentence)}: {sentence}") from error
+
+
+def _wrong_kind(key: str, value: object, default: object) -> str | None:
+    """What a setting has to be, judged by its default, if it is something else."""
+    if isinstance(default, bool):
+        return None if isinstance(value, bool) else "true or false"
+    if isinstance(default, int | float):
+        is_number = isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool)
+        return None if is_number else "a number"
+    if key in ("betas", "split_sizes"):
+        return None if isinstance(value, list | tuple) else "a list of numbers"
+    return None
 
 
 def _place(config: AsyncOptimizers.Config, index: int, group: ParamGroupConfig, sentence: str) -> str:
