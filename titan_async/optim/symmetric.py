@@ -14,7 +14,7 @@ from torch import Tensor
 __all__ = ["symmetric_addmm", "symmetric_mm", "symmetric_share"]
 
 # Below it, what smaller products lose in speed outweighs what half of them saves.
-_SMALLEST_BLOCK = 256
+_SMALLEST_BLOCK = 192
 # The tile of the GPU kernels.
 _SMALLEST_FOR_KERNELS = 256
 
