@@ -189,6 +189,9 @@ def test_refuses_what_is_no_matrix(shape):
         ({"error_feedback": -1.0}, "strength"),
         ({"error_feedback_level": "weights"}, "'update', 'gradient'"),
         ({"split_sizes": (1, 0)}, "split_sizes"),
+        ({"split_sizes": 5}, "split_sizes"),
+        ({"lr": "fast"}, "lr must be a number"),
+        ({"momentum": "0.9"}, "momentum must be a number"),
         ({"split_sizes": (1, 2)}, "split_sizes.*add up to 3"),
         ({"split_dim": 0}, "split_dim"),
         ({"input_dim": 1}, "input_dim"),
@@ -287,3 +290,16 @@ def test_learning_rate_may_be_a_tensor():
     Muon([one], lr=0.5).step()
     Muon([two], lr=torch.tensor(0.5)).step()
     assert torch.equal(one, two)
+
+
+def test_what_all_groups_share_is_refused_in_one():
+    with pytest.raises(ValueError, match="bucket_mb.*Muon itself"):
+        Muon([{"params": [parameter(2, 3)], "bucket_mb": 8}])
+
+
+def test_loading_keeps_how_this_run_computes():
+    saved = Muon([parameter(2, 3)], compute_dtype="float32", ns_form="standard", momentum=0.8).state_dict()
+    optimizer = Muon([parameter(2, 3)])
+    optimizer.load_state_dict(saved)
+    group = optimizer.param_groups[0]
+    assert (group["compute_dtype"], group["ns_form"], group["momentum"]) == ("bfloat16", "auto", 0.8)

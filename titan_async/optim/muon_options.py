@@ -35,6 +35,8 @@ DTYPES = {
 """By the names under which they stand in a checkpoint."""
 
 _OF_THIS_RUN = (
+    "compute_dtype",
+    "ns_form",
     "momentum_dtype",
     "error_feedback",
     "error_feedback_dtype",
@@ -45,8 +47,9 @@ _OF_THIS_RUN = (
 )
 """Options that a loaded checkpoint does not change.
 
-They describe buffers and weights that exist, and whether updates come late, which may differ from run to
-run: a checkpoint of a synchronous one, or of `ErrorFeedback` around Muon, must not end the correction.
+They say how this run computes, describe buffers and weights that exist, and whether updates come late,
+which may differ from run to run: a checkpoint of a synchronous one, or of `ErrorFeedback` around Muon, must
+not end the correction.
 """
 
 
@@ -56,6 +59,11 @@ def check_options(group: dict[str, Any]) -> None:
     Raises:
         ValueError: one is out of its range.
     """
+    if "bucket_mb" in group:
+        raise ValueError("bucket_mb is the same for all groups: give it to Muon itself")
+    for key in ("lr", "weight_decay", "momentum", "eps", "error_feedback"):
+        if isinstance(group[key], bool) or not isinstance(group[key], (int, float, Tensor)):
+            raise ValueError(f"{key} must be a number, not {group[key]!r}")
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr must have one element, but has shape {list(lr.shape)}")
@@ -91,10 +99,12 @@ def check_options(group: dict[str, Any]) -> None:
 
 def _check_split(group: dict[str, Any]) -> None:
     sizes = group["split_sizes"]
-    sizes = () if sizes is None else tuple(sizes)
-    if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+    sizes = () if sizes is None else sizes
+    if not isinstance(sizes, Sequence) or not all(
+        isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes
+    ):
         raise ValueError(f"split_sizes must be whole numbers above zero, not {sizes!r}")
-    group["split_sizes"] = sizes
+    group["split_sizes"] = tuple(sizes)
     for key in ("split_dim", "input_dim"):
         if group[key] not in (-2, -1):
             raise ValueError(
