@@ -55,9 +55,6 @@ _NEW_OPTIONS = (
 )
 """Options of Muon that checkpoints lack which were made when it had none of them."""
 
-_OWN_OPTIONS = ("compute_dtype", "ns_form")
-"""Options of Muon that say how this run computes, whatever the one did that made the checkpoint."""
-
 
 class AsyncOptimizers(OptimizersContainer):
     """torchtitan's container of optimizers, with Muon, Lion and error feedback.
@@ -163,7 +160,6 @@ class AsyncOptimizers(OptimizersContainer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         own = super().state_dict()
         state_dict = {**{key: own[key] for key in own if _is_option(key, _NEW_OPTIONS)}, **state_dict}
-        state_dict |= {key: own[key] for key in own if _is_option(key, _OWN_OPTIONS)}
         super().load_state_dict(state_dict)
         self.saved = None
 
