@@ -184,6 +184,7 @@ def test_refuses_what_is_no_matrix(shape):
         ({"ns_steps": 0}, "ns_steps"),
         ({"compute_dtype": torch.int8}, "'bfloat16', 'float16', 'float32', 'float64'"),
         ({"momentum_dtype": "int8"}, "momentum_dtype.*'float64', 'auto'"),
+        ({"momentum_dtype": torch.float16}, "momentum_dtype 'float16'"),
         ({"error_feedback_dtype": "half"}, "error_feedback_dtype"),
         ({"ns_form": "fast"}, "'auto', 'standard', 'gram'"),
         ({"error_feedback": -1.0}, "strength"),
@@ -303,3 +304,14 @@ def test_loading_keeps_how_this_run_computes():
     optimizer.load_state_dict(saved)
     group = optimizer.param_groups[0]
     assert (group["compute_dtype"], group["ns_form"], group["momentum"]) == ("bfloat16", "auto", 0.8)
+
+
+@pytest.mark.parametrize("scale", [1e-60, 1e60])
+@pytest.mark.parametrize("compute_dtype", ["bfloat16", "float16", "float32"])
+def test_float64_gradients_beyond_the_range_of_the_compute_dtype(compute_dtype, scale):
+    torch.manual_seed(9)
+    param = torch.nn.Parameter(torch.zeros(8, 8, dtype=torch.float64))
+    u, _, vh = torch.linalg.svd(torch.randn(8, 8, dtype=torch.float64))
+    param.grad = u @ torch.diag(torch.linspace(0.5, 1, 8, dtype=torch.float64)) @ vh * scale
+    Muon([param], lr=1.0, compute_dtype=compute_dtype).step()
+    assert torch.linalg.svdvals(param.detach()).min() > 0.6

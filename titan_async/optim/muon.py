@@ -287,9 +287,10 @@ class Muon(Optimizer):
             history.copy_(grad)
             valid.fill_(True)
             grad = corrected
-        # In the dtype in which it will travel, but for float16, which first needs a scale.
-        compute_dtype = DTYPES[group["compute_dtype"]]
-        dtype = momentum.dtype if compute_dtype == torch.float16 else compute_dtype
+        # In the dtype in which it will travel, unless that has fewer exponents: then it first needs a scale.
+        dtype = DTYPES[group["compute_dtype"]]
+        if torch.finfo(dtype).tiny > torch.finfo(momentum.dtype).tiny:
+            dtype = momentum.dtype
         update = torch.empty_like(momentum, dtype=dtype)
         for grad_tile, momentum_tile, update_tile in tiles(grad, momentum, update):
             grad_tile = grad_tile.to(momentum.dtype)

@@ -79,15 +79,12 @@ def check_options(group: dict[str, Any]) -> None:
     for key, choices in (("adjust_lr", ADJUST_LR_CHOICES), ("ns_form", FORMS)):
         if group[key] not in choices:
             raise ValueError(f"unknown {key} {group[key]!r}: choose {', '.join(map(repr, choices))}")
-    for key, others in (
-        ("compute_dtype", ()),
-        ("momentum_dtype", ("auto",)),
-        ("error_feedback_dtype", ("auto",)),
-    ):
+    for key in ("compute_dtype", "momentum_dtype", "error_feedback_dtype"):
+        # A buffer in float16 would overflow at gradients of 65504, and lose updates below 1e-7.
+        dtypes = [*DTYPES] if key == "compute_dtype" else ["bfloat16", "float32", "float64", "auto"]
         given = "auto" if group[key] is None else str(group[key]).removeprefix("torch.")
-        if given not in (*DTYPES, *others):
-            names = ", ".join(map(repr, (*DTYPES, *others)))
-            raise ValueError(f"unknown {key} {given!r}: choose {names}")
+        if given not in dtypes:
+            raise ValueError(f"unknown {key} {given!r}: choose {', '.join(map(repr, dtypes))}")
         group[key] = given
     triples = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
     if not isinstance(group["ns_coefficients"], str):

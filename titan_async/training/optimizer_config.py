@@ -24,7 +24,7 @@ __all__ = [
 HIDDEN_MATRICES = r"^layers\.(?!.*(norm|router|bias)).*$"
 """Names of the matrices inside the decoder's layers: not embeddings, output head, norms, routers, biases."""
 
-StateDtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
+StateDtype = Literal["auto", "bfloat16", "float32", "float64"]
 """Dtype of an optimizer's buffer; "auto" is the parameter's, at least float32."""
 
 
