@@ -5,12 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[1] / "tools" / "bench" / "schedule.py"
+BENCH = Path(__file__).parents[1] / "tools" / "bench"
 
 
-def run(*flags):
+def run(*flags, script="schedule.py"):
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, flags)], capture_output=True, text=True, timeout=240
+        [sys.executable, str(BENCH / script), *map(str, flags)], capture_output=True, text=True, timeout=240
     )
 
 
@@ -33,3 +33,12 @@ def test_an_unknown_part_is_named():
     done = run("--only", "speed")
     assert done.returncode == 2
     assert "speed" in done.stderr and "sleeping" in done.stderr
+
+
+def test_error_feedback_is_compared_with_the_optimizer_alone(tmp_path):
+    path = tmp_path / "results.json"
+    done = run("--millions", 1, "--repetitions", 1, "--json", path, script="error_feedback.py")
+    assert done.returncode == 0, done.stderr
+    medians = json.loads(path.read_text())
+    assert len(medians) == 4 and all(median > 0 for median in medians.values())
+    assert all(name in done.stdout for name in medians)

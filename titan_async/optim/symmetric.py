@@ -1,11 +1,12 @@
 """Products of matrices that are known to be symmetric, of which half the entries need not be computed.
 
-On the CPU large ones are computed by blocks, the lower half copied from the upper. On NVIDIA GPUs of
+On the CPU large ones are computed in panels, the lower half copied from the upper. On NVIDIA GPUs of
 compute capability 9 and newer the kernels of the optional package ``quack-kernels`` do the same inside one
 launch. Everywhere else it is torch's own product.
 """
 
 import functools
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,8 +14,12 @@ from torch import Tensor
 
 __all__ = ["symmetric_addmm", "symmetric_mm", "symmetric_share"]
 
-# Below it, what smaller products lose in speed outweighs what half of them saves.
-_SMALLEST_BLOCK = 192
+# Below, what narrow products lose in speed outweighs what they save.
+_SMALLEST_FOR_PANELS = 384
+_PANEL_ROWS = 128
+_MOST_PANELS = 8
+# Of the time of a full product, what panels lose by being narrow and copied, as measured.
+_LOSS_BY_PANELS = 0.2
 # The tile of the GPU kernels.
 _SMALLEST_FOR_KERNELS = 256
 
@@ -26,8 +31,8 @@ def symmetric_mm(a: Tensor, b: Tensor) -> Tensor:
         a: ``[size, inner]`` or ``[batch, size, inner]``.
         b: ``[inner, size]`` or ``[batch, inner, size]``, of the same dtype.
     """
-    if _by_blocks(a):
-        return _blocks(None, a, b, 0.0, 1.0)
+    if _by_panels(a):
+        return _panels(None, a, b, 0.0, 1.0)
     if _by_kernels(a):
         product: Tensor = _gemm_symmetric()(a, b)
         return product
@@ -36,8 +41,8 @@ def symmetric_mm(a: Tensor, b: Tensor) -> Tensor:
 
 def symmetric_addmm(c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float = 1.0) -> Tensor:
     """beta c + alpha a @ b, where c and the result are symmetric; shapes as in `symmetric_mm`."""
-    if _by_blocks(a):
-        return _blocks(c, a, b, beta, alpha)
+    if _by_panels(a):
+        return _panels(c, a, b, beta, alpha)
     if _by_kernels(a):
         product: Tensor = _gemm_symmetric()(a, b, C=c, beta=beta, alpha=alpha)
         return product
@@ -45,51 +50,36 @@ def symmetric_addmm(c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: floa
 
 
 def symmetric_share(x: Tensor) -> float:
-    """The share of a full product's operations that symmetric ones of x's rows take."""
+    """The share of a full product's time that symmetric ones of x's rows take, about."""
     if _by_kernels(x):
         return 0.5
-    return _share(x.shape[-2]) if _by_blocks(x) else 1.0
+    if not _by_panels(x):
+        return 1.0
+    panels = _number_of_panels(x.shape[-2])
+    return (panels + 1) / (2 * panels) + _LOSS_BY_PANELS
 
 
-def _by_blocks(a: Tensor) -> bool:
-    return a.device.type == "cpu" and a.ndim == 2 and a.shape[0] >= 2 * _SMALLEST_BLOCK
+def _by_panels(a: Tensor) -> bool:
+    return a.device.type == "cpu" and a.ndim == 2 and a.shape[0] >= _SMALLEST_FOR_PANELS
 
 
-def _blocks(c: Tensor | None, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
-    out = a.new_empty(len(a), len(a))
-    _fill(out, c, a, b, beta, alpha, 0, len(a))
+def _number_of_panels(size: int) -> int:
+    return min(_MOST_PANELS, size // _PANEL_ROWS)
+
+
+def _panels(c: Tensor | None, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
+    """Compute panels of rows from the diagonal to the right, and copy them below it."""
+    size = len(a)
+    out = a.new_empty(size, size)
+    panels = _number_of_panels(size)
+    for start, stop in pairwise(size * index // panels for index in range(panels + 1)):
+        panel = out[start:stop, start:]
+        if c is None:
+            torch.mm(a[start:stop], b[:, start:], out=panel)
+        else:
+            torch.addmm(c[start:stop, start:], a[start:stop], b[:, start:], beta=beta, alpha=alpha, out=panel)
+        out[stop:, start:stop] = panel[:, stop - start :].mT
     return out
-
-
-def _fill(
-    out: Tensor, c: Tensor | None, a: Tensor, b: Tensor, beta: float, alpha: float, start: int, stop: int
-) -> None:
-    """Compute the block on the diagonal from ``start`` to ``stop``."""
-    # A function of the module, for one that calls itself inside another would keep its tensors alive
-    # until the garbage collector runs.
-    if stop - start < 2 * _SMALLEST_BLOCK:
-        rows = slice(start, stop)
-        out[rows, rows] = _block(c, a, b, beta, alpha, rows, rows)
-        return
-    middle = (start + stop) // 2
-    _fill(out, c, a, b, beta, alpha, start, middle)
-    _fill(out, c, a, b, beta, alpha, middle, stop)
-    upper, lower = slice(start, middle), slice(middle, stop)
-    product = _block(c, a, b, beta, alpha, upper, lower)
-    out[upper, lower] = product
-    out[lower, upper] = product.mT
-
-
-def _block(
-    c: Tensor | None, a: Tensor, b: Tensor, beta: float, alpha: float, rows: slice, cols: slice
-) -> Tensor:
-    if c is None:
-        return a[rows] @ b[:, cols]
-    return torch.addmm(c[rows, cols], a[rows], b[:, cols], beta=beta, alpha=alpha)
-
-
-def _share(size: int) -> float:
-    return 1.0 if size < 2 * _SMALLEST_BLOCK else 0.25 + _share(size // 2) / 2
 
 
 def _by_kernels(a: Tensor) -> bool:
