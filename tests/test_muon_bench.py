@@ -36,8 +36,8 @@ def test_ours_runs_in_every_layout_and_is_recorded(tmp_path):
     # and sends it back. Beyond these there is but a word on whether all gradients are finite.
     numbers, sent = 4 * 256 + 2 * 1024, results["notes", "ours"]["sent"]
     assert 0 <= sent - 2 * (numbers / 2) * 2 / 2 < 100
-    # The momentum in float32, half of it on each rank, a few numbers beside it, and at most the buffers of the
-    # last transfer, of which the thread that made it may not yet have let go.
+    # The momentum in float32, half of it on each rank, a few numbers beside it, and at most the buffers of
+    # the last transfer, of which the thread that made it may not yet have let go.
     assert 0 <= results["notes", "ours"]["kept"] - numbers * 4 / 2 < 100 + numbers * 2
     assert "2D" in results["moe", "torch.optim.Muon"]["refusal"]
 
