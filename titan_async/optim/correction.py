@@ -128,6 +128,10 @@ def correct_gradients_(
     Remembering the gradients is left to the caller, who may yet find that they are not to be used.
     """
     chosen = [index for index, is_valid in enumerate(valid) if is_valid and strength != 0]
-    if chosen:
+    if chosen and copies[0].device.type == "cpu":
+        for index in chosen:
+            for copy, gradient, old in tiles(copies[index], gradients[index], history[index]):
+                copy.add_(gradient - old, alpha=strength)
+    elif chosen:
         change = torch._foreach_sub([gradients[i] for i in chosen], [history[i] for i in chosen])
         torch._foreach_add_([copies[i] for i in chosen], change, alpha=strength)
