@@ -254,17 +254,15 @@ class Muon(Optimizer):
         Its gradients and learning rates are zero. It changes nothing anyway, except that a displacement of
         zero in the history would double the true first update.
         """
+        if any(float(group["lr"]) != 0 for group in self.param_groups):
+            return False
         histories = [
             self._history(param, group)
             for group in self.param_groups
             for param in group["params"]
             if self._has_history(param, group)
         ]
-        return (
-            bool(histories)
-            and all(float(group["lr"]) == 0 for group in self.param_groups)
-            and not any(bool(valid) for _, valid in histories)
-        )
+        return bool(histories) and not any(bool(valid) for _, valid in histories)
 
     def _corrections(self) -> dict[Tensor, tuple[Tensor, float]]:
         """For each parameter whose gradient is going to be corrected the last gradient, and the strength."""
