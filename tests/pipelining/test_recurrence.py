@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributed.pipelining import PipelineStage
 
+from tests.support.delay import Several
 from tests.support.processes import WorkerPool
 from tests.support.recurrence import build_blocks, build_data, loss_fn, run_recurrence
 from titan_async.optim import Muon
@@ -27,30 +28,20 @@ def fused_adamw(module):
     return torch.optim.AdamW(module.parameters(), lr=0.05, fused=True)
 
 
-class MuonAndAdamW:
+def muon_and_adamw(module, compute_dtype):
     """Muon for the matrices, AdamW for the vectors."""
-
-    def __init__(self, module, compute_dtype):
-        matrices = [p for p in module.parameters() if p.ndim == 2]
-        vectors = [p for p in module.parameters() if p.ndim < 2]
-        muon = Muon(matrices, lr=0.05, compute_dtype=compute_dtype)
-        self.optimizers = [muon, torch.optim.AdamW(vectors, lr=0.05)]
-
-    def step(self):
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def zero_grad(self):
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
+    matrices = [p for p in module.parameters() if p.ndim == 2]
+    vectors = [p for p in module.parameters() if p.ndim < 2]
+    muon = Muon(matrices, lr=0.05, compute_dtype=compute_dtype)
+    return Several(muon, torch.optim.AdamW(vectors, lr=0.05))
 
 
 def muon(module):
-    return MuonAndAdamW(module, torch.float64)
+    return muon_and_adamw(module, torch.float64)
 
 
 def bfloat16_muon(module):
-    return MuonAndAdamW(module, torch.bfloat16)
+    return muon_and_adamw(module, torch.bfloat16)
 
 
 OPTIMIZERS = {

@@ -6,8 +6,6 @@ out (see `exchange`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
@@ -16,10 +14,11 @@ from torch import Tensor
 from titan_async._group_internals import joint_group
 from titan_async.optim.coefficients import resolve_coefficients
 from titan_async.optim.exchange import Exchange
-from titan_async.optim.layout import Box, boxes
+from titan_async.optim.layout import Box
 from titan_async.optim.local_tensors import as_dtensor, local_part
 from titan_async.optim.muon_options import DTYPES, logical_matrices
 from titan_async.optim.orthogonalization import orthogonalization_cost, orthogonalize_all
+from titan_async.optim.placement import Mesh, placed_on
 from titan_async.optim.work import Item, Task, divide
 
 __all__ = ["Distribution"]
@@ -34,20 +33,6 @@ Moving: TypeAlias = Mapping[int, tuple[Tensor, dict[str, Any]]]
 
 _PLANNED_BY = ("compute_dtype", "ns_form", "ns_steps", "ns_coefficients", "split_sizes", "split_dim")
 """The options on which the division of the work depends."""
-
-
-@dataclass(frozen=True)
-class _Mesh:
-    """A mesh as numbers: the global ranks in it, the coordinates of each, and this rank's place among
-    them."""
-
-    ranks: tuple[int, ...]
-    shape: tuple[int, ...]
-    here: int
-
-    @property
-    def coordinates(self) -> list[tuple[int, ...]]:
-        return list(product(*map(range, self.shape)))
 
 
 class Distribution:
@@ -72,7 +57,7 @@ class Distribution:
         Raises:
             NotImplementedError: they cannot.
         """
-        mesh, held = _placed(param)
+        mesh, held = placed_on(param)
         expected = tuple(stop - start for start, stop in held[mesh.here])
         if tuple(local_part(param.detach()).shape) != expected and 0 not in expected:
             raise NotImplementedError(
@@ -138,7 +123,7 @@ class Distribution:
 
     def _new_plan(self, moving: Moving) -> list[Exchange]:
         together: dict[Any, list[int]] = {}
-        placed = {number: _placed(param) for number, (param, _) in moving.items()}
+        placed = {number: placed_on(param) for number, (param, _) in moving.items()}
         for number, (param, group) in moving.items():
             mesh, _ = placed[number]
             together.setdefault((mesh, group["compute_dtype"], param.device), []).append(number)
@@ -166,7 +151,7 @@ class Distribution:
         return exchanges
 
     def _group(
-        self, mesh: _Mesh, tasks: Sequence[Task], param: Tensor
+        self, mesh: Mesh, tasks: Sequence[Task], param: Tensor
     ) -> tuple[dict[int, int], dist.ProcessGroup | None]:
         """The ranks in a group of its members, by their numbers in the mesh, and the group.
 
@@ -216,19 +201,6 @@ def _orthogonalized(work: list[tuple[Task, Tensor]], moving: Moving) -> list[Ten
         )
         results.update(zip(indices, done, strict=True))
     return [results[index] for index in range(len(work))]
-
-
-def _placed(param: Tensor) -> tuple[_Mesh, list[Box]]:
-    """The mesh of a parameter, and the box of it on each rank; a plain tensor is alone on a mesh of one."""
-    dtensor = as_dtensor(param)
-    if dtensor is None:
-        return _Mesh((0,), (1,), 0), [tuple((0, size) for size in param.shape)]
-    mesh = dtensor.device_mesh
-    ranks = tuple(mesh.mesh.flatten().tolist())
-    shape = tuple(mesh.mesh.shape)
-    if dist.get_rank() not in ranks:
-        raise NotImplementedError(f"rank {dist.get_rank()} is not in its mesh, of the ranks {list(ranks)}")
-    return _Mesh(ranks, shape, ranks.index(dist.get_rank())), boxes(param.shape, dtensor.placements, shape)
 
 
 def _item(number: int, moving: tuple[Tensor, dict[str, Any]], held: list[Box]) -> Item:

@@ -5,7 +5,6 @@ linear-minimization oracle of the largest entry, as Muon's orthogonalization is 
 singular value: the size of an update does not depend on the size of the gradient.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, overload
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from titan_async.optim.local_tensors import at_least_float32, local_part, named
+from titan_async.optim.rates import check_rates
 
 __all__ = ["Lion"]
 
@@ -200,12 +200,7 @@ def _check_gradient(param: Tensor) -> None:
 
 
 def _check_options(group: dict[str, Any]) -> None:
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"lr must have one element, but has shape {list(lr.shape)}")
-    for key in ("lr", "weight_decay"):
-        if not (float(group[key]) >= 0 and math.isfinite(group[key])):
-            raise ValueError(f"{key} must be a finite number, zero or more, not {group[key]!r}")
+    check_rates(group)
     betas = group["betas"]
     if not (isinstance(betas, Sequence) and len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
         raise ValueError(f"betas must be two numbers, each at least 0 and below 1, not {betas!r}")

@@ -12,6 +12,7 @@ from titan_async.optim.correction import checked_level, checked_strength
 from titan_async.optim.layout import Box
 from titan_async.optim.local_tensors import at_least_float32, named
 from titan_async.optim.orthogonalization import FORMS
+from titan_async.optim.rates import check_rates
 
 __all__ = [
     "ADJUST_LR_CHOICES",
@@ -64,12 +65,7 @@ def check_options(group: dict[str, Any]) -> None:
     for key in ("lr", "weight_decay", "momentum", "eps", "error_feedback"):
         if isinstance(group[key], bool) or not isinstance(group[key], (int, float, Tensor)):
             raise ValueError(f"{key} must be a number, not {group[key]!r}")
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"lr must have one element, but has shape {list(lr.shape)}")
-    for key in ("lr", "weight_decay"):
-        if not (float(group[key]) >= 0 and math.isfinite(group[key])):
-            raise ValueError(f"{key} must be a finite number, zero or more, not {group[key]!r}")
+    check_rates(group)
     if not (group["eps"] > 0 and math.isfinite(group["eps"])):
         raise ValueError(f"eps must be a finite number above zero, not {group['eps']!r}")
     if not 0 <= group["momentum"] < 1:

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from titan_async.optim.layout import boxes
-from titan_async.optim.local_tensors import as_dtensor, at_least_float32, local_part
+from titan_async.optim.local_tensors import at_least_float32, local_part
+from titan_async.optim.placement import placed_on
 
 __all__ = ["QKClip", "QueryKey"]
 
@@ -183,10 +182,6 @@ def _factors(largest: Tensor, tau: float, groups: int) -> Tensor:
 
 def _local_rows(tensor: Tensor, numbers: Tensor) -> Tensor:
     """The part of ``numbers`` for the rows that lie on this rank."""
-    dtensor = as_dtensor(tensor)
-    if dtensor is None:
-        return numbers
-    mesh = dtensor.device_mesh
-    here = mesh.mesh.flatten().tolist().index(dist.get_rank())
-    start, stop = boxes(tensor.shape, dtensor.placements, tuple(mesh.mesh.shape))[here][0]
+    mesh, held = placed_on(tensor)
+    start, stop = held[mesh.here][0]
     return numbers[start:stop]
