@@ -1,0 +1,135 @@
+"""How a run lies on its ranks: degrees of parallelism, stages, microbatches."""
+
+from dataclasses import dataclass
+
+from torchtitan.config import ParallelismConfig
+from torchtitan.trainer import Trainer
+
+from titan_async.training._titan_internals import split_layers
+from titan_async.training.balance import count_stages
+from titan_async.training.pipeline import ASYNC_SCHEDULE, accumulation_of, delays_gradients
+
+__all__ = ["V_SHAPED", "Layout", "layout_of", "split_of"]
+
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+"""Schedules whose stages run down the ranks and up again; others with several stages start over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The numbers that say who computes what.
+
+    Ranks are numbered as torchtitan numbers them: of two ranks that differ in the pipeline stage only,
+    `world_size / pp` others lie in between; tensor-parallel ranks are neighbours.
+    """
+
+    schedule: str
+    """As in `parallelism.pipeline_parallel_schedule`."""
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+    ep: int
+    """Of the dp_shard x tp ranks of a stage; takes none of its own."""
+    microbatch_size: int
+    """Sequences."""
+    microbatches: int
+    """Of a batch, on each data-parallel rank."""
+    seq_len: int
+    lookahead: int
+    steps: int
+    """Optimizer updates of the whole run."""
+    stages: tuple[tuple[str, ...], ...]
+    """The names of the parts on each stage; see `titan_async.planning.parts`."""
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.tp
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks among which a batch's sequences are divided."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        return self.microbatch_size * self.seq_len
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all ranks."""
+        return self.tokens_per_microbatch * self.microbatches * self.data_parallel
+
+    @property
+    def delayed(self) -> bool:
+        """Whether gradients come one update late."""
+        return self.schedule == ASYNC_SCHEDULE and self.pp > 1
+
+    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
+        """The indices of the stages on a rank of the pipeline, from the first to the last of the model."""
+        if len(self.stages) == self.pp:
+            return (pp_rank,)
+        if self.schedule in V_SHAPED:
+            return (pp_rank, 2 * self.pp - 1 - pp_rank)
+        return tuple(range(pp_rank, len(self.stages), self.pp))
+
+
+def layout_of(config: Trainer.Config, world_size: int) -> Layout:
+    """The layout that a configuration describes, which has passed `preflight.check`.
+
+    Args:
+        config: the resolved configuration.
+        world_size: ranks of the run; decides `data_parallel_shard_degree` where that is -1.
+    """
+    parallelism, training = config.parallelism, config.training
+    rest = (
+        parallelism.pipeline_parallel_degree
+        * parallelism.data_parallel_replicate_degree
+        * parallelism.tensor_parallel_degree
+    )
+    shards = parallelism.data_parallel_shard_degree
+    if shards == -1:
+        shards = max(world_size // rest, 1)
+    passes = accumulation_of(training, shards * parallelism.data_parallel_replicate_degree)
+    pipelined = parallelism.pipeline_parallel_degree > 1
+    size = parallelism.pipeline_parallel_microbatch_size if pipelined else training.local_batch_size
+    pipeline = getattr(config, "pipeline", None)  # torchtitan's own trainer has no such section
+    name = parallelism.pipeline_parallel_schedule
+    return Layout(
+        schedule=ASYNC_SCHEDULE if name.lower() == ASYNC_SCHEDULE.lower() else name,
+        pp=parallelism.pipeline_parallel_degree,
+        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_shard=shards,
+        tp=parallelism.tensor_parallel_degree,
+        ep=parallelism.expert_parallel_degree,
+        microbatch_size=size,
+        microbatches=training.local_batch_size // size * passes,
+        seq_len=training.seq_len,
+        lookahead=pipeline.lookahead if pipeline is not None and delays_gradients(parallelism) else 0,
+        steps=training.steps,
+        stages=split_of(parallelism, len(config.model_spec.model.layers)),
+    )
+
+
+def split_of(parallelism: ParallelismConfig, num_layers: int) -> tuple[tuple[str, ...], ...]:
+    """The parts of each stage: "tok_embeddings", "layers.0", ..., "head".
+
+    A split that is measured when training starts is taken to be the one that counts layers.
+
+    Raises:
+        ValueError: if there are fewer layers than stages need.
+    """
+    if parallelism.pipeline_parallel_degree == 1:
+        modules = [["tok_embeddings", *(f"layers.{i}" for i in range(num_layers)), "norm", "lm_head"]]
+    elif parallelism.module_fqns_per_model_part is not None:
+        modules = parallelism.module_fqns_per_model_part
+    else:
+        modules = split_layers(
+            count_stages(parallelism),
+            num_layers,
+            parallelism.pipeline_parallel_first_stage_less_layers,
+            parallelism.pipeline_parallel_last_stage_less_layers,
+        )
+    return tuple(
+        tuple("head" if name == "lm_head" else name for name in stage if name != "norm") for stage in modules
+    )
