@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from titan_async.recipes.debug import VOCAB_SIZE, _llama, debug
+from titan_async.recipes._training import SHAKESPEARE_VOCAB as VOCAB_SIZE
+from titan_async.recipes.debug import debug
+from titan_async.recipes.dense_models import llama
 from torch import nn
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.optimizer import ParamGroupConfig
@@ -70,7 +72,7 @@ class MaskedLoader(TextDataLoader):
 def tiny_llama() -> AsyncTrainer.Config:
     """The debug recipe's Llama, small, under SGD."""
     spec = debug().model_spec
-    model = _llama(dim=DIM, n_layers=4, n_heads=DIM // HEAD, hidden_dim=2 * DIM)
+    model = llama(vocab_size=VOCAB_SIZE, dim=DIM, n_layers=4, n_heads=DIM // HEAD, hidden_dim=2 * DIM)
     return _tiny(dataclasses.replace(spec, model=model))
 
 

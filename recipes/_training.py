@@ -1,0 +1,170 @@
+"""What recipes have in common: the settings of arXiv 2606.30634, on a laptop and on GPUs.
+
+Cosine decay to 10 % of the peak after a warm-up over 10 % of the steps, clip 1.0, weight decay 0.1; Muon
+with momentum 0.95 for the matrices inside the layers, AdamW for embedding, head, norms and routers; error
+feedback on. Synchronous twins have the same hyperparameters, as there.
+"""
+
+import dataclasses
+from typing import Any
+
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.optimizer import LRSchedulersContainer
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config.configs import DebugConfig
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.protocols.model_spec import ModelSpec
+
+from titan_async.data import shakespeare_tokenizer_folder
+from titan_async.training.checkpoint import AsyncCheckpointer
+from titan_async.training.data import TextDataLoader
+from titan_async.training.metrics import AsyncMetrics
+from titan_async.training.optimizer import AsyncOptimizers
+from titan_async.training.optimizer_config import AdamWConfig, MuonConfig
+from titan_async.training.trainer import AsyncTrainer
+from titan_async.training.validator import AsyncValidator
+
+SHAKESPEARE_VOCAB = 2048
+"""Entries of the tokenizer shipped with the project."""
+
+SMOLLM_VOCAB = 49_152
+"""Entries of SmolLM2's tokenizer."""
+
+
+def on_a_laptop(spec: ModelSpec, *, name: str, muon_lr: float, adamw_lr: float) -> AsyncTrainer.Config:
+    """Trains a model of Shakespeare's vocabulary on the plays: two stages, 300 steps, float32."""
+    return _config(
+        spec,
+        name=name,
+        tokenizer=str(shakespeare_tokenizer_folder()),
+        muon_lr=muon_lr,
+        adamw_lr=adamw_lr,
+        training={
+            "local_batch_size": 8,
+            "seq_len": 256,
+            "steps": 300,
+            "mixed_precision_param": "float32",
+        },
+        parallelism={"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 2},
+        text={"dataset": "shakespeare"},
+        validation={"freq": 100, "steps": 8},
+        checkpoint={"interval": 100},
+    )
+
+
+def on_gpus(
+    spec: ModelSpec,
+    *,
+    name: str,
+    lr: float,
+    steps: int,
+    sequences: int,
+    seq_len: int,
+    stages: int,
+    head_layers: int,
+    shards: int = -1,
+    local_sequences: int,
+    microbatch: int,
+    experts_over: int = 1,
+    subset: str,
+) -> AsyncTrainer.Config:
+    """Trains a model of SmolLM2's vocabulary on FineWeb-Edu: bfloat16, compiled, selective checkpointing.
+
+    - One learning rate for Muon and AdamW: with `match_rms_adamw` Muon's updates have the size of AdamW's,
+      and rates and decay carry over (arXiv 2502.16982).
+    - FineWeb-Edu, as in arXiv 2606.30634, streamed from the hub; 5 % of its documents are left for
+      validation, more than needed, because a stream must be read to find them.
+    - Documents are packed, and attention does not cross from one to the next.
+
+    Args:
+        spec: the model.
+        name: of the recipe; names the folder of the run.
+        lr: peak learning rate.
+        steps: updates.
+        sequences: of a batch, over all GPUs.
+        seq_len: tokens of a sequence.
+        stages: of the pipeline.
+        head_layers: what the head costs in layers; the embedding, which computes nothing, counts as none.
+        shards: data-parallel ranks of each stage (FSDP2); -1 for as many as there are GPUs.
+        local_sequences: of a batch on each of them, all in one pass of the pipeline.
+        microbatch: sequences of a microbatch.
+        experts_over: ranks over which the experts are spread.
+        subset: of FineWeb-Edu.
+    """
+    config = _config(
+        spec,
+        name=name,
+        tokenizer="./assets/hf/SmolLM2-135M",
+        muon_lr=lr,
+        adamw_lr=lr,
+        training={
+            "local_batch_size": local_sequences,
+            "global_batch_size": sequences,
+            "seq_len": seq_len,
+            "steps": steps,
+            "mixed_precision_param": "bfloat16",
+        },
+        parallelism={
+            "pipeline_parallel_degree": stages,
+            "pipeline_parallel_microbatch_size": microbatch,
+            "pipeline_parallel_first_stage_less_layers": 0,
+            "pipeline_parallel_last_stage_less_layers": head_layers,
+            "data_parallel_shard_degree": shards,
+            "expert_parallel_degree": experts_over,
+        },
+        text={"dataset": "HuggingFaceFW/fineweb-edu", "dataset_config": subset},
+        validation={"freq": 1000, "steps": 2},
+        checkpoint={"interval": 1000, "async_mode": "async"},
+    )
+    return dataclasses.replace(
+        config, compile=CompileConfig(enable=True), activation_checkpoint=SelectiveAC.Config()
+    )
+
+
+def _config(
+    spec: ModelSpec,
+    *,
+    name: str,
+    tokenizer: str,
+    muon_lr: float,
+    adamw_lr: float,
+    training: dict[str, Any],
+    parallelism: dict[str, Any],
+    text: dict[str, Any],
+    validation: dict[str, Any],
+    checkpoint: dict[str, Any],
+) -> AsyncTrainer.Config:
+    return AsyncTrainer.Config(
+        model_spec=spec,
+        hf_assets_path=tokenizer,
+        dump_folder=f"./outputs/{name}",
+        loss=CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size),
+        optimizer=AsyncOptimizers.Config(
+            name="muon", muon=MuonConfig(lr=muon_lr), adamw=AdamWConfig(lr=adamw_lr)
+        ),
+        lr_scheduler=LRSchedulersContainer.Config(
+            warmup_steps=training["steps"] // 10, decay_type="cosine", min_lr_factor=0.1
+        ),
+        training=TrainingConfig(
+            max_norm=1.0,
+            disable_cuda_graphs=True,  # torchtitan's do not support pipelines
+            **training,
+        ),
+        parallelism=ParallelismConfig(pipeline_parallel_schedule="Async2BW", **parallelism),
+        dataloader=TextDataLoader.Config(**text),
+        validator=AsyncValidator.Config(
+            enable=True,
+            dataloader=TextDataLoader.Config(split="validation", shuffle=False, **text),
+            **validation,
+        ),
+        metrics=AsyncMetrics.Config(log_freq=10),
+        # A checkpoint of the model alone could not be resumed.
+        checkpoint=AsyncCheckpointer.Config(
+            enable=True, last_save_model_only=False, keep_latest_k=2, **checkpoint
+        ),
+        activation_checkpoint=None,
+        debug=DebugConfig(
+            seed=0,  # the same run gives the same numbers
+            enable_structured_logging=False,  # megabytes of trace spans a run
+        ),
+    )

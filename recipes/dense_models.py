@@ -1,0 +1,112 @@
+"""Dense models for recipes: Llama 3's architecture in any shape, from torchtitan's parts."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn as nn
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common.config_utils import get_attention_config, make_ffn_config, make_gqa_config
+from torchtitan.models.common.param_init import depth_scaled_std
+from torchtitan.models.llama3 import Llama3Model, parallelize_llama
+from torchtitan.models.llama3.model import Llama3TransformerBlock
+from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
+from torchtitan.protocols.model_spec import ModelSpec
+
+__all__ = ["LINEAR", "NORM", "dense_spec", "depth_scaled", "embedding", "head", "llama"]
+
+MAX_SEQ_LEN = 8192
+"""The longest sequence that a recipe's `training.seq_len` can ask for; positions are made for that one."""
+
+LINEAR: dict[str, Callable] = {"weight": partial(nn.init.trunc_normal_, std=0.02), "bias": nn.init.zeros_}
+"""How torchtitan's Llama 3 and DeepSeek-V3 start all matrices that do not write to the residual stream."""
+
+NORM: dict[str, Callable] = {"weight": nn.init.ones_}
+
+
+def depth_scaled(layer: int) -> dict[str, Callable]:
+    """Where those two models start matrices that write to the residual stream: less the deeper they are."""
+    std = depth_scaled_std(0.02, layer)
+    return {"weight": partial(nn.init.trunc_normal_, std=std), "bias": nn.init.zeros_}
+
+
+def embedding(vocab_size: int, dim: int) -> Embedding.Config:
+    """Their token embedding, of unit variance, so that it is not lost beside what the layers add."""
+    return Embedding.Config(
+        num_embeddings=vocab_size, embedding_dim=dim, param_init={"weight": partial(nn.init.normal_, std=1.0)}
+    )
+
+
+def head(vocab_size: int, dim: int) -> Linear.Config:
+    """Their output projection, a matrix of its own: a pipeline has it on another stage than the embedding."""
+    std = dim**-0.5
+    return Linear.Config(
+        in_features=dim,
+        out_features=vocab_size,
+        param_init={"weight": partial(nn.init.trunc_normal_, std=std, a=-3 * std, b=3 * std)},
+    )
+
+
+def dense_spec(flavor: str, model: Llama3Model.Config) -> ModelSpec:
+    """A Llama as torchtitan trains it, which Hugging Face's `LlamaForCausalLM` loads."""
+    return ModelSpec(
+        name="llama3",
+        flavor=flavor,
+        model=model,
+        parallelize_fn=parallelize_llama,
+        pipelining_fn=pipeline_llm,
+        post_optimizer_build_fn=None,
+        state_dict_adapter=Llama3StateDictAdapter,
+    )
+
+
+def llama(
+    *,
+    vocab_size: int,
+    dim: int,
+    n_layers: int,
+    n_heads: int,
+    hidden_dim: int,
+    n_kv_heads: int | None = None,
+    rope_theta: float = 10_000,
+) -> Llama3Model.Config:
+    """A Llama without biases: grouped-query attention, SwiGLU, RMSNorm, rotary positions.
+
+    Query, key and value have matrices of their own, because Muon orthogonalizes each matrix by itself.
+
+    Args:
+        vocab_size: rows of the embedding and of the head, which are not tied.
+        dim: width of the residual stream.
+        n_layers: layers.
+        n_heads: query heads, of size dim / n_heads.
+        hidden_dim: width inside the feed-forward layers.
+        n_kv_heads: key and value heads; as many as query heads if not given.
+        rope_theta: base of the rotary frequencies.
+    """
+    layers = [
+        Llama3TransformerBlock.Config(
+            attention_norm=RMSNorm.Config(normalized_shape=dim, param_init=NORM),
+            ffn_norm=RMSNorm.Config(normalized_shape=dim, param_init=NORM),
+            attention=make_gqa_config(
+                dim=dim,
+                n_heads=n_heads,
+                n_kv_heads=n_kv_heads,
+                wqkv_param_init=LINEAR,
+                wo_param_init=depth_scaled(layer),
+                inner_attention=get_attention_config("flex"),
+                rope=ComplexRoPE.Config(dim=dim // n_heads, max_seq_len=MAX_SEQ_LEN, theta=rope_theta),
+            ),
+            feed_forward=make_ffn_config(
+                dim=dim, hidden_dim=hidden_dim, w1_param_init=LINEAR, w2w3_param_init=depth_scaled(layer)
+            ),
+        )
+        for layer in range(n_layers)
+    ]
+    return Llama3Model.Config(
+        dim=dim,
+        vocab_size=vocab_size,
+        tok_embeddings=embedding(vocab_size, dim),
+        norm=RMSNorm.Config(normalized_shape=dim, param_init=NORM),
+        lm_head=head(vocab_size, dim),
+        layers=layers,
+    )
