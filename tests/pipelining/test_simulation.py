@@ -63,17 +63,6 @@ def test_async_2bw_is_always_busy(d, m):
     assert run.peak_in_flight() == [d - r for r in range(d)]
 
 
-@pytest.mark.parametrize(("d", "m", "flush", "asynchronous"), [(4, 4, 0.571, 0.988), (8, 16, 0.696, 0.993)])
-def test_the_designs_table(d, m, flush, asynchronous):
-    """Sixty batches, filling and emptying included."""
-    for programs, expected in (
-        (one_f_one_b_programs(d, m, 60), flush),
-        (async_2bw_programs(d, m, 60), asynchronous),
-    ):
-        run = simulate(programs, even(d))
-        assert sum(run.busy) / d / run.makespan == pytest.approx(expected, abs=5e-4)
-
-
 @pytest.mark.parametrize("latency", [0.015, 0.06, 0.15])
 @pytest.mark.parametrize(("d", "m"), [(2, 4), (4, 8), (8, 16)])
 def test_lookahead_hides_the_latency_that_a_strict_order_waits_for(d, m, latency):
@@ -103,10 +92,47 @@ def test_a_backward_needs_its_forward():
         simulate(one_stage(1, 1, "BF"), even(1))
 
 
-def test_an_update_takes_its_time_between_batches():
-    run = simulate(one_stage(4, 2, "FB"), even(1, boundary=0.5))
-    assert run.makespan == 4 * 2 * PAIR + 3 * 0.5
-    assert run.utilization == pytest.approx(2 * PAIR / (2 * PAIR + 0.5))
+def test_gathering_reducing_and_updating_take_their_time_once_a_batch():
+    once = [Task(kind, 0, 0, 0) for kind in "GFBRU"]
+    program = [task._replace(batch=batch) for batch in range(4) for task in once]
+    timing = even(1, gather=[0.5], reduction=[0.25], update=[2.0], norm=0.125)
+    run = simulate([program], timing)
+    extra = 0.5 + 0.25 + 2.0 + 0.125
+    assert run.makespan == 4 * (PAIR + extra)
+    assert run.step_seconds == PAIR + extra
+    assert run.busy == [4 * PAIR]
+    assert run.utilization == pytest.approx(PAIR / (PAIR + extra))
+
+
+def test_an_update_waits_for_the_norm_of_every_stage():
+    slow = [Task("F", 0, 0, 0), Task("B", 0, 0, 0), Task("R", 0, 0, 0), Task("U", 0, 0, 0)]
+    quick = [task._replace(stage=1) for task in slow]
+    timing = Timing([5.0, 1.0], [5.0, 1.0], norm=0.5)
+    ends = [[span.end for span in spans] for spans in simulate([slow, quick], timing).timelines]
+    assert ends == [[5.0, 12.0, 12.0, 12.5], [6.0, 7.0, 7.0, 12.5]]
+
+
+def test_the_halves_of_a_backward_add_up_to_it():
+    order = [("F", 0), ("F", 1), ("I", 1), ("I", 0), ("W", 1), ("W", 0)]
+    program = [Task(kind, stage, batch, 0) for batch in range(3) for kind, stage in order]
+    run = simulate([program], Timing([1, 1], [3, 5], weight_gradient=[1, 4]))
+    spans = {str(span.task)[0] + str(span.task.stage): span.end - span.start for span in run.timelines[0]}
+    assert spans == {"F0": 1, "F1": 1, "I0": 2, "I1": 1, "W0": 1, "W1": 4}
+    assert run.makespan == 3 * 10
+    assert run.peak_in_flight() == [2]  # an "I" lets go of nothing
+
+
+def test_a_gradient_of_weights_needs_that_of_the_input():
+    with pytest.raises(ValueError, match="wait for each other"):
+        simulate([[Task(kind, 0, 0, 0) for kind in "FWI"]], even(1))
+
+
+def test_messages_between_two_stages_take_their_own_time():
+    chain = [[Task("F", 0, 0, 0), Task("B", 0, 0, 0)]]
+    chain += [[task._replace(stage=stage) for task in chain[0]] for stage in (1, 2)]
+    run = simulate(chain, Timing([1] * 3, [2] * 3, latency=[0.25, 4.0]))
+    starts = [[span.start for span in spans] for spans in run.timelines]
+    assert starts == [[0, 13.25 + 2 + 0.25], [1.25, 7.25 + 2 + 4], [6.25, 7.25]]
 
 
 def test_stages_of_one_rank_exchange_no_messages():

@@ -1,0 +1,151 @@
+"""The programs of all schedules: complete, possible, and as long as closed forms say."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_async.pipelining._order_internals import torch_order
+from titan_async.pipelining.programs import async_programs, schedule_programs, stages_of_ranks
+from titan_async.pipelining.simulation import Task, Timing, async_2bw_programs, simulate
+
+FORWARD, BACKWARD = 1.0, 2.0
+PAIR = FORWARD + BACKWARD
+SYNCHRONOUS = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"]
+ALL = [*SYNCHRONOUS, "DualPipeV", "Async2BW"]
+
+
+def even(schedule, ranks, **others):
+    """Times of stages that together keep a rank busy for a pair; forward, and both halves of a backward,
+    take as long as each other."""
+    each = len(stages_of_ranks(schedule, ranks)[0])
+    stages = ranks * each
+    return Timing([FORWARD / each] * stages, [BACKWARD / each] * stages, **others)
+
+
+def run_of(schedule, ranks, microbatches, batches=5, **others):
+    return simulate(
+        schedule_programs(schedule, ranks, microbatches, batches), even(schedule, ranks, **others)
+    )
+
+
+@pytest.mark.parametrize(
+    ("d", "m", "flush", "boundary", "end_of_step", "deferred"),
+    [(4, 4, 0.571, 0.665, 0.797, 0.988), (8, 16, 0.696, 0.773, 0.871, 0.993)],
+)
+def test_the_designs_table(d, m, flush, boundary, end_of_step, deferred):
+    """Backward twice as long as forward, free messages and free all-reduce, updates that take no time;
+    sixty batches, of which filling and emptying the pipeline are a part."""
+    measured = [
+        schedule_programs("1F1B", d, m, 60),
+        async_programs(d, m, 60, norm="boundary"),
+        async_programs(d, m, 60, norm="end of step"),
+        schedule_programs("Async2BW", d, m, 60),
+    ]
+    for programs, expected in zip(measured, (flush, boundary, end_of_step, deferred), strict=True):
+        run = simulate(programs, even("1F1B", d))
+        assert sum(run.busy) / d / run.makespan == pytest.approx(expected, abs=5e-4)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+@pytest.mark.parametrize(("d", "m"), [(1, 1), (2, 2), (3, 7), (4, 4), (8, 16)])
+def test_one_stage_a_rank_has_its_bubble(schedule, d, m):
+    run = run_of(schedule, d, m)
+    assert run.step_seconds == pytest.approx((m + d - 1) * PAIR)
+    assert 1 - run.utilization == pytest.approx((d - 1) / (m + d - 1))
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "LoopedBFS"])
+@pytest.mark.parametrize(("d", "m"), [(2, 2), (2, 6), (4, 4), (4, 8), (8, 16)])
+def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(schedule, d, m):
+    run = run_of(schedule, d, m)
+    assert 1 - run.utilization == pytest.approx((d - 1) / (2 * m + d - 1))
+
+
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize(("d", "m"), [(2, 4), (4, 8), (4, 12), (8, 16)])
+def test_a_zero_bubble_leaves_only_the_skew_between_ranks(schedule, d, m):
+    """Where forward and both halves of a backward are equal, a rank never waits once it has begun; but the
+    last one begins d - 1 forwards late, and all wait for it before the update."""
+    run = run_of(schedule, d, m, batches=3)
+    assert run.step_seconds == pytest.approx(m * PAIR + (d - 1) * FORWARD / 2)
+    for rank, spans in enumerate(run.timelines):
+        own = [span for span in spans if span.task.batch == 0 and span.task.kind in "FBIW"]
+        assert own[0].start == rank * FORWARD / 2
+        if schedule == "ZBVZeroBubble":
+            assert own[-1].end - own[0].start == pytest.approx(m * PAIR)
+
+
+@pytest.mark.parametrize("lookahead", [0, 3])
+def test_async_2bw_waits_for_nothing_but_a_late_norm(lookahead):
+    d, m = 4, 8
+    programs = schedule_programs("Async2BW", d, m, 8, lookahead)
+    assert simulate(programs, even("Async2BW", d)).utilization == pytest.approx(1)
+    # The first stage is the last to send its share: as many pairs before the end of a step as it holds fewer
+    # microbatches than m.
+    hidden = (m - d - lookahead) * PAIR
+    assert simulate(programs, even("Async2BW", d, norm=hidden)).utilization == pytest.approx(1)
+    assert simulate(programs, even("Async2BW", d, norm=m * PAIR)).utilization < 0.99
+    assert run_of("1F1B", d, m, norm=1.0).step_seconds == pytest.approx((m + d - 1) * PAIR + 1)
+
+
+def test_async_2bw_does_what_it_does_without_updates():
+    plain = [[task for task in tasks if task.kind in "FB"] for tasks in async_programs(3, 4, 5, 1)]
+    assert plain == async_2bw_programs(3, 4, 5, 1)
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_an_update_comes_one_step_late_and_before_the_next_weights_are_read(lookahead):
+    for program in async_programs(3, 6, 5, lookahead):
+        place = {task: position for position, task in enumerate(program)}
+        stage = program[0].stage
+        for batch in range(5):
+            reduced, updated = (place[Task(kind, stage, batch, 0)] for kind in "RU")
+            assert place[Task("B", stage, batch, 5)] + 1 == reduced < updated
+            if batch < 3:
+                assert place[Task("F", stage, batch + 1, 5)] < updated < place[Task("G", stage, batch + 2, 0)]
+
+
+@pytest.mark.parametrize("schedule", ALL)
+@given(ranks=st.integers(2, 4), rounds=st.integers(2, 3), latency=st.sampled_from([0.0, 0.125]))
+def test_every_rank_does_each_of_its_tasks_once(schedule, ranks, rounds, latency):
+    m = ranks * rounds
+    programs = schedule_programs(schedule, ranks, m, 3)
+    stages = stages_of_ranks(schedule, ranks)
+    for own, program in zip(stages, programs, strict=True):
+        assert len(set(program)) == len(program)
+        for stage in own:
+            for batch in range(3):
+                done = [task.kind for task in program if (task.stage, task.batch) == (stage, batch)]
+                assert [done.count(kind) for kind in "FGRU"] == [m, 1, 1, 1]
+                assert done.count("B") + done.count("I") == m and done.count("I") == done.count("W")
+    run = simulate(programs, even(schedule, ranks, latency=latency))
+    assert run.busy == [pytest.approx(3 * m * PAIR)] * ranks
+
+
+def test_torchs_names_mean_what_they_are_taken_for():
+    """Fails where torch renames what `_order_internals` reads, or orders the smallest pipelines otherwise."""
+
+    def shown(schedule, stages, m):
+        orders = torch_order(schedule, stages, m)
+        return [" ".join(f"{kind}{stage}.{i}" for kind, stage, i in order) for order in orders]
+
+    assert shown("Interleaved1F1B", [[0, 2], [1, 3]], 2) == [
+        "F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1",
+        "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1",
+    ]
+    assert shown("ZBVZeroBubble", [[0, 1]], 1) == ["F0.0 F1.0 I1.0 W1.0 I0.0 W0.0"]
+    assert set(shown("DualPipeV", [[0, 1]], 2)[0].split()) >= {"F0.0", "B1.0", "F1.1"}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "m", "words"),
+    [
+        ("1F1B", 4, 3, "at least as many microbatches"),
+        ("DualPipeV", 4, 4, "at least as many microbatches as stages"),
+        ("Interleaved1F1B", 4, 9, "multiple"),
+        ("Interleaved2F2B", 2, 2, "Unknown schedule"),
+    ],
+)
+def test_what_a_schedule_cannot_do_is_said(schedule, ranks, m, words):
+    with pytest.raises(ValueError, match=words):
+        schedule_programs(schedule, ranks, m, 1)

@@ -1,0 +1,126 @@
+"""The order of work of every schedule as lists of tasks that `simulation` runs, updates included.
+
+Each batch of a stage begins by gathering its weights ("G"), which is free without data parallelism, and ends
+with "R" and "U". Synchronous schedules do these after their last backward and wait there for the norm of the
+gradient; Async2BW starts the reduction of a batch when its last backward is done, which is in the next step,
+and clips at the end of that step.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from titan_async.pipelining._order_internals import TorchAction, torch_order
+from titan_async.pipelining.actions import drain_actions, step_actions
+from titan_async.pipelining.simulation import Task
+
+__all__ = ["Norm", "async_programs", "schedule_programs", "stages_of_ranks", "synchronous_programs"]
+
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+ONE_STAGE = ("GPipe", "1F1B", "Async2BW")
+
+Norm = Literal["deferred", "end of step", "boundary"]
+"""When Async2BW asks for the norm of a gradient: "deferred", as it does, sends its share as soon as the stage
+has it and waits at the end of the step; "end of step" does both there; "boundary" waits at once."""
+
+
+def schedule_programs(
+    schedule: str, ranks: int, n_microbatches: int, n_batches: int, lookahead: int = 0
+) -> list[list[Task]]:
+    """Each rank's tasks in `n_batches` batches.
+
+    Args:
+        schedule: "Async2BW" or the name of one of torch's schedules, which have two stages a rank where they
+            have several.
+        ranks: of the pipeline.
+        n_microbatches: in a batch, m.
+        n_batches: how many.
+        lookahead: of Async2BW.
+
+    Raises:
+        ValueError: if the schedule does not go together with these numbers.
+    """
+    if schedule == "Async2BW":
+        return async_programs(ranks, n_microbatches, n_batches, lookahead)
+    orders: list[list[TorchAction]]
+    if schedule == "GPipe":
+        orders = [_gpipe(rank, n_microbatches) for rank in range(ranks)]
+    elif schedule == "1F1B":
+        if n_microbatches < ranks:
+            raise ValueError(
+                f"1F1B needs at least as many microbatches ({n_microbatches}) as stages ({ranks})"
+            )
+        orders = [_one_f_one_b(rank, ranks, n_microbatches) for rank in range(ranks)]
+    else:
+        orders = torch_order(schedule, stages_of_ranks(schedule, ranks), n_microbatches)
+    return synchronous_programs(orders, n_batches)
+
+
+def stages_of_ranks(schedule: str, ranks: int) -> list[list[int]]:
+    """The indices of the stages on each rank."""
+    if schedule in ONE_STAGE:
+        return [[rank] for rank in range(ranks)]
+    if schedule in V_SHAPED:
+        return [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
+    return [[rank, rank + ranks] for rank in range(ranks)]
+
+
+def synchronous_programs(orders: Sequence[Sequence[TorchAction]], n_batches: int) -> list[list[Task]]:
+    """A schedule that finishes each batch before the next, from what each rank computes in one."""
+    programs = []
+    for order in orders:
+        stages = sorted({action.stage for action in order})
+        ends = {action.stage: position for position, action in enumerate(order)}
+        program: list[Task] = []
+        for batch in range(n_batches):
+            program += [Task("G", stage, batch, 0) for stage in stages]
+            for position, (kind, stage, microbatch) in enumerate(order):
+                program.append(Task(kind, stage, batch, microbatch))
+                if ends[stage] == position:
+                    program.append(Task("R", stage, batch, 0))
+            program += [Task("U", stage, batch, 0) for stage in stages]
+        programs.append(program)
+    return programs
+
+
+def async_programs(
+    num_stages: int, n_microbatches: int, n_batches: int, lookahead: int = 0, norm: Norm = "deferred"
+) -> list[list[Task]]:
+    """`ScheduleAsync2BW` with its updates, and a drain at the end."""
+    programs = []
+    for stage in range(num_stages):
+        program: list[Task] = []
+        for batch in range(n_batches):
+            program.append(Task("G", stage, batch, 0))
+            actions = step_actions(stage, num_stages, n_microbatches, batch, lookahead)
+            for kind, of, microbatch in actions:
+                program.append(Task(kind, stage, of, microbatch))
+                if kind == "B" and microbatch == n_microbatches - 1 and norm != "end of step":
+                    program += _asking(stage, of, waits=norm == "boundary")
+            if batch and norm != "boundary":
+                program += _asking(stage, batch - 1, waits=True)[norm == "deferred" :]
+        last = n_batches - 1
+        drain = drain_actions(stage, num_stages, n_microbatches, last, lookahead)
+        program += [Task(kind, stage, of, microbatch) for kind, of, microbatch in drain]
+        left = [task for task in _asking(stage, last, waits=True) if task not in program]
+        programs.append(program + left)
+    return programs
+
+
+def _asking(stage: int, batch: int, waits: bool) -> list[Task]:
+    return [Task("R", stage, batch, 0), Task("U", stage, batch, 0)][: 1 + waits]
+
+
+def _gpipe(rank: int, n_microbatches: int) -> list[TorchAction]:
+    forwards = [TorchAction("F", rank, i) for i in range(n_microbatches)]
+    return forwards + [action._replace(kind="B") for action in forwards]
+
+
+def _one_f_one_b(rank: int, ranks: int, n_microbatches: int) -> list[TorchAction]:
+    # As `Schedule1F1B` runs it; its `pipeline_order` counts the last stage's forwards from 1.
+    ahead = ranks - 1 - rank
+    order = [TorchAction("F", rank, i) for i in range(ahead)]
+    for i in range(n_microbatches):
+        if ahead + i < n_microbatches:
+            order.append(TorchAction("F", rank, ahead + i))
+        order.append(TorchAction("B", rank, i))
+    return order
