@@ -7,20 +7,19 @@ that every competitor has the same numbers under the same addresses; its momentu
 import gc
 import importlib
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from _muon_accuracy import Exact, relative_error
 from _muon_competitors import COMPETITORS, LR, Competitor
-from _muon_traffic import TrafficCounter, is_wrapper
+from _muon_traffic import TrafficCounter
 from _muon_workloads import Case, Matrix, make_matrix, parameter, place
-from _storages import StorageTracker
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.optim import Optimizer
+
+from titan_async.planning.live_tensors import StorageTracker
 
 __all__ = ["Profile", "clear", "load", "prepare", "profile", "timed_step"]
 
@@ -41,15 +40,6 @@ class Profile:
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
     """On rank 0, by shape: relative errors of the first update against the exact polar factor, and against
     the same iterations in float64."""
-
-
-class _LocalTracker(StorageTracker):
-    """Counts what DTensors consist of, and not the DTensors."""
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        return NotImplemented if is_wrapper(types) else super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -143,7 +133,7 @@ def profile(rank: int, group: dist.ProcessGroup, name: str) -> Profile:
 def _profile(rank: int, group: dist.ProcessGroup, bench: _Bench, competitor: Competitor) -> Profile:
     addresses = [_local(param.data).data_ptr() for param in bench.params]
     bench.restore(at_zero=True)
-    tracker = _LocalTracker()
+    tracker = StorageTracker()
     tracker.exclude(*bench.tensors())
     with tracker:
         optimizer = bench.optimizers[competitor.name] = competitor.build(bench.named(competitor))

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from _pipelines import build_pipeline, squared_error
 from _pool import Pool
-from _storages import StorageTracker
 from _transformer import random_batch, transformer_stage
 from torch import nn
+
+from titan_async.planning.live_tensors import StorageTracker
 
 __all__ = ["Peak", "Sizes", "measure_memory", "predict_peak"]
 

@@ -9,7 +9,7 @@
 
 The columns: time of a step on the slowest rank; megabytes (10^6) that a rank sends, see _muon_traffic.py;
 megabytes of tensors that a step holds at its peak beyond what it finds, and that are kept from step to step,
-of the rank with the most (_storages.py); relative error of the first update against the polar factor, which
+of the rank with the most (StorageTracker); relative error of the first update against the polar factor, which
 is mostly that of the coefficients, and against the same iterations in float64, which is that of rounding.
 
 Everything is measured in one run, in the same processes of one thread each, on the same parameters and

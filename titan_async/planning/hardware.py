@@ -1,0 +1,188 @@
+"""Accelerators and the networks between them, as the few numbers that a plan needs.
+
+Peaks, memories and bandwidths are those of the vendor's data sheets; sources stand beside them. What a training
+step reaches of them is an assumption, stated here and nowhere else: `achievable` of the peak inside layers, and
+`ACHIEVABLE_BANDWIDTH` of every bandwidth.
+"""
+
+from dataclasses import dataclass, replace
+
+from titan_async.errors import UserError
+from titan_async.training.edit import unknown_name
+
+__all__ = ["ACHIEVABLE_BANDWIDTH", "CLUSTERS", "Accelerator", "Cluster", "cluster_of"]
+
+ACHIEVABLE_BANDWIDTH = 0.8
+"""Of a data sheet's bandwidth, what large transfers get: between accelerators as in NCCL's own tests, from
+memory as in STREAM. Assumed for all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """One GPU."""
+
+    name: str
+    memory: int
+    """Bytes."""
+    matrix_peak: float
+    """FLOP/s of dense products of bfloat16 or float16 matrices, summed up in float32."""
+    float32_peak: float
+    """FLOP/s in float32, without tensor cores."""
+    memory_bandwidth: float
+    """Bytes a second."""
+    achievable: float
+    """Of a peak, what the forwards and backwards of large layers reach by themselves, without any waiting: an
+    assumption, of the order of what is published for well-tuned training; `--achievable` sets another and
+    `--measured` takes it from a run."""
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s for the dtype of `training.mixed_precision_param`."""
+        return self.matrix_peak if dtype in ("bfloat16", "float16") else self.float32_peak
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Nodes of equal accelerators."""
+
+    accelerator: Accelerator
+    per_node: int
+    """Accelerators."""
+    link_bandwidth: float
+    """Bytes a second that one accelerator sends to others of its node, while as many come in."""
+    link_latency: float
+    """Seconds until a small message between two accelerators of a node is there."""
+    network_bandwidth: float
+    """Bytes a second that one accelerator sends to other nodes, while as many come in, its share of the
+    node's network cards."""
+    network_latency: float
+    """Seconds until a small message to another node is there."""
+
+    def reaching(self, achievable: float) -> "Cluster":
+        """This cluster with another `Accelerator.achievable`."""
+        return replace(self, accelerator=replace(self.accelerator, achievable=achievable))
+
+
+# Of messages by NCCL, inside a node and over InfiniBand or RoCE; through PCI Express, by way of the host.
+_NVLINK_LATENCY, _PCIE_LATENCY, _NETWORK_LATENCY = 5e-6, 15e-6, 12e-6
+
+_GB = 10**9
+_NVSWITCH_NODE = {"per_node": 8, "link_latency": _NVLINK_LATENCY, "network_latency": _NETWORK_LATENCY}
+_PCIE_NODE = {"per_node": 8, "link_latency": _PCIE_LATENCY, "network_latency": 2 * _NETWORK_LATENCY}
+
+CLUSTERS: dict[str, Cluster] = {
+    # NVIDIA H100 Tensor Core GPU data sheet, SXM: 1979 TFLOPS bfloat16 with sparsity, half without; 67 TFLOPS
+    # float32; 80 GB, 3.35 TB/s; NVLink 900 GB/s, both directions together. DGX H100: eight 400 Gb/s ports.
+    "h100-80gb": Cluster(
+        accelerator=Accelerator(
+            name="H100 SXM 80 GB",
+            memory=80 * _GB,
+            matrix_peak=989.4e12,
+            float32_peak=67e12,
+            memory_bandwidth=3.35e12,
+            achievable=0.5,
+        ),
+        link_bandwidth=450e9,
+        network_bandwidth=50e9,
+        **_NVSWITCH_NODE,
+    ),
+    # NVIDIA H200 data sheet, SXM: as H100, with 141 GB at 4.8 TB/s. DGX H200: eight 400 Gb/s ports.
+    "h200-141gb": Cluster(
+        accelerator=Accelerator(
+            name="H200 SXM 141 GB",
+            memory=141 * _GB,
+            matrix_peak=989.4e12,
+            float32_peak=67e12,
+            memory_bandwidth=4.8e12,
+            achievable=0.5,
+        ),
+        link_bandwidth=450e9,
+        network_bandwidth=50e9,
+        **_NVSWITCH_NODE,
+    ),
+    # NVIDIA A100 data sheet, SXM: 312 TFLOPS bfloat16, 19.5 float32; NVLink 600 GB/s; 1.555 and 2.039 TB/s.
+    # DGX A100: eight 200 Gb/s ports for computing.
+    "a100-40gb": Cluster(
+        accelerator=Accelerator(
+            name="A100 SXM 40 GB",
+            memory=40 * _GB,
+            matrix_peak=312e12,
+            float32_peak=19.5e12,
+            memory_bandwidth=1.555e12,
+            achievable=0.6,
+        ),
+        link_bandwidth=300e9,
+        network_bandwidth=25e9,
+        **_NVSWITCH_NODE,
+    ),
+    "a100-80gb": Cluster(
+        accelerator=Accelerator(
+            name="A100 SXM 80 GB",
+            memory=80 * _GB,
+            matrix_peak=312e12,
+            float32_peak=19.5e12,
+            memory_bandwidth=2.039e12,
+            achievable=0.6,
+        ),
+        link_bandwidth=300e9,
+        network_bandwidth=25e9,
+        **_NVSWITCH_NODE,
+    ),
+    # NVIDIA DGX B200 data sheet, an eighth of it: 1440 GB at 64 TB/s, 72 PFLOPS float8 with sparsity, of which
+    # bfloat16 without it is a quarter; NVLink 1.8 TB/s; eight 400 Gb/s ports. HGX B200: 600 TFLOPS float32.
+    "b200-180gb": Cluster(
+        accelerator=Accelerator(
+            name="B200 SXM 180 GB",
+            memory=180 * _GB,
+            matrix_peak=2250e12,
+            float32_peak=75e12,
+            memory_bandwidth=8e12,
+            achievable=0.45,
+        ),
+        link_bandwidth=900e9,
+        network_bandwidth=50e9,
+        **_NVSWITCH_NODE,
+    ),
+    # NVIDIA L40S data sheet: 362.05 TFLOPS bfloat16, 91.6 float32; 48 GB, 864 GB/s; PCI Express 4.0 x16, 64
+    # GB/s both ways. The network is assumed: one 400 Gb/s port for four.
+    "l40s-48gb": Cluster(
+        accelerator=Accelerator(
+            name="L40S 48 GB",
+            memory=48 * _GB,
+            matrix_peak=362.05e12,
+            float32_peak=91.6e12,
+            memory_bandwidth=864e9,
+            achievable=0.5,
+        ),
+        link_bandwidth=32e9,
+        network_bandwidth=12.5e9,
+        **_PCIE_NODE,
+    ),
+    # NVIDIA Ada GPU architecture paper, GeForce RTX 4090: 165.2 TFLOPS bfloat16 with float32 sums, 82.6
+    # float32; 24 GB, 1008 GB/s; PCI Express 4.0 x16, no peer-to-peer transfers, so that what goes from one to
+    # another passes through the host twice. The network is assumed: one 100 Gb/s port for eight.
+    "rtx4090-24gb": Cluster(
+        accelerator=Accelerator(
+            name="GeForce RTX 4090 24 GB",
+            memory=24 * _GB,
+            matrix_peak=165.2e12,
+            float32_peak=82.6e12,
+            memory_bandwidth=1008e9,
+            achievable=0.6,
+        ),
+        link_bandwidth=16e9,
+        network_bandwidth=1.5625e9,
+        **_PCIE_NODE,
+    ),
+}
+"""Nodes of eight of each kind of accelerator, by the name that `--gpu` takes."""
+
+
+def cluster_of(name: str) -> Cluster:
+    """The cluster of that name.
+
+    Raises:
+        UserError: if there is none.
+    """
+    if name.lower() not in CLUSTERS:
+        raise UserError(unknown_name("--gpu", name, CLUSTERS))
+    return CLUSTERS[name.lower()]

@@ -1,0 +1,114 @@
+"""Which ranks talk to each other, how much of that leaves a node, and how long it takes.
+
+Groups follow torchtitan's order of ranks, innermost first: tensor parallelism, shards, replicas, stages. A
+collective is limited by its slowest link: of a group that leaves its nodes, all members on a node share out its
+network cards, each its own. Time is latency, once for each doubling of the group, plus bytes over bandwidth.
+"""
+
+import math
+from dataclasses import dataclass
+
+from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH, Cluster
+from titan_async.planning.layout import Layout
+
+__all__ = ["Group", "Groups", "Network"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that take part in one collective."""
+
+    size: int
+    on_a_node: int
+    """Of them; the same on every node."""
+
+    @property
+    def share_sent(self) -> float:
+        """Of what a collective puts together, what passes one rank: (n - 1) / n."""
+        return (self.size - 1) / self.size
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of one rank."""
+
+    tensor: Group
+    shards: Group
+    """Over which FSDP shards what expert parallelism leaves whole."""
+    replicas: Group
+    experts: Group
+    """Over which experts are spread."""
+    expert_shards: Group
+    """Over which FSDP shards those that lie on one rank."""
+
+
+class Network:
+    """The collectives and messages of a run on a cluster, in seconds.
+
+    Args:
+        cluster: the hardware.
+        layout: how the run lies on it; node after node is filled with ranks in their order.
+    """
+
+    def __init__(self, cluster: Cluster, layout: Layout) -> None:
+        self.cluster, self.layout = cluster, layout
+        stage = layout.dp_shard * layout.tp
+        self.groups = Groups(
+            tensor=self._group(layout.tp, 1),
+            shards=self._group(layout.dp_shard, layout.tp),
+            replicas=self._group(layout.dp_replicate, stage),
+            experts=self._group(layout.ep, 1),
+            expert_shards=self._group(stage // layout.ep, layout.ep),
+        )
+
+    def _group(self, size: int, stride: int) -> Group:
+        return Group(size, min(size, max(1, self.cluster.per_node // stride)))
+
+    def crosses(self, pp_rank: int) -> bool:
+        """Whether messages from a rank of the pipeline to the next leave the node of its first rank."""
+        stride = self.layout.world_size // self.layout.pp
+        node = pp_rank * stride // self.cluster.per_node
+        return (pp_rank + 1) * stride // self.cluster.per_node != node
+
+    def gather_seconds(self, group: Group, size: float) -> float:
+        """An all-gather of `size` bytes altogether, or a reduce-scatter."""
+        if group.size == 1:
+            return 0.0
+        return self._latency(group) + size * group.share_sent / self._bandwidth(group)
+
+    def all_reduce_seconds(self, group: Group, size: float) -> float:
+        """An all-reduce of `size` bytes: a reduce-scatter and an all-gather."""
+        return 2 * self.gather_seconds(group, size)
+
+    def all_to_all_seconds(self, group: Group, size: float) -> float:
+        """An all-to-all of which each rank has `size` bytes, evenly for all ranks and itself."""
+        if group.size == 1:
+            return 0.0
+        inside = size * (group.on_a_node - 1) / group.size / self.cluster.link_bandwidth
+        outside = size * (group.size - group.on_a_node) / group.size / self.cluster.network_bandwidth
+        return self._latency(group) + max(inside, outside) / ACHIEVABLE_BANDWIDTH
+
+    def message_seconds(self, pp_rank: int, size: float) -> float:
+        """A message of `size` bytes from a rank of the pipeline to the next one, or back."""
+        cluster = self.cluster
+        if self.crosses(pp_rank):
+            return cluster.network_latency + size / (cluster.network_bandwidth * ACHIEVABLE_BANDWIDTH)
+        return cluster.link_latency + size / (cluster.link_bandwidth * ACHIEVABLE_BANDWIDTH)
+
+    def norm_seconds(self) -> float:
+        """The all-reduce of one number over all ranks."""
+        if self.layout.world_size == 1:
+            return 0.0
+        everyone = Group(self.layout.world_size, min(self.layout.world_size, self.cluster.per_node))
+        return 2 * self._latency(everyone)
+
+    def _latency(self, group: Group) -> float:
+        nodes = -(-group.size // group.on_a_node)
+        inside = math.ceil(math.log2(group.on_a_node)) * self.cluster.link_latency
+        return inside + math.ceil(math.log2(nodes)) * self.cluster.network_latency
+
+    def _bandwidth(self, group: Group) -> float:
+        bandwidth = self.cluster.link_bandwidth
+        if group.on_a_node < group.size:
+            bandwidth = min(bandwidth, group.on_a_node * self.cluster.network_bandwidth)
+        return bandwidth * ACHIEVABLE_BANDWIDTH
