@@ -2,7 +2,7 @@
 
 from titan_async.recipes._training import SHAKESPEARE_VOCAB, on_a_laptop
 from titan_async.recipes.dense_models import dense_spec, llama
-
+from titan_async.recipes.moe_models import moe, moe_spec
 from titan_async.training.trainer import AsyncTrainer
 
 
@@ -23,6 +23,29 @@ def debug() -> AsyncTrainer.Config:
             llama(vocab_size=SHAKESPEARE_VOCAB, dim=192, n_layers=6, n_heads=6, hidden_dim=512),
         ),
         name="debug",
+        muon_lr=1e-2,
+        adamw_lr=3e-3,
+    )
+
+
+def debug_moe() -> AsyncTrainer.Config:
+    """3.5 M parameters in mixtures of 8 experts, on Shakespeare's plays; two stages, minutes on a CPU."""
+    return on_a_laptop(
+        moe_spec(
+            "debug-3.5M-A1.7M",
+            moe(
+                vocab_size=SHAKESPEARE_VOCAB,
+                dim=128,
+                n_layers=6,
+                n_heads=4,
+                n_kv_heads=2,
+                n_experts=8,
+                top_k=2,
+                expert_dim=128,
+                n_shared_experts=1,
+            ),
+        ),
+        name="debug_moe",
         muon_lr=1e-2,
         adamw_lr=3e-3,
     )

@@ -1,13 +1,70 @@
-"""Mixtures of experts for GPUs."""
+"""Mixtures of experts for GPUs. What is the same in all of them, and why, is at `moe_models.moe`.
+
+Both have DeepSeekMoE's proportions (arXiv 2401.06066), which Moonlight trained with Muon (arXiv 2502.16982):
+64 experts of which a token sees six, beside a shared one of twice their width. Unlike those, every layer has
+experts, the first ones too, so that stages cost the same. Nothing here has been trained yet.
+"""
 
 from titan_async.recipes._training import SMOLLM_VOCAB, on_gpus
 from titan_async.recipes.moe_models import moe, moe_spec
-
 from titan_async.training.trainer import AsyncTrainer
 
 
+def moe_2b() -> AsyncTrainer.Config:
+    """2.0 B parameters, 0.40 B active, 40 B tokens of FineWeb-Edu; 8 to 16 GPUs.
+
+    - A mixture of 2 B parameters is in arXiv 2606.30634, whose shape is not public: this one is a scale
+      model of `moe_10b_200b`, with the same experts in number, heads of 128, and five query heads a key head.
+    - 40 B tokens are 20 for each of all parameters and 100 for each active one.
+    - Batches of 1 048 576 tokens (the paper: 1 to 4 M; the law of `_training.on_gpus`: 1.0 M), sequences of
+      4096, peak learning rate 1e-3 by that law; not swept.
+    - The head does the work of two and a half layers (by multiplications, not measured) and counts as two:
+      14 layers and it split evenly over 2, 4 and 8 stages.
+    """
+    return on_gpus(
+        moe_spec(
+            "2B-A0.4B",
+            moe(
+                vocab_size=SMOLLM_VOCAB,
+                dim=1280,
+                n_layers=14,
+                n_heads=10,
+                n_kv_heads=2,
+                n_experts=64,
+                top_k=6,
+                expert_dim=512,
+                n_shared_experts=2,
+            ),
+        ),
+        name="moe_2b",
+        lr=1e-3,
+        steps=38_147,
+        sequences=256,
+        seq_len=4096,
+        stages=4,
+        head_layers=2,
+        shards=2,
+        local_sequences=64,
+        microbatch=2,
+        experts_over=2,
+        subset="sample-100BT",
+    )
+
+
 def moe_10b_200b() -> AsyncTrainer.Config:
-    """9.87 B parameters, 1.65 B active, 200 B tokens of FineWeb-Edu; 32 to 64 GPUs of 80 GB."""
+    """9.86 B parameters, 1.65 B active, 200 B tokens of FineWeb-Edu; 32 to 64 GPUs of 80 GB.
+
+    - The size and the tokens of the largest run in arXiv 2606.30634 (1.906 nats in both modes with error
+      feedback), whose shape is not public. This one has Moonlight's width, 2048, and its experts in number
+      and proportion, narrower ones (768) and three more layers, which makes 10 B of its 16 B. Heads of 128,
+      four query heads a key head.
+    - Batches of 2 097 152 tokens (the paper: 1 to 4 M; the law of `_training.on_gpus`: 2.9 M; smaller ones
+      make a delay cost less), sequences of 4096.
+    - Peak learning rate 7e-4 by that law; not swept. Moonlight's 4.2e-4 was for 28 times the tokens.
+    - The head does the work of 1.8 layers (by multiplications, not measured) and counts as two: 30 layers
+      and it split evenly over 4 and 8 stages.
+    - Experts over the eight data-parallel ranks of a stage, so that their exchange stays inside a node.
+    """
     return on_gpus(
         moe_spec(
             "10B-A1.6B",

@@ -4,7 +4,6 @@ transformers has exactly this model as `Dots1ForCausalLM` (dots.llm1, arXiv 2506
 trains can be exported: its own Qwen3 mixture has neither a balancing bias nor shared experts.
 """
 
-from titan_async.recipes.dense_models import LINEAR, MAX_SEQ_LEN, NORM, depth_scaled, embedding, head
 from torchtitan.components.optimizer import register_moe_load_balancing_hook
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.common import CosSinRoPE, RMSNorm
@@ -21,6 +20,7 @@ from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 
+from titan_async.recipes.dense_models import LINEAR, MAX_SEQ_LEN, NORM, depth_scaled, embedding, head
 from titan_async.training.moe_adapter import Dots1StateDictAdapter
 
 __all__ = ["moe", "moe_spec"]

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from titan_async.recipes._training import SHAKESPEARE_VOCAB as VOCAB_SIZE
-from titan_async.recipes.debug import debug
-from titan_async.recipes.dense_models import llama
 from torch import nn
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.optimizer import ParamGroupConfig
@@ -28,6 +25,9 @@ from torchtitan.models.qwen3 import model_registry
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 
+from titan_async.recipes._training import SHAKESPEARE_VOCAB as VOCAB_SIZE
+from titan_async.recipes.debug import debug
+from titan_async.recipes.dense_models import llama
 from titan_async.training.data import Batch, TextDataLoader
 from titan_async.training.optimizer_config import HIDDEN_MATRICES, ErrorFeedbackConfig, SGDConfig
 from titan_async.training.trainer import AsyncTrainer

@@ -23,11 +23,11 @@ from titan_async.training import cpu
 
 cpu.ensure_device()
 
-from titan_async.recipes.debug import debug  # noqa: E402
 from torchtitan.config import derive  # noqa: E402
 from torchtitan.models.llama3 import Llama3Model  # noqa: E402
 
 from titan_async.errors import UserError  # noqa: E402
+from titan_async.recipes.debug import debug  # noqa: E402
 from titan_async.training import balance, layer_costs, preflight  # noqa: E402
 from titan_async.training.balance import balanced_split, count_stages, stage_modules  # noqa: E402
 from titan_async.training.layer_costs import Costs, PartTimer, measure_costs  # noqa: E402

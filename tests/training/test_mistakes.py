@@ -254,6 +254,7 @@ FLAGS = [
     ("--parallelism.tensor_parallel_degree 4", ["tensor_parallel_degree (4)", "n_heads (6)"]),
     ("--hf_assets_path nowhere", ["hf_assets_path", "nowhere", "tokenizer.json"]),
     ("--hf_assets_path folder", ["hf_assets_path", "folder", "tokenizer.json"]),
+    ("--hf_assets_path assets/SmolLM2-135M", ["hf download HuggingFaceTB/SmolLM2-135M", "assets/SmolLM2"]),
     ("--hf_assets_path large", ["large", "3000", "2048", "hf_assets_path"]),
     ("--hf_assets_path broken", ["broken/tokenizer.json", "cannot read"]),
     ("--dump_folder file.txt/run", ["cannot write", "file.txt/run", "--dump_folder"]),

@@ -39,6 +39,11 @@ SCHEDULES = (
 )
 """The schedules that `parallelism.pipeline_parallel_schedule` can name."""
 
+_TOKENIZER = "SmolLM2-135M"
+"""The folder in which the recipes for GPUs expect their tokenizer."""
+
+_DOWNLOAD = f"hf download HuggingFaceTB/{_TOKENIZER} tokenizer.json tokenizer_config.json --local-dir"
+
 
 def check(config: Trainer.Config, *, world_size: int) -> None:
     """Refuse a configuration that cannot train.
@@ -210,8 +215,10 @@ def _check_folders(config: Trainer.Config) -> None:
 def _check_tokenizer(config: Trainer.Config) -> None:
     folder = Path(config.hf_assets_path)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "vocab.txt")):
+        command = f"; the recipe's own comes with: {_DOWNLOAD} {folder}" if folder.name == _TOKENIZER else ""
         raise UserError(
-            f"hf_assets_path is {folder}, which holds no tokenizer: set it to a folder with a tokenizer.json"
+            f"hf_assets_path is {folder}, which holds no tokenizer: set it to a folder with a "
+            f"tokenizer.json{command}"
         )
     size = getattr(config.model_spec.model, "vocab_size", None)
     if size is not None and (folder / "tokenizer.json").is_file():

@@ -1,0 +1,120 @@
+"""Dense models for GPUs, of the shapes of SmolLM2 and Llama 3.2, at 20 tokens a parameter.
+
+Their vocabulary is SmolLM2's: 49 152 entries, open, made for text as in FineWeb-Edu, and small enough that
+the head does not dwarf the layers.
+"""
+
+from titan_async.recipes._training import SMOLLM_VOCAB, on_gpus
+from titan_async.recipes.dense_models import dense_spec, llama
+from titan_async.training.trainer import AsyncTrainer
+
+
+def dense_135m() -> AsyncTrainer.Config:
+    """SmolLM2-135M's shape (163 M parameters untied), 3.3 B tokens of FineWeb-Edu; 1 to 8 GPUs.
+
+    - Width, depth, heads and rotary base are SmolLM2-135M's, as in arXiv 2606.30634. SmolLM2 ties embedding
+      and head, which a pipeline cannot: the head's 28.3 M parameters come on top of 134.5 M, and count in the
+      20 tokens a parameter.
+    - Sequences of 2048, as SmolLM2's; batches of 262 144 tokens, in the middle of the paper's 180 to 360 K.
+    - Peak learning rate 1.5e-3, by the law in `_training.on_gpus`; not swept.
+    - The head does the work of six layers (by multiplications, not measured), so that 30 layers and it
+      split evenly over 2, 3, 4 and 6 stages. `pipeline.balance = "measured"` does without that estimate.
+    """
+    return on_gpus(
+        dense_spec(
+            "135M-untied",
+            llama(
+                vocab_size=SMOLLM_VOCAB,
+                dim=576,
+                n_layers=30,
+                n_heads=9,
+                n_kv_heads=3,
+                hidden_dim=1536,
+                rope_theta=100_000,
+            ),
+        ),
+        name="dense_135m",
+        lr=1.5e-3,
+        steps=12_423,
+        sequences=128,
+        seq_len=2048,
+        stages=4,
+        head_layers=6,
+        local_sequences=64,
+        microbatch=4,
+        subset="sample-10BT",
+    )
+
+
+def dense_360m() -> AsyncTrainer.Config:
+    """SmolLM2-360M's shape (409 M parameters untied), 8.2 B tokens of FineWeb-Edu; 1 to 8 GPUs.
+
+    - Width, depth, heads and rotary base are SmolLM2-360M's, the model of the paper's table of optimizers
+      (arXiv 2606.30634). Untied, its head adds 47.2 M parameters to 361.8 M; both count in the 20 tokens.
+    - Sequences of 2048, as SmolLM2's; batches of 327 680 tokens, within the paper's 180 to 360 K.
+    - Peak learning rate 1.2e-3, by the law in `_training.on_gpus`; not swept.
+    - The head does the work of four layers (by multiplications, not measured), so that 32 layers and it
+      split evenly over 2, 3, 4, 6 and 9 stages.
+    """
+    return on_gpus(
+        dense_spec(
+            "360M-untied",
+            llama(
+                vocab_size=SMOLLM_VOCAB,
+                dim=960,
+                n_layers=32,
+                n_heads=15,
+                n_kv_heads=5,
+                hidden_dim=2560,
+                rope_theta=100_000,
+            ),
+        ),
+        name="dense_360m",
+        lr=1.2e-3,
+        steps=24_965,
+        sequences=160,
+        seq_len=2048,
+        stages=4,
+        head_layers=4,
+        local_sequences=80,
+        microbatch=4,
+        subset="sample-10BT",
+    )
+
+
+def dense_1b() -> AsyncTrainer.Config:
+    """Llama 3.2 1B's shape with a smaller vocabulary (1.17 B parameters), 23.5 B tokens; one node of 8 GPUs.
+
+    - Width, depth, heads and rotary base are Llama 3.2 1B's. Its vocabulary of 128 256 is not: the head
+      would do the work of four layers of the sixteen, and would have to be one stage's.
+    - Sequences of 4096. Batches of 524 288 tokens: half of what the law of `_training.on_gpus` says,
+      because a delay costs less with smaller ones (arXiv 2606.30634, which has no model of this size).
+    - Peak learning rate 9e-4, by that law; not swept.
+    - Two stages: the head does the work of one and a half layers and counts as two, so that each stage has
+      nine. For four, which whole layers fill unevenly, `pipeline.balance = "measured"` finds the best split.
+    """
+    return on_gpus(
+        dense_spec(
+            "1B-untied",
+            llama(
+                vocab_size=SMOLLM_VOCAB,
+                dim=2048,
+                n_layers=16,
+                n_heads=32,
+                n_kv_heads=8,
+                hidden_dim=8192,
+                rope_theta=500_000,
+            ),
+        ),
+        name="dense_1b",
+        lr=9e-4,
+        steps=44_801,
+        sequences=128,
+        seq_len=4096,
+        stages=2,
+        head_layers=2,
+        shards=4,
+        local_sequences=32,
+        microbatch=2,
+        subset="sample-100BT",
+    )
