@@ -147,7 +147,7 @@ def test_contradictory_fields(fields: dict, part: str, monkeypatch: pytest.Monke
     def unreachable(*_: object, **__: object) -> None:
         raise ConnectionError("Couldn't reach the hub")
 
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    monkeypatch.setattr(datasets, "load_dataset_builder", unreachable)
     with pytest.raises(UserError) as caught:
         open_documents(TextSource(**fields))
     assert part in str(caught.value)

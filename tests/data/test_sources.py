@@ -135,61 +135,6 @@ def test_identity_tells_data_and_order_apart(folder: Path) -> None:
     assert len(set(identities)) == len(identities)
 
 
-class FakeHub:
-    """A dataset of the hub as `datasets` streams it: parquet shards, without a validation split."""
-
-    def __init__(self, folder: Path) -> None:
-        import pyarrow
-        import pyarrow.parquet
-
-        for shard in range(3):
-            texts = [f"shard {shard} document {index}" for index in range(50)]
-            table = pyarrow.table({"text": texts, "id": list(range(50))})
-            pyarrow.parquet.write_table(table, folder / f"{shard}.parquet", row_group_size=20)
-        self.files = [str(folder / f"{shard}.parquet") for shard in range(3)]
-
-    def splits(self, *_: object) -> dict[str, object]:
-        import datasets
-
-        return dict(datasets.load_dataset("parquet", data_files=self.files, streaming=True))
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
-    import datasets.config
-
-    from titan_async.data import hub as hub_module
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    fake = FakeHub(tmp_path)
-    monkeypatch.setattr(hub_module, "_load_splits", fake.splits)
-    return fake
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_hub_data_is_divided_and_resumed(
-    hub: FakeHub, world_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sources, "_SHUFFLE_BLOCK", 16)
-    train = TextSource(dataset="owner/name", validation_fraction=0.2)
-    validation = TextSource(dataset="owner/name", validation_fraction=0.2, split="validation")
-    shares = [one_epoch(train, rank, world_size) for rank in range(world_size)]
-    apart = [one_epoch(validation, rank, world_size) for rank in range(world_size)]
-    everything = [f"shard {shard} document {index}" for shard in range(3) for index in range(50)]
-    assert sorted(chain(*shares, *apart)) == sorted(everything)
-    assert 15 < sum(map(len, apart)) < 45
-
-    stream = open_documents(train, rank=world_size - 1, world_size=world_size)
-    read = list(zip(range(20), stream, strict=False))
-    assert len(read) == 20
-    state = json.loads(json.dumps(stream.state_dict()))
-    resumed = open_documents(train, rank=world_size - 1, world_size=world_size)
-    resumed.load_state_dict(state)
-    assert list(resumed) == shares[-1][20:]
-    assert resumed.epoch == 1
-    assert len(list(resumed)) == len(shares[-1])
-
-
 def test_reading_local_files_leaves_nothing_behind(folder: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     one_epoch(TextSource(dataset_path=str(folder)))

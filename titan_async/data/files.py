@@ -15,7 +15,15 @@ from typing import IO, Any
 
 from titan_async.errors import UserError
 
-__all__ = ["ACCEPTED_ENDINGS", "find_files", "read_documents"]
+__all__ = [
+    "ACCEPTED_ENDINGS",
+    "cannot_read",
+    "find_files",
+    "no_column",
+    "not_utf8",
+    "read_documents",
+    "text_of",
+]
 
 ACCEPTED_ENDINGS = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 
@@ -74,18 +82,24 @@ def read_documents(file: Path, text_column: str) -> Iterator[str]:
             if document and not document.isspace():
                 yield document
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"The data file {file} is not UTF-8 text ({error.reason}): convert it to UTF-8."
-        ) from error
+        raise not_utf8(file, error) from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(
             f"The data file {file} is not a whole gzip file ({error}): fetch or compress it again."
         ) from error
     except OSError as error:
-        reason = error.strerror or error
-        raise UserError(
-            f"The data file {file} can't be read ({reason}): check the file and its permissions."
-        ) from error
+        raise cannot_read(file, error) from error
+
+
+def cannot_read(file: object, error: OSError) -> UserError:
+    """What to say of a file that the system refuses to give."""
+    reason = error.strerror or error
+    return UserError(f"The data file {file} can't be read ({reason}): check the file and its permissions.")
+
+
+def not_utf8(file: object, error: UnicodeDecodeError) -> UserError:
+    """What to say of a file that is not encoded as text here is."""
+    return UserError(f"The data file {file} is not UTF-8 text ({error.reason}): convert it to UTF-8.")
 
 
 def _open_text(file: Path) -> IO[str]:
@@ -125,33 +139,26 @@ def _json_documents(file: Path, text_column: str) -> Iterator[str]:
                     f"{text_column!r} on each line."
                 )
             if text_column not in record:
-                raise _no_column(f"Line {number} of {file}", text_column, list(record))
-            text = _text_of(record[text_column], f"line {number} of {file}", text_column)
+                raise no_column(f"Line {number} of {file}", text_column, list(record))
+            text = text_of(record[text_column], f"line {number} of {file}", text_column)
             # Half a surrogate pair, which JSON can escape, is a string that no tokenizer takes.
             yield text.encode("utf-8", "replace").decode() if "\\ud" in line.lower() else text
 
 
 def _parquet_documents(file: Path, text_column: str) -> Iterator[str]:
     # Imported here because it takes longer than everything else in this file and few runs need it.
-    import pyarrow
-    import pyarrow.parquet
+    from titan_async.data.parquet import read_rows
 
-    try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            names = table.schema_arrow.names
-            if text_column not in names:
-                raise _no_column(f"The data file {file}", text_column, names)
-            for batch in table.iter_batches(batch_size=1024, columns=[text_column]):
-                for value in batch.column(0).to_pylist():
-                    yield _text_of(value, str(file), text_column)
-    except pyarrow.ArrowException as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"The data file {file} is not a whole parquet file ({reason}): fetch or write it again."
-        ) from error
+    for _, value in read_rows(str(file), text_column, range):
+        yield text_of(value, str(file), text_column)
 
 
-def _text_of(value: Any, place: str, text_column: str) -> str:
+def text_of(value: Any, place: str, text_column: str) -> str:
+    """The text that a record has, empty where it has none.
+
+    Raises:
+        UserError: It is something else than text.
+    """
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -162,7 +169,8 @@ def _text_of(value: Any, place: str, text_column: str) -> str:
     return value
 
 
-def _no_column(place: str, text_column: str, names: list[str]) -> UserError:
+def no_column(place: str, text_column: str, names: list[str]) -> UserError:
+    """What to say where a record or file lacks the column of text."""
     return UserError(
         f"{place} has no column {text_column!r}: set text_column to one of those there, "
         f"{', '.join(map(repr, names)) or 'of which there is none'}."

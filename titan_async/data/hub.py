@@ -1,51 +1,100 @@
-"""Data layer: datasets of the Hugging Face hub, streamed and resumed by the `datasets` library."""
+"""Data layer: datasets of the Hugging Face hub, streamed: nothing is downloaded ahead or cached.
 
+`datasets` says which files a dataset's configurations and splits are made of. Parquet files, as almost all
+large datasets are (FineWeb-Edu, say), are read by `ParquetReader`; others, such as compressed JSON lines,
+by `datasets` itself, which goes through a file from its beginning to find a position again, and has every
+rank read everything where the number of ranks does not divide that of the files.
+"""
+
+import contextlib
 import copy
 import functools
+import re
 import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import get_worker_info
 
-from titan_async.data.sources import Position, TextSource
+from titan_async.data.sources import (
+    DocumentReader,
+    Position,
+    TextSource,
+    name_of_files,
+    order_of,
+    share_of_worker,
+)
 from titan_async.errors import UserError
 
 if TYPE_CHECKING:
-    from datasets import IterableDataset
+    from datasets import DatasetBuilder, IterableDataset
 
 __all__ = ["open_hub_reader"]
 
 
-def open_hub_reader(source: TextSource, rank: int, world_size: int) -> "HubReader":
-    """Open a rank's share of a hub dataset as a stream; nothing is downloaded ahead or cached.
+def open_hub_reader(source: TextSource, rank: int, world_size: int) -> tuple[DocumentReader, str]:
+    """Open a share of a hub dataset, and name the data.
+
+    The validation split, where the dataset has none, are the documents whose text has a certain hash: that
+    does not depend on who reads which files.
 
     Raises:
         UserError: The hub can't be reached, or has no such dataset, configuration, split or column.
     """
-    from datasets.distributed import split_dataset_by_node
-
-    splits = _load_splits(source.dataset, source.dataset_config)
-    own_validation = "validation" in splits
+    builder = _load_builder(source.dataset, source.dataset_config, source.dataset_revision)
+    files = {str(split): [str(file) for file in files] for split, files in builder.config.data_files.items()}
+    own_validation = "validation" in files
     divide = source.split == "validation" and not own_validation and source.validation_fraction > 0
     name = "train" if divide else source.split
-    if name not in splits:
+    if name not in files:
         raise UserError(
             f"The dataset {source.dataset!r} has no split {name!r}: set split to one of those there, "
-            f"{', '.join(map(repr, splits))}."
+            f"{', '.join(map(repr, files))}."
         )
-    stream = splits[name]
+    fraction = 0.0 if own_validation or name != "train" else source.validation_fraction
+    # A new revision that leaves the files' names as they were is taken for the same data.
+    paths = [re.sub(r"@[^/]+", "", file) for file in files[name]]
+    title = "/".join(filter(None, (source.dataset, source.dataset_config)))
+    title = f"{title}, {name_of_files(paths)}"
+    if all(file.endswith(".parquet") for file in files[name]):
+        from titan_async.data.parquet import ParquetReader
+
+        # `datasets` itself divides what it streams among a loader's workers.
+        rank, world_size = share_of_worker(rank, world_size)
+        reader: DocumentReader = ParquetReader(
+            files[name],
+            text_column=source.text_column,
+            order=lambda epoch: order_of(len(files[name]), source, epoch),
+            is_wanted=lambda index, row, text: _is_wanted(text, fraction, source),
+            rank=rank,
+            world_size=world_size,
+        )
+        return reader, title
+    return _open_stream(builder, name, source, fraction, rank, world_size), title
+
+
+def _is_wanted(text: str, fraction: float, source: TextSource) -> bool:
+    chosen = zlib.crc32(text.encode("utf-8", "replace")) < fraction * 2**32
+    return chosen == (fraction > 0 and source.split == "validation")
+
+
+def _open_stream(
+    builder: "DatasetBuilder", name: str, source: TextSource, fraction: float, rank: int, world_size: int
+) -> "_StreamReader":
+    from datasets.distributed import split_dataset_by_node
+
+    with _plain_errors(source.dataset):
+        stream = builder.as_streaming_dataset(split=name)
     columns = stream.column_names
     if columns is not None:
         if source.text_column not in columns:
             raise _no_column(source, columns)
         stream = stream.select_columns([source.text_column])
-    fraction = 0.0 if own_validation or name != "train" else source.validation_fraction
-    return HubReader(split_dataset_by_node(stream, rank, world_size), source, fraction)
+    return _StreamReader(split_dataset_by_node(stream, rank, world_size), source, fraction)
 
 
-class HubReader:
-    """Reads a streamed dataset; a position is the state that `datasets` itself gives."""
+class _StreamReader:
+    """Reads a dataset streamed by `datasets`; a position is the state that it gives itself."""
 
     def __init__(self, stream: "IterableDataset", source: TextSource, fraction: float) -> None:
         self._stream = stream
@@ -56,22 +105,19 @@ class HubReader:
         """Yield the documents from `position` on, each with the position that follows it.
 
         Raises:
-            UserError: A record has no text, or there are more loader workers than shards.
+            UserError: A record has no text, there are more loader workers than shards, or the hub can't be
+                read any longer.
         """
         self._check_workers()
         # A state once loaded would also decide where the next epoch begins.
         stream = copy.deepcopy(self._stream)
         if position is not None:
             stream.load_state_dict(position)
-        for record in stream:
-            text = self._text_of(record)
-            if text and not text.isspace() and self._is_wanted(text):
-                yield text, stream.state_dict()
-
-    def _is_wanted(self, text: str) -> bool:
-        # Streams come in shards that ranks share, so that an index has no meaning: the text decides.
-        chosen = zlib.crc32(text.encode("utf-8", "replace")) < self._fraction * 2**32
-        return chosen == (self._fraction > 0 and self._source.split == "validation")
+        with _plain_errors(self._source.dataset):
+            for record in stream:
+                text = self._text_of(record)
+                if text and not text.isspace() and _is_wanted(text, self._fraction, self._source):
+                    yield text, stream.state_dict()
 
     def _text_of(self, record: dict[str, Any]) -> str | None:
         if self._source.text_column not in record:
@@ -94,16 +140,26 @@ class HubReader:
 
 
 @functools.cache
-def _load_splits(dataset: str, config: str | None) -> dict[str, "IterableDataset"]:
+def _load_builder(dataset: str, config: str | None, revision: str | None) -> "DatasetBuilder":
     # Kept, because a validator opens its data anew each time and this asks the hub several times.
-    from datasets import load_dataset
+    from datasets import load_dataset_builder
+
+    with _plain_errors(dataset):
+        return load_dataset_builder(dataset, config, revision=revision)
+
+
+@contextlib.contextmanager
+def _plain_errors(dataset: str) -> Iterator[None]:
     from datasets.exceptions import DatasetNotFoundError
 
     try:
-        splits = load_dataset(dataset, config, streaming=True)
+        yield
+    except UserError:
+        raise
     except DatasetNotFoundError as error:
         raise UserError(
-            f"The Hugging Face hub has no dataset {dataset!r} that you may read: check the name, or log in."
+            f"The Hugging Face hub has no dataset {dataset!r} that you may read, or not in that revision: "
+            "check the name and dataset_revision, or log in."
         ) from error
     except ConnectionError as error:
         raise UserError(
@@ -115,7 +171,6 @@ def _load_splits(dataset: str, config: str | None) -> dict[str, "IterableDataset
         raise UserError(
             f"The dataset {dataset!r} can't be opened ({reason}): set dataset and dataset_config accordingly."
         ) from error
-    return {str(name): stream for name, stream in splits.items()}
 
 
 def _no_column(source: TextSource, names: list[str]) -> UserError:

@@ -1,9 +1,10 @@
 """Data layer: the documents a run trains on, as one stream whose position can be saved.
 
 `open_documents` turns a `TextSource` (what the user named) into a `DocumentStream`. Behind the stream
-stands a reader, of which there are three: plays in memory, local files, and the Hugging Face hub. A
-reader is a function of (epoch, position): the same two values always give the same documents, and a
-position is plain JSON data. That is all that exact resumption needs.
+stands a reader, of which there are four: plays in memory, local files, parquet files (local ones or those of
+the Hugging Face hub), and other datasets of the hub. A reader is a function of (epoch, position): the same
+two values always give the same documents, and a position is plain JSON data. That is all that exact
+resumption needs.
 """
 
 import difflib
@@ -22,7 +23,16 @@ from titan_async.data.files import ACCEPTED_ENDINGS, find_files, read_documents
 from titan_async.data.plays import play_scenes
 from titan_async.errors import UserError
 
-__all__ = ["DocumentReader", "DocumentStream", "TextSource", "is_validation", "open_documents"]
+__all__ = [
+    "DocumentReader",
+    "DocumentStream",
+    "TextSource",
+    "is_validation",
+    "name_of_files",
+    "open_documents",
+    "order_of",
+    "share_of_worker",
+]
 
 _SHUFFLE_BLOCK = 1024
 """Documents read ahead and shuffled together where there are too many to hold them all."""
@@ -44,6 +54,10 @@ class TextSource:
 
     dataset_config: str | None = None
     """Name of the hub dataset's configuration, where it has several."""
+
+    dataset_revision: str | None = None
+    """Commit, tag or branch of the hub dataset; None is its newest state. Long runs do well to name one,
+    because a dataset that has changed meanwhile can't be gone on with."""
 
     split: str = "train"
     """"train" or "validation"; for a hub dataset also any other split it has."""
@@ -80,6 +94,8 @@ class TextSource:
             raise UserError(f"The data seed is {self.seed}: set it to 0 or more.")
         if self.dataset == "files" and not self.dataset_path:
             raise UserError('The dataset is "files" without a path: set dataset_path to a file or folder.')
+        if self.dataset == "tokens":
+            raise UserError("Token files hold no text: name the text that they were made from.")
         if self.dataset_path and self.dataset not in ("", "files", "shakespeare"):
             raise UserError(
                 f"Both the dataset {self.dataset!r} and the dataset_path {self.dataset_path!r} are set: "
@@ -145,8 +161,7 @@ def open_documents(source: TextSource, *, rank: int = 0, world_size: int = 1) ->
     if source.local_path is None and source.dataset != "shakespeare":
         from titan_async.data.hub import open_hub_reader
 
-        reader = open_hub_reader(source, rank, world_size)
-        name = "/".join(filter(None, (source.dataset, source.dataset_config)))
+        reader, name = open_hub_reader(source, rank, world_size)
         return DocumentStream(_shuffled(reader, source), _identity(source, name))
 
     if source.split not in ("train", "validation"):
@@ -157,17 +172,20 @@ def open_documents(source: TextSource, *, rank: int = 0, world_size: int = 1) ->
         raise UserError(
             "The validation split is empty because validation_fraction is 0: set it to 0.05, for example."
         )
-    rank, world_size = _share_of_worker(rank, world_size)
+    rank, world_size = share_of_worker(rank, world_size)
     if source.local_path is None:
         in_memory = _MemoryReader(play_scenes(), source, rank, world_size)
         return DocumentStream(in_memory, _identity(source, "shakespeare"))
     files = find_files(source.local_path)
     # Paths may move between saving and loading, the files in them may not change.
-    names = zlib.crc32("\n".join(file.name for file in files).encode())
-    files_reader = _FilesReader(files, source, rank, world_size)
-    return DocumentStream(
-        _shuffled(files_reader, source), _identity(source, f"{len(files)} files {names:08x}")
-    )
+    name = name_of_files([file.name for file in files])
+    files_reader = _open_files(files, source, rank, world_size)
+    return DocumentStream(_shuffled(files_reader, source), _identity(source, name))
+
+
+def name_of_files(names: Sequence[str]) -> str:
+    """A short name that tells these files from others."""
+    return f"{len(names)} files {zlib.crc32(chr(10).join(names).encode()):08x}"
 
 
 def is_validation(index: int, fraction: float) -> bool:
@@ -177,6 +195,24 @@ def is_validation(index: int, fraction: float) -> bool:
     that two documents are enough for both to have one.
     """
     return math.ceil(index * fraction) > math.ceil((index - 1) * fraction)
+
+
+def _open_files(files: list[Path], source: TextSource, rank: int, world_size: int) -> DocumentReader:
+    if not all(file.name.endswith(".parquet") for file in files):
+        return _FilesReader(files, source, rank, world_size)
+    from titan_async.data.parquet import ParquetReader
+
+    validation = source.split == "validation"
+    return ParquetReader(
+        [str(file) for file in files],
+        text_column=source.text_column,
+        order=lambda epoch: order_of(len(files), source, epoch),
+        is_wanted=lambda index, row, text: (
+            validation == is_validation(index + row, source.validation_fraction)
+        ),
+        rank=rank,
+        world_size=world_size,
+    )
 
 
 class _MemoryReader:
@@ -193,7 +229,7 @@ class _MemoryReader:
         self._rank, self._world_size = rank, world_size
 
     def read(self, epoch: int, position: Position) -> Iterator[tuple[str, Position]]:
-        order = _order(len(self._documents), self._source, epoch)[self._rank :: self._world_size]
+        order = order_of(len(self._documents), self._source, epoch)[self._rank :: self._world_size]
         for index in range(position or 0, len(order)):
             yield self._documents[order[index]], index + 1
 
@@ -213,7 +249,7 @@ class _FilesReader:
         source = self._source
         wanted = source.split == "validation"
         done, skip, count = position or (0, 0, 0)
-        for number, index in enumerate(_order(len(self._files), source, epoch)[done:], start=done):
+        for number, index in enumerate(order_of(len(self._files), source, epoch)[done:], start=done):
             for document_index, document in enumerate(read_documents(self._files[index], source.text_column)):
                 # Counting from the file's own index spreads the choice over many short files, and
                 # makes it independent of the order in which an epoch reads them.
@@ -252,7 +288,7 @@ class _BlockShuffledReader:
     def _block(
         self, block: list[str], start: Position, epoch: int, number: int, done: int
     ) -> Iterator[tuple[str, Position]]:
-        order = _order(len(block), self._source, epoch, number)
+        order = order_of(len(block), self._source, epoch, number)
         for index in range(done, len(block)):
             yield block[order[index]], [start, number, index + 1]
 
@@ -261,13 +297,15 @@ def _shuffled(reader: DocumentReader, source: TextSource) -> DocumentReader:
     return _BlockShuffledReader(reader, source) if source.shuffle else reader
 
 
-def _order(count: int, source: TextSource, *key: int) -> list[int]:
+def order_of(count: int, source: TextSource, *key: int) -> list[int]:
+    """The order of so many things in a source, in an epoch and perhaps a part of it: the key."""
     if not source.shuffle:
         return list(range(count))
     return [int(index) for index in np.random.default_rng([source.seed, *key]).permutation(count)]
 
 
-def _share_of_worker(rank: int, world_size: int) -> tuple[int, int]:
+def share_of_worker(rank: int, world_size: int) -> tuple[int, int]:
+    """The share of a rank, from 0, and the number of shares; in a loader's worker process, those of it."""
     worker = get_worker_info()
     if worker is None:
         return rank, world_size
