@@ -6,28 +6,19 @@ Labels are left out in uneven numbers, so that every run shows how the loss is n
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import nn
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.optimizer import ParamGroupConfig
-from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm
-from torchtitan.models.common.config_utils import (
-    get_attention_config,
-    make_ffn_config,
-    make_gqa_config,
-    make_moe_config,
-    make_routed_experts_config,
-    make_router_config,
-)
+from torchtitan.models.common.config_utils import get_attention_config, make_ffn_config, make_gqa_config
 from torchtitan.models.qwen3 import model_registry
-from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
+from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_async.recipes._training import SHAKESPEARE_VOCAB as VOCAB_SIZE
-from titan_async.recipes.debug import debug
-from titan_async.recipes.dense_models import llama
+from titan_async.recipes.debug import debug, debug_moe
+from titan_async.recipes.dense_models import LINEAR, llama
+from titan_async.recipes.moe_models import moe
 from titan_async.training.data import Batch, TextDataLoader
 from titan_async.training.optimizer_config import HIDDEN_MATRICES, ErrorFeedbackConfig, SGDConfig
 from titan_async.training.trainer import AsyncTrainer
@@ -47,8 +38,6 @@ MUON = {
 }
 
 DIM, HEAD, EXPERTS = 32, 16, 4
-NORMAL = {"weight": partial(nn.init.normal_, std=0.1), "bias": nn.init.zeros_}
-ONES = {"weight": nn.init.ones_}
 
 
 def mask_labels(labels: torch.Tensor) -> torch.Tensor:
@@ -77,13 +66,16 @@ def tiny_llama() -> AsyncTrainer.Config:
 
 
 def tiny_moe() -> AsyncTrainer.Config:
-    """torchtitan's Qwen3 with four experts in each of its four layers."""
-    return _tiny(_qwen3([True, True, True, True]))
+    """The mixture of the recipe `debug_moe`, small, under SGD."""
+    return _tiny(_moe())
 
 
 def tiny_mixed() -> AsyncTrainer.Config:
     """The same, whose first two layers are dense: of two stages, one has no experts."""
-    return _tiny(_qwen3([False, False, True, True]))
+    spec = _moe()
+    first, second, *rest = spec.model.layers
+    layers = [_without_experts(first), _without_experts(second), *rest]
+    return _tiny(dataclasses.replace(spec, model=dataclasses.replace(spec.model, layers=layers)))
 
 
 def muon_llama() -> AsyncTrainer.Config:
@@ -92,8 +84,13 @@ def muon_llama() -> AsyncTrainer.Config:
 
 
 def muon_moe() -> AsyncTrainer.Config:
-    """`tiny_moe` with Muon for matrices and experts, and the parts of fused projections by themselves."""
+    """`tiny_moe` with Muon for matrices and experts."""
     return _with_muon(tiny_moe())
+
+
+def muon_mixed() -> AsyncTrainer.Config:
+    """`tiny_mixed` likewise, with the parts of fused projections by themselves."""
+    return _with_muon(tiny_mixed())
 
 
 def fused_split(name: str) -> tuple[int, ...]:
@@ -148,66 +145,41 @@ def _with_muon(config: AsyncTrainer.Config) -> AsyncTrainer.Config:
     return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, param_groups=groups))
 
 
-def _qwen3(has_experts: list[bool]) -> ModelSpec:
-    return dataclasses.replace(
-        model_registry("debugmodel_moe"),
-        model=Qwen3Model.Config(
-            dim=DIM,
-            vocab_size=VOCAB_SIZE,
-            tok_embeddings=Embedding.Config(
-                num_embeddings=VOCAB_SIZE, embedding_dim=DIM, param_init={"weight": nn.init.normal_}
-            ),
-            norm=_norm(DIM),
-            lm_head=Linear.Config(in_features=DIM, out_features=VOCAB_SIZE, param_init=NORMAL),
-            layers=[_layer(moe) for moe in has_experts],
-        ),
+def _moe() -> ModelSpec:
+    """The model of the recipe `debug_moe`, small: sigmoid routers with a bias, and a shared expert."""
+    model = moe(
+        vocab_size=VOCAB_SIZE,
+        dim=DIM,
+        n_layers=4,
+        n_heads=2,
+        n_kv_heads=1,
+        n_experts=EXPERTS,
+        top_k=2,
+        expert_dim=DIM,
+        n_shared_experts=1,
+        balance_rate=BALANCE,
     )
+    return dataclasses.replace(debug_moe().model_spec, model=model)
 
 
-def _norm(size: int) -> RMSNorm.Config:
-    return RMSNorm.Config(normalized_shape=size, param_init=ONES)
-
-
-def _layer(moe: bool) -> Qwen3TransformerBlock.Config:
-    feed_forward = make_ffn_config(dim=DIM, hidden_dim=2 * DIM, w1_param_init=NORMAL, w2w3_param_init=NORMAL)
-    return Qwen3TransformerBlock.Config(
-        attention_norm=_norm(DIM),
-        ffn_norm=_norm(DIM),
+def _without_experts(layer: Qwen3TransformerBlock.Config) -> Qwen3TransformerBlock.Config:
+    """A dense layer in the place of `layer`, with query, key and value in one matrix."""
+    return dataclasses.replace(
+        layer,
         attention=make_gqa_config(
             dim=DIM,
             n_heads=2,
             n_kv_heads=2,
             head_dim=HEAD,
-            wqkv_param_init=NORMAL,
-            wo_param_init=NORMAL,
+            wqkv_param_init=LINEAR,
+            wo_param_init=LINEAR,
             inner_attention=get_attention_config("flex"),
             fuse_qkv=True,
-            rope=CosSinRoPE.Config(dim=HEAD, max_seq_len=512, theta=10_000.0),
-            qk_norm=_norm(HEAD),
+            rope=layer.attention.rope,
+            qk_norm=layer.attention.qk_norm,
         ),
-        feed_forward=None if moe else feed_forward,
-        moe=_experts() if moe else None,
-    )
-
-
-def _experts():
-    return make_moe_config(
-        num_experts=EXPERTS,
-        router=make_router_config(
-            dim=DIM,
-            num_experts=EXPERTS,
-            gate_param_init=NORMAL,
-            top_k=2,
-            score_func="softmax",
-            route_norm=True,
+        feed_forward=make_ffn_config(
+            dim=DIM, hidden_dim=2 * DIM, w1_param_init=LINEAR, w2w3_param_init=LINEAR
         ),
-        routed_experts=make_routed_experts_config(
-            dim=DIM,
-            hidden_dim=DIM,
-            num_experts=EXPERTS,
-            top_k=2,
-            param_init=dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), NORMAL["weight"]),
-            comm_backend="standard",
-        ),
-        load_balance_coeff=BALANCE,
+        moe=None,
     )

@@ -12,6 +12,7 @@ def test_the_private_names_are_there():
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.distributed.pipeline_parallel import _build_pipeline_schedule, _split_module
     from torchtitan.models.common.decoder import Decoder
+    from torchtitan.protocols.module import Module
 
     from titan_async.training._titan_internals import split_layers
 
@@ -28,6 +29,7 @@ def test_the_private_names_are_there():
     ]
     assert list(inspect.signature(_split_module).parameters) == ["whole_model", "module_names"]
     assert Decoder._skip_lm_head is False
+    assert Module._param_init is None and "self._param_init[name](param)" in inspect.getsource(Module)
     assert split_layers(2, 6, 1, 1) == [
         ["tok_embeddings", "layers.0", "layers.1", "layers.2"],
         ["layers.3", "layers.4", "layers.5", "norm", "lm_head"],

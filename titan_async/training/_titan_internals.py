@@ -11,8 +11,17 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part, _split_module
+from torchtitan.protocols.module import Module
 
-__all__ = ["ScheduleParts", "keep_modules", "leave_head_to", "parts_of", "saves_at", "split_layers"]
+__all__ = [
+    "ScheduleParts",
+    "keep_modules",
+    "leave_head_to",
+    "parts_of",
+    "saves_at",
+    "split_layers",
+    "wrap_initializers",
+]
 
 
 class ScheduleParts(NamedTuple):
@@ -47,3 +56,10 @@ def leave_head_to(loss: ChunkedLossWrapper, part: nn.Module) -> None:
     """Let a chunked loss apply the output projection of the last stage's `part`, as the trainer does."""
     loss.set_lm_head(part.lm_head)
     part._skip_lm_head = True
+
+
+def wrap_initializers(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace every function with which torchtitan initializes a parameter inside `module`."""
+    for submodule in module.modules():
+        if isinstance(submodule, Module) and submodule._param_init is not None:
+            submodule._param_init = {name: wrap(init) for name, init in submodule._param_init.items()}

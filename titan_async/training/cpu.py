@@ -9,6 +9,7 @@ import os
 import resource
 import sys
 import types
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -101,11 +102,37 @@ def adapt_config(config):
 
 
 def adapt_module(module: torch.nn.Module) -> torch.nn.Module:
-    """Let FSDP reduce by plain sums, because gloo has no pre-multiplied sum; no change elsewhere."""
+    """Let a parallelized module start and train as it would on GPUs; no change where there are some.
+
+    FSDP reduces by plain sums, because gloo has no pre-multiplied sum. Sharded parameters are drawn whole:
+    on the CPU every rank draws the same numbers for its shard, so that experts on two ranks would be equal,
+    be sent the same tokens, and stay equal.
+    """
     if not has_accelerator():
         from torch.distributed.fsdp import FSDPModule
+
+        from titan_async.training._titan_internals import wrap_initializers
 
         for submodule in module.modules():
             if isinstance(submodule, FSDPModule):
                 submodule.set_force_sum_reduction_for_comms(True)
+        wrap_initializers(module, _draw_whole)
     return module
+
+
+def _draw_whole(initialize: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], None]:
+    """`initialize`, so that a sharded parameter gets its shard of what one that is not sharded would get."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    def initialize_whole(parameter: torch.Tensor) -> None:
+        if not isinstance(parameter, DTensor):
+            initialize(parameter)
+            return
+        mesh = parameter.device_mesh
+        whole = DTensor.from_local(
+            torch.empty(parameter.shape, dtype=parameter.dtype), mesh, [Replicate()] * mesh.ndim
+        )
+        initialize(whole)
+        parameter.copy_(whole)
+
+    return initialize_whole
