@@ -17,6 +17,7 @@ __all__ = ["VERBS", "main"]
 
 VERBS = {
     "train": "train a model with a recipe file",
+    "plan": "say what a run will need: time, memory, traffic",
 }
 """Every verb, which is also the name of its module, and what it does."""
 

@@ -24,7 +24,7 @@ has it and waits at the end of the step; "end of step" does both there; "boundar
 
 
 def schedule_programs(
-    schedule: str, ranks: int, n_microbatches: int, n_batches: int, lookahead: int = 0
+    schedule: str, ranks: int, n_microbatches: int, n_batches: int, lookahead: int = 0, passes: int = 1
 ) -> list[list[Task]]:
     """Each rank's tasks in `n_batches` batches.
 
@@ -35,24 +35,33 @@ def schedule_programs(
         n_microbatches: in a batch, m.
         n_batches: how many.
         lookahead: of Async2BW.
+        passes: of the others, times that the pipeline fills and empties in a batch, with equal shares of its
+            microbatches.
 
     Raises:
         ValueError: if the schedule does not go together with these numbers.
     """
     if schedule == "Async2BW":
         return async_programs(ranks, n_microbatches, n_batches, lookahead)
+    if n_microbatches % passes:
+        raise ValueError(f"{n_microbatches} microbatches do not make {passes} equal passes")
+    of_a_pass = n_microbatches // passes
     orders: list[list[TorchAction]]
     if schedule == "GPipe":
-        orders = [_gpipe(rank, n_microbatches) for rank in range(ranks)]
+        orders = [_gpipe(rank, of_a_pass) for rank in range(ranks)]
     elif schedule == "1F1B":
-        if n_microbatches < ranks:
-            raise ValueError(
-                f"1F1B needs at least as many microbatches ({n_microbatches}) as stages ({ranks})"
-            )
-        orders = [_one_f_one_b(rank, ranks, n_microbatches) for rank in range(ranks)]
+        if of_a_pass < ranks:
+            raise ValueError(f"1F1B needs at least as many microbatches ({of_a_pass}) as stages ({ranks})")
+        orders = [_one_f_one_b(rank, ranks, of_a_pass) for rank in range(ranks)]
     else:
-        orders = torch_order(schedule, stages_of_ranks(schedule, ranks), n_microbatches)
-    return synchronous_programs(orders, n_batches)
+        orders = torch_order(schedule, stages_of_ranks(schedule, ranks), of_a_pass)
+    return synchronous_programs(
+        [
+            [a._replace(microbatch=each * of_a_pass + a.microbatch) for each in range(passes) for a in order]
+            for order in orders
+        ],
+        n_batches,
+    )
 
 
 def stages_of_ranks(schedule: str, ranks: int) -> list[list[int]]:

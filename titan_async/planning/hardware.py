@@ -1,8 +1,8 @@
 """Accelerators and the networks between them, as the few numbers that a plan needs.
 
-Peaks, memories and bandwidths are those of the vendor's data sheets; sources stand beside them. What a training
-step reaches of them is an assumption, stated here and nowhere else: `achievable` of the peak inside layers, and
-`ACHIEVABLE_BANDWIDTH` of every bandwidth.
+Peaks, memories and bandwidths are those of the vendor's data sheets; sources stand beside them. What a
+training step reaches of them is an assumption, stated here and nowhere else: `achievable` of the peak
+inside layers, and `ACHIEVABLE_BANDWIDTH` of every bandwidth.
 """
 
 from dataclasses import dataclass, replace
@@ -127,8 +127,9 @@ CLUSTERS: dict[str, Cluster] = {
         network_bandwidth=25e9,
         **_NVSWITCH_NODE,
     ),
-    # NVIDIA DGX B200 data sheet, an eighth of it: 1440 GB at 64 TB/s, 72 PFLOPS float8 with sparsity, of which
-    # bfloat16 without it is a quarter; NVLink 1.8 TB/s; eight 400 Gb/s ports. HGX B200: 600 TFLOPS float32.
+    # NVIDIA DGX B200 data sheet, an eighth of it: 1440 GB at 64 TB/s, 72 PFLOPS float8 with sparsity, of
+    # which bfloat16 without it is a quarter; NVLink 1.8 TB/s; eight 400 Gb/s ports. HGX B200: 600 TFLOPS
+    # float32.
     "b200-180gb": Cluster(
         accelerator=Accelerator(
             name="B200 SXM 180 GB",

@@ -1,8 +1,9 @@
 """Which ranks talk to each other, how much of that leaves a node, and how long it takes.
 
 Groups follow torchtitan's order of ranks, innermost first: tensor parallelism, shards, replicas, stages. A
-collective is limited by its slowest link: of a group that leaves its nodes, all members on a node share out its
-network cards, each its own. Time is latency, once for each doubling of the group, plus bytes over bandwidth.
+collective is limited by its slowest link: of a group that leaves its nodes, all members on a node share out
+its network cards, each its own. Time is latency, once for each doubling of the group, plus bytes over
+bandwidth.
 """
 
 import math
@@ -40,6 +41,11 @@ class Groups:
     """Over which experts are spread."""
     expert_shards: Group
     """Over which FSDP shards those that lie on one rank."""
+    holders: Group
+    """All that hold parts of what expert parallelism leaves whole: shards, replicas, tensor-parallel
+    ranks."""
+    expert_holders: Group
+    """All that hold parts of one expert."""
 
 
 class Network:
@@ -59,16 +65,17 @@ class Network:
             replicas=self._group(layout.dp_replicate, stage),
             experts=self._group(layout.ep, 1),
             expert_shards=self._group(stage // layout.ep, layout.ep),
+            holders=self._group(stage * layout.dp_replicate, 1),
+            expert_holders=self._group(stage * layout.dp_replicate // layout.ep, layout.ep),
         )
 
     def _group(self, size: int, stride: int) -> Group:
         return Group(size, min(size, max(1, self.cluster.per_node // stride)))
 
-    def crosses(self, pp_rank: int) -> bool:
-        """Whether messages from a rank of the pipeline to the next leave the node of its first rank."""
+    def apart(self, pp_rank: int, other: int) -> bool:
+        """Whether two ranks of the pipeline are on different nodes, for the first of those pipelines."""
         stride = self.layout.world_size // self.layout.pp
-        node = pp_rank * stride // self.cluster.per_node
-        return (pp_rank + 1) * stride // self.cluster.per_node != node
+        return pp_rank * stride // self.cluster.per_node != other * stride // self.cluster.per_node
 
     def gather_seconds(self, group: Group, size: float) -> float:
         """An all-gather of `size` bytes altogether, or a reduce-scatter."""
@@ -88,10 +95,14 @@ class Network:
         outside = size * (group.size - group.on_a_node) / group.size / self.cluster.network_bandwidth
         return self._latency(group) + max(inside, outside) / ACHIEVABLE_BANDWIDTH
 
-    def message_seconds(self, pp_rank: int, size: float) -> float:
-        """A message of `size` bytes from a rank of the pipeline to the next one, or back."""
+    def exchange_seconds(self, group: Group, sent: float) -> float:
+        """The same where each rank sends `sent` bytes to the others."""
+        return self.all_to_all_seconds(group, sent / group.share_sent) if sent else 0.0
+
+    def message_seconds(self, pp_rank: int, other: int, size: float) -> float:
+        """A message of `size` bytes from one rank of the pipeline to another."""
         cluster = self.cluster
-        if self.crosses(pp_rank):
+        if self.apart(pp_rank, other):
             return cluster.network_latency + size / (cluster.network_bandwidth * ACHIEVABLE_BANDWIDTH)
         return cluster.link_latency + size / (cluster.link_bandwidth * ACHIEVABLE_BANDWIDTH)
 

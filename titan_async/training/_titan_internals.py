@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineSchedule
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part, _split_module
@@ -20,6 +20,7 @@ __all__ = [
     "parts_of",
     "saves_at",
     "split_layers",
+    "stages_of",
     "wrap_initializers",
 ]
 
@@ -35,6 +36,13 @@ class ScheduleParts(NamedTuple):
 def parts_of(schedule: PipelineScheduleSingle) -> ScheduleParts:
     """The stage, the number of microbatches and the loss function of a schedule of one stage."""
     return ScheduleParts(schedule._stage, schedule._n_microbatches, schedule._loss_fn)
+
+
+def stages_of(schedule: _PipelineSchedule) -> list[_PipelineStageBase]:
+    """The stages that this rank's schedule runs."""
+    if isinstance(schedule, PipelineScheduleSingle):
+        return [schedule._stage]
+    return list(schedule._stages)
 
 
 def saves_at(checkpointer: Any, step: int, last_step: bool) -> bool:

@@ -24,7 +24,7 @@ from torchtitan.models.common.moe import MoE
 from torchtitan.trainer import Trainer
 
 from titan_async.training import cpu, random_state
-from titan_async.training._titan_internals import saves_at
+from titan_async.training._titan_internals import saves_at, stages_of
 from titan_async.training.balance import balance_model_spec
 from titan_async.training.checkpoint import NEXT_WEIGHTS, RANDOM_STATE, AsyncCheckpointer, save_for_resuming
 from titan_async.training.data import TextDataLoader
@@ -35,6 +35,7 @@ from titan_async.training.pipeline_config import PipelineConfig
 from titan_async.training.preemption import PreemptedError, Preemption
 from titan_async.training.reporter import Reporter, format_duration
 from titan_async.training.skipped_updates import SkippedUpdates
+from titan_async.training.stage_times import StageTimer, write_measured
 from titan_async.training.validator import AsyncValidator
 
 __all__ = ["AsyncTrainer"]
@@ -80,6 +81,8 @@ class AsyncTrainer(Trainer):
         self.resumes_random_state = True
         """Whether it includes the generators' states; see `AsyncCheckpointer`."""
         self.random_key = random_state.layout_key(self.parallel_dims, dist.get_rank(), self.device)
+        pipelined = self.parallel_dims.pp_enabled
+        self.stage_timer = StageTimer(stages_of(self.pp_schedule), self.device) if pipelined else None
         self.preemption = Preemption()
         self.reporter = Reporter(speaks=dist.get_rank() == 0, steps=config.training.steps)
         if isinstance(self.metrics_processor, AsyncMetrics):
@@ -146,6 +149,8 @@ class AsyncTrainer(Trainer):
         if validates or saves_at(self.checkpointer, self.step, last_step):
             self._drain_and_update()
 
+        if self.stage_timer is not None and self.stage_timer.end_step():
+            write_measured(self.stage_timer, config, dims)
         self.reporter.advance(self.step)
         if self.metrics_processor.should_log(self.step) or last_step:
             self._log(loss, local_valid_tokens, global_valid_tokens, rates)

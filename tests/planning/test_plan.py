@@ -1,0 +1,197 @@
+"""`titan-async plan`: every recipe file, the JSON, and what users do wrong."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titan_async.cli import main
+from titan_async.planning import measured, plan
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted(path.name for path in (ROOT / "toml_configs").glob("*.toml"))
+RECIPE = "debug_cpu.toml"
+
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(autouse=True)
+def _traced_once(monkeypatch, request):
+    """Twins have the same parts, and tracing them takes seconds."""
+    known = request.config.stash.setdefault(_TRACED, {})
+    trace = plan.trace_parts
+
+    def once(config):
+        spec, training, parallelism = config.model_spec, config.training, config.parallelism
+        size = (training.local_batch_size, parallelism.pipeline_parallel_microbatch_size)
+        key = spec.flavor, training.seq_len, size[parallelism.pipeline_parallel_degree > 1]
+        if key not in known:
+            known[key] = trace(config)
+        return known[key]
+
+    monkeypatch.setattr(plan, "trace_parts", once)
+    monkeypatch.setattr(measured, "trace_parts", once)
+
+
+_SECONDS = ("forward", "input_gradient", "weight_gradient", "gather", "reduction", "update")
+_TRACED = pytest.StashKey()
+
+
+@pytest.fixture
+def run(capsys):
+    def run_it(*argv):
+        status = main.main(["plan", *argv])
+        return status, *capsys.readouterr()
+
+    return run_it
+
+
+def mistake(run, *argv):
+    status, out, err = run(*argv)
+    assert (status, out) == (2, "")
+    assert err.endswith("\n") and err.count("\n") == 1 and "Traceback" not in err
+    return err
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_file_has_a_plan(run, name):
+    status, out, err = run(f"toml_configs/{name}", "--json", "--no-suggest")
+    assert (status, err) == (0, "")
+    record = json.loads(out)
+    assert record["schedules"][0]["schedule"] == record["layout"]["schedule"]
+    assert all(entry["fits"] for entry in record["memory"])
+    for entry in record["schedules"]:
+        if "reason" not in entry:
+            assert 0 < entry["mfu"] < entry["utilization"] <= 1
+            assert entry["bubble"] + entry["utilization"] <= 1 + 1e-9
+    assert sum(stage["parameters"] for stage in record["stages"]) == record["model"]["parameters"]
+
+
+def test_the_json_says_everything_in_numbers(run):
+    _, out, _ = run(f"toml_configs/{RECIPE}", "--json")
+    record = json.loads(out)
+    keys = "recipe model hardware layout stages memory usable_memory schedules suggestion"
+    assert list(record) == keys.split()
+    assert record["model"]["tokens"] == 300 * record["model"]["tokens_per_step"]
+    # An open shard degree fills one node, as it would in training: two stages of four.
+    assert record["layout"]["world_size"] == 8
+    assert record["model"]["tokens_per_step"] == 4 * 8 * 256
+    assert [stage["parts"][0] for stage in record["stages"]] == ["tok_embeddings", "layers.3"]
+    seconds = record["stages"][0]["seconds"]
+    assert list(seconds) == list(_SECONDS)
+    assert all(isinstance(value, float) for value in seconds.values())
+    for entry in record["memory"]:
+        assert sum(entry["items"].values()) == entry["total"]
+    own = record["schedules"][0]
+    assert own["step_seconds"] * own["tokens_per_second"] == pytest.approx(4 * 8 * 256)
+    names = [entry["schedule"] for entry in record["schedules"]]
+    assert names == ["Async2BW", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
+
+
+def test_it_is_printed_as_tables_or_written_to_a_file(run, tmp_path):
+    file = tmp_path / "plan.json"
+    status, out, _ = run(f"toml_configs/{RECIPE}", "--gpu", "a100-40gb", "--json", str(file), "--no-suggest")
+    assert status == 0 and json.loads(file.read_text())["hardware"]["accelerator"]["name"] in out
+    for words in (
+        "tokens/s",
+        "Stages",
+        "Gigabytes on the ranks",
+        "Schedules",
+        "ZBVZeroBubble",
+        "activations",
+    ):
+        assert words in out
+
+
+def test_nodes_take_more_shards_and_the_same_batch(run):
+    flags = ("--training.global_batch_size", "64", "--json", "--no-suggest", "--nodes")
+    plans = [json.loads(run(f"toml_configs/{RECIPE}", *flags, nodes)[1]) for nodes in ("1", "2")]
+    assert [p["layout"]["world_size"] for p in plans] == [8, 16]
+    assert [p["layout"]["dp_shard"] for p in plans] == [4, 8]
+    assert plans[0]["model"]["tokens_per_step"] == plans[1]["model"]["tokens_per_step"] == 64 * 256
+
+
+def test_flags_come_before_the_file(run):
+    _, out, _ = run(
+        f"toml_configs/{RECIPE}", "--schedule=1F1B", "--achievable", "0.25", "--json", "--no-suggest"
+    )
+    record = json.loads(out)
+    assert record["layout"]["schedule"] == "1F1B"
+    assert record["hardware"]["accelerator"]["achievable"] == 0.25
+    _, out, _ = run(f"toml_configs/{RECIPE}", "--schedule", "1F1B", "--json", "--no-suggest")
+    twice = json.loads(out)["stages"][1]["seconds"]["forward"] * 2
+    assert record["stages"][1]["seconds"]["forward"] == pytest.approx(twice, rel=0.02)
+
+
+def test_measured_times_take_the_place_of_assumed_ones(run, tmp_path):
+    _, out, _ = run(f"toml_configs/{RECIPE}", "--json", "--no-suggest")
+    assumed = json.loads(out)
+    stages = [
+        {
+            "stage": stage["stage"],
+            "parts": stage["parts"],
+            "forward": 3 * stage["seconds"]["forward"],
+            "backward": 5 * (stage["seconds"]["input_gradient"] + stage["seconds"]["weight_gradient"]),
+        }
+        for stage in assumed["stages"]
+    ]
+    numbers = {key: assumed["layout"][key] for key in measured._NUMBERS}
+    (tmp_path / "measured.json").write_text(json.dumps({**numbers, "schedule": "Async2BW", "stages": stages}))
+    _, out, _ = run(f"toml_configs/{RECIPE}", "--json", "--no-suggest", "--measured", str(tmp_path))
+    calibrated = json.loads(out)
+    assert calibrated["hardware"]["calibration"] == {
+        "forward": pytest.approx(3),
+        "backward": pytest.approx(5),
+    }
+    for before, after in zip(assumed["stages"], calibrated["stages"], strict=True):
+        assert after["seconds"]["forward"] == pytest.approx(3 * before["seconds"]["forward"])
+        assert after["seconds"]["update"] == pytest.approx(before["seconds"]["update"])
+    del stages[1]
+    (tmp_path / "measured.json").write_text(json.dumps({**numbers, "schedule": "Async2BW", "stages": stages}))
+    assert "another model" in mistake(run, f"toml_configs/{RECIPE}", "--measured", str(tmp_path))
+    (tmp_path / "measured.json").write_text("{}")
+    assert "run anew" in mistake(run, f"toml_configs/{RECIPE}", "--measured", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ((), "the first argument must be a recipe file"),
+        (("toml_configs/nothing.toml",), "toml_configs/nothing.toml: no such file"),
+        ((f"toml_configs/{RECIPE}", "--gpu", "h100"), "did you mean h100-80gb?"),
+        ((f"toml_configs/{RECIPE}", "--gpu"), "--gpu needs a value"),
+        ((f"toml_configs/{RECIPE}", "--nodes", "two"), "--nodes must be a positive integer, not two"),
+        ((f"toml_configs/{RECIPE}", "--achievable", "50"), "--achievable must be a share"),
+        ((f"toml_configs/{RECIPE}", "--node", "2"), "unknown flag --node; did you mean --nodes?"),
+        ((f"toml_configs/{RECIPE}", "--schedule", "1F2B"), "did you mean 1F1B?"),
+        ((f"toml_configs/{RECIPE}", "--measured", "nowhere"), "holds no measured.json"),
+        ((f"toml_configs/{RECIPE}", "--training.stepz", "3"), "did you mean --training.steps"),
+        (
+            (f"toml_configs/{RECIPE}", "--parallelism.pipeline_parallel_degree", "8"),
+            "Async2BW needs at least as many microbatches (4",
+        ),
+        (
+            (f"toml_configs/{RECIPE}", "--parallelism.pipeline_parallel_degree", "3", "--nodes", "1"),
+            "--nodes 1 makes 8 ranks",
+        ),
+        ((f"toml_configs/{RECIPE}", "--json", "/nowhere/plan.json", "--no-suggest"), "cannot write"),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_how_to_mend_it(capsys, argv, words):
+    status = main.main(["plan", *argv])
+    err = capsys.readouterr().err
+    assert status == 2 and words in err and err.count("\n") == 1 and "Traceback" not in err
+
+
+def test_help_needs_no_torch():
+    program = (
+        "import sys; from titan_async.cli.main import main; status = main(['plan', '--help'])\n"
+        "sys.exit(status or ('torch' in sys.modules) or ('rich' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.startswith("usage: titan-async plan")

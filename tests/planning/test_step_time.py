@@ -1,0 +1,187 @@
+"""Step times of hand-made models on hardware with round numbers, against closed forms."""
+
+import dataclasses
+
+import pytest
+
+from tests.support.planning import ROUND, make_layout, make_part, make_parts
+from titan_async.optim.coefficients import resolve_coefficients
+from titan_async.optim.orthogonalization import orthogonalization_cost
+from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH
+from titan_async.planning.network import Network
+from titan_async.planning.stage_cost import stage_cost
+from titan_async.planning.step_time import stage_costs, step_time, timing_of
+from titan_async.planning.update_cost import update_cost
+from titan_async.recipes.debug import debug
+
+EACH = 0.01
+"""Seconds of the forward of a part of 1 TFLOP, and of either half of its backward."""
+IDLE_NETWORK = dataclasses.replace(ROUND, link_bandwidth=1e30, network_bandwidth=1e30)
+
+
+@pytest.fixture(scope="module")
+def config():
+    made = debug()
+    training = dataclasses.replace(made.training, mixed_precision_param="bfloat16")
+    return dataclasses.replace(made, training=training)
+
+
+def time_of(config, layout, parts, cluster=IDLE_NETWORK):
+    return step_time(config, layout, parts, cluster)
+
+
+@pytest.mark.parametrize(("d", "m"), [(2, 2), (4, 8)])
+def test_1f1b_has_the_bubble_of_its_closed_form(config, d, m):
+    time = time_of(config, make_layout(d, microbatches=m), make_parts(d))
+    assert time.step_seconds == pytest.approx((m + d - 1) * 3 * EACH, rel=1e-4)
+    assert time.bubble == pytest.approx((d - 1) / (m + d - 1), abs=1e-4)
+    assert time.utilization == pytest.approx(m / (m + d - 1), abs=1e-4)
+
+
+def test_what_follows_from_the_time_of_a_step(config):
+    layout = make_layout(4, microbatches=8, dp_shard=2, schedule="Async2BW")
+    time = time_of(config, layout, make_parts(4))
+    assert time.step_seconds == pytest.approx(8 * 3 * EACH, rel=1e-4)
+    assert time.utilization == pytest.approx(1, abs=1e-4) and time.bubble < 1e-4
+    assert time.mfu == pytest.approx(ROUND.accelerator.achievable, rel=1e-4)
+    assert time.tokens_per_second == pytest.approx(2 * 8 * 1024 / (8 * 3 * EACH), rel=1e-4)
+    assert time.days == pytest.approx(10 * time.step_seconds / 86_400)
+    assert time.accelerator_hours == pytest.approx(time.days * 24 * 8)
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
+def test_two_stages_a_rank(config, schedule):
+    d, m = 4, 8
+    time = time_of(
+        config, make_layout(8, pp=d, stages_of=8, microbatches=m, schedule=schedule), make_parts(8)
+    )
+    bubble = (d - 1) * (3 if schedule == "Interleaved1F1B" else 1) * EACH
+    assert time.step_seconds == pytest.approx(2 * m * 3 * EACH + bubble, rel=1e-4)
+
+
+def test_passes_fill_and_empty_the_pipeline_again(config):
+    whole = time_of(config, make_layout(4, microbatches=16), make_parts(4))
+    halves = time_of(config, make_layout(4, microbatches=16, passes=2), make_parts(4))
+    assert halves.step_seconds - whole.step_seconds == pytest.approx(3 * 3 * EACH, rel=1e-3)
+
+
+def test_two_ranks_by_hand(config):
+    """Two shards of one stage without a pipeline; a layer of 2^20 numbers, in bfloat16 and float32."""
+    numbers = 2**20
+    parts = make_parts(1, tflops=1.0, shape=(1024, 1024))
+    layout = make_layout(1, pp=1, dp_shard=2, microbatches=4, schedule="1F1B")
+    cost = stage_costs(config, layout, parts, ROUND)[0]
+    own = [parts["tok_embeddings"], parts["layers.0"], parts["head"]]
+    sizes = [part.dense for part in own]
+    assert sizes == [4096, numbers, 4096]
+    # Half of a weight passes between the two, forward and backward for each microbatch, then half a gradient.
+    assert cost.sent["weights"] == pytest.approx(4 * 2 * sum(sizes) * 2 / 2)
+    assert cost.sent["gradients"] == pytest.approx(4 * sum(sizes) * 4 / 2)
+    assert cost.gather == pytest.approx(4096 * 2 / 2 / 80e9)
+    assert cost.reduction == pytest.approx(4096 * 4 / 2 / 80e9)
+    assert cost.forward == pytest.approx(EACH + 2 * 4096 / 80e9, rel=1e-6)
+    # Muon: the matrix's other half comes and its result's other half goes, in bfloat16, shared by two ranks.
+    assert cost.sent["Muon"] == pytest.approx(2 * (numbers * 2 / 2) / 2)
+
+
+def test_under_a_pipeline_weights_are_gathered_once_a_batch(config):
+    parts = make_parts(4, shape=(4096, 4096))
+    layout = make_layout(4, dp_shard=2, microbatches=8)
+    sent = {schedule: [] for schedule in ("1F1B", "Async2BW")}
+    for schedule in sent:
+        costs = stage_costs(config, dataclasses.replace(layout, schedule=schedule), parts, ROUND)
+        sent[schedule] = [cost.sent for cost in costs]
+        size = 4096**2 * 2 / 2
+        assert costs[1].sent["weights"] == pytest.approx(size)
+        assert costs[1].sent["gradients"] == pytest.approx(2 * size)
+        # The only part of a stage has nothing to hide behind; the head is small and hides behind the layer.
+        assert costs[1].gather == pytest.approx(size / 80e9)
+        assert costs[1].reduction == pytest.approx(2 * size / 80e9)
+    assert sent["1F1B"] == sent["Async2BW"]
+    parts = make_parts(8, shape=(4096, 4096))
+    for schedule, waits in (("1F1B", 1), ("Async2BW", 2)):
+        layout = make_layout(8, pp=4, dp_shard=2, microbatches=8, schedule=schedule)
+        assert stage_costs(config, layout, parts, ROUND)[1].gather == pytest.approx(waits * size / 80e9)
+
+
+def test_messages_carry_a_hidden_state(config):
+    layout = make_layout(2, dp_shard=8, microbatches=4)
+    size = 1024 * config.model_spec.model.dim * 2
+    timing = timing_of(config, layout, stage_costs(config, layout, make_parts(2), ROUND), ROUND)
+    assert timing.latency == [pytest.approx(size / 8e9)]
+    sent = step_time(config, layout, make_parts(2), ROUND).sent_bytes
+    assert sent["activations"] == pytest.approx(8 * 4 * 2 * size)  # each pipeline: one there, one back
+
+
+def test_experts_are_exchanged_four_times_and_live_on_their_ranks(config):
+    size = 16 * 10**9 // 1000
+    parts = {"layers.0": make_part("layers.0", shape=(8, 64, 64), expert=True, dispatched_bytes=size)}
+    parts |= {name: make_part(name, tflops=0.0) for name in ("tok_embeddings", "head")}
+    apart, together = (
+        stage_costs(config, make_layout(1, pp=1, dp_shard=8, ep=ep, microbatches=1), parts, ROUND)[0]
+        for ep in (8, 1)
+    )
+    once = size * 7 / 8 / 80e9
+    assert apart.forward == pytest.approx(EACH + 2 * once, rel=1e-3)
+    assert apart.input_gradient == pytest.approx(EACH + 2 * once, rel=1e-3)
+    assert apart.sent["experts"] == pytest.approx(4 * size * 7 / 8)
+    assert together.forward == pytest.approx(EACH, rel=1e-3) and together.sent["experts"] == 0
+    # Each of eight ranks has its own expert, so that none of its weights are gathered.
+    assert apart.sent["weights"] < together.sent["weights"]
+    assert apart.sent["Muon"] == 0
+
+
+def test_a_part_bound_by_memory_takes_as_long_as_that(config):
+    slow = dataclasses.replace(
+        ROUND, accelerator=dataclasses.replace(ROUND.accelerator, memory_bandwidth=1e9)
+    )
+    parts = {"tok_embeddings": make_part("tok_embeddings", tflops=0.0, saved_bytes=8 * 10**6)}
+    layout = dataclasses.replace(make_layout(1, pp=1), stages=(("tok_embeddings",),))
+    cost = stage_cost(config, layout, parts, Network(slow, layout), 0)
+    assert cost.forward == pytest.approx(16e6 / (1e9 * ACHIEVABLE_BANDWIDTH))
+
+
+def test_recomputing_costs_time_and_no_mfu(config):
+    layout = make_layout(2, microbatches=4, schedule="Async2BW")
+    plain = time_of(config, layout, make_parts(2))
+    again = time_of(config, layout, make_parts(2, recompute_flops=1e12))
+    assert again.step_seconds == pytest.approx(4 / 3 * plain.step_seconds, rel=1e-4)
+    assert again.mfu == pytest.approx(3 / 4 * plain.mfu, rel=1e-4)
+
+
+def test_muons_matrices_are_shared_out(config):
+    cost = orthogonalization_cost(1024, 1024, resolve_coefficients("standard", 5), "auto")
+    weights = [w for part in make_parts(8, shape=(1024, 1024)).values() for w in part.weights]
+    hidden = [weight for weight in weights if weight.name.startswith("layers.")]
+    for ranks, matrices in ((1, 8), (4, 2), (64, 1)):
+        layout = make_layout(8, pp=1, dp_shard=ranks)
+        found = update_cost(config, layout, Network(IDLE_NETWORK, layout), hidden)
+        assert found.matrix_flops == pytest.approx(matrices * cost)
+        passes = 8 * 2**20 / ranks * (32 + 12) / (1e15 * ACHIEVABLE_BANDWIDTH)
+        assert found.seconds == pytest.approx(matrices * cost / 100e12 + passes)
+    others = [weight for weight in weights if weight not in hidden]
+    assert update_cost(config, layout, Network(IDLE_NETWORK, layout), others).matrix_flops == 0
+
+
+def test_error_feedback_costs_time_only_where_gradients_are_late(config):
+    weights = make_part("layers.0", shape=(1024, 1024)).weights
+    layouts = [make_layout(2, schedule=schedule) for schedule in ("1F1B", "Async2BW")]
+    synchronous, late = (update_cost(config, layout, Network(ROUND, layout), weights) for layout in layouts)
+    assert late.seconds - synchronous.seconds == pytest.approx(2**20 * 20 / (1e15 * ACHIEVABLE_BANDWIDTH))
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Async2BW"])
+def test_more_of_anything_takes_no_less_time(config, schedule):
+    layout = make_layout(4, microbatches=8, dp_shard=4, schedule=schedule)
+
+    def seconds(cluster=ROUND, tflops=1.0, **changes):
+        parts = make_parts(4, tflops=tflops, shape=(2048, 2048))
+        return step_time(config, dataclasses.replace(layout, **changes), parts, cluster).step_seconds
+
+    base = seconds()
+    assert seconds(tflops=1.1) > base
+    assert seconds(microbatches=9) > base
+    assert seconds(dataclasses.replace(ROUND, network_bandwidth=5e9)) > base
+    assert seconds(ROUND.reaching(0.4)) > base > seconds(ROUND.reaching(0.6))
+    assert seconds(dataclasses.replace(ROUND, network_latency=1e-3)) > base
+    assert seconds(dp_replicate=2) > base  # an all-reduce, for twice the batch

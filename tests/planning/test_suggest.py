@@ -1,0 +1,137 @@
+"""Suggestions for the laptop recipe with hand-made parts, on hardware where one thing is scarce."""
+
+import dataclasses
+
+import pytest
+
+from tests.support.planning import ROUND, make_parts
+from titan_async.errors import UserError
+from titan_async.planning.layout import layout_of
+from titan_async.planning.measured import AS_ASSUMED
+from titan_async.planning.scale import (
+    Degrees,
+    at_degrees,
+    on_nodes,
+    on_own_ranks,
+    with_schedule,
+    world_size_of,
+)
+from titan_async.planning.step_time import step_time
+from titan_async.planning.suggest import LEAST_GAIN, suggest
+from titan_async.recipes.debug import debug
+
+
+def config_of(pp, shards, *, sequences=32, microbatch=2, schedule="Async2BW"):
+    config = debug()
+    parallelism = dataclasses.replace(
+        config.parallelism,
+        pipeline_parallel_degree=pp,
+        data_parallel_shard_degree=shards,
+        pipeline_parallel_schedule=schedule,
+        pipeline_parallel_microbatch_size=microbatch,
+    )
+    training = dataclasses.replace(
+        config.training, local_batch_size=sequences // shards, global_batch_size=sequences
+    )
+    return dataclasses.replace(config, parallelism=parallelism, training=training)
+
+
+def light(config):
+    """Six layers whose cost grows with the microbatch, and with next to no weights."""
+    return make_parts(6, tflops=config.parallelism.pipeline_parallel_microbatch_size / 2)
+
+
+def heavy(config):
+    """The same with 67 M weights each: to gather them is dear, to orthogonalize such a long matrix is not."""
+    tflops = config.parallelism.pipeline_parallel_microbatch_size / 2
+    return make_parts(6, tflops=tflops, shape=(65_536, 1024))
+
+
+def look(config, parts_of, cluster=ROUND, fits=lambda *_: True):
+    world_size = world_size_of(config)
+    now = step_time(config, layout_of(config, world_size), parts_of(config), cluster)
+    return suggest(config, now, cluster, AS_ASSUMED, parts_of, fits), now
+
+
+SLOW = dataclasses.replace(ROUND, link_bandwidth=2e9, network_bandwidth=1e9)
+FREE = dataclasses.replace(ROUND, link_bandwidth=1e30, network_bandwidth=1e30)
+
+
+def test_the_batch_stays_whatever_changes():
+    config = config_of(2, 2)
+    before = layout_of(config, 4)
+    for changed in (
+        at_degrees(config, Degrees(pp=4, dp_replicate=1, dp_shard=1, ep=1, microbatch_size=4, lookahead=2)),
+        at_degrees(config, Degrees(pp=1, dp_replicate=2, dp_shard=2, ep=1, microbatch_size=4, lookahead=0)),
+        with_schedule(config, "1F1B"),
+        on_nodes(config, 1, 8),
+    ):
+        layout = layout_of(changed, world_size_of(changed))
+        assert layout.tokens_per_step == before.tokens_per_step
+        assert layout.passes == 1 or layout.pp == 1
+    assert world_size_of(on_nodes(config, 2, 8)) == 16
+
+
+def test_an_open_shard_degree_takes_a_node():
+    config = dataclasses.replace(
+        config_of(2, 1),
+        parallelism=dataclasses.replace(config_of(2, 1).parallelism, data_parallel_shard_degree=-1),
+    )
+    assert world_size_of(on_own_ranks(config, 8)) == 8
+    assert on_own_ranks(config_of(2, 2), 8).parallelism.data_parallel_shard_degree == 2
+
+
+def test_a_slow_network_makes_fewer_ranks_share_a_stage():
+    found, now = look(config_of(2, 2), heavy, SLOW)
+    assert found is not None and found.gain > LEAST_GAIN
+    assert found.time.step_seconds == pytest.approx(now.step_seconds / (1 + found.gain))
+    assert found.changes["parallelism.data_parallel_shard_degree"] == (2, 1)
+    assert found.changes["parallelism.pipeline_parallel_degree"] == (2, 4)
+    assert found.time.world_size == 4
+
+
+def test_what_is_suggested_fits():
+    unlimited, _ = look(config_of(2, 2), heavy, SLOW)
+    asked = []
+
+    def fits(config, layout, parts):
+        asked.append(layout)
+        return layout.pp < 4
+
+    limited, _ = look(config_of(2, 2), heavy, SLOW, fits)
+    assert asked[0].pp == 4  # the most promising first
+    assert limited is None or limited.time.step_seconds > unlimited.time.step_seconds
+    assert look(config_of(2, 2), heavy, SLOW, lambda *_: False)[0] is None
+
+
+def test_nothing_is_said_where_there_is_nothing_to_gain():
+    found, now = look(config_of(2, 1, sequences=64), light, FREE)
+    assert now.utilization == pytest.approx(1, abs=0.01)
+    assert found is None
+
+
+def test_a_bubble_is_something_to_gain():
+    found, now = look(config_of(2, 1, sequences=8, schedule="1F1B"), light, FREE)
+    assert now.bubble == pytest.approx(1 / 5, abs=0.01)
+    assert found is not None and found.time.bubble < now.bubble
+
+
+def test_of_what_is_suggested_nothing_better_is_suggested():
+    found, _ = look(config_of(2, 2), heavy, SLOW)
+    again, now = look(found.config, heavy, SLOW)
+    assert now.step_seconds == pytest.approx(found.time.step_seconds)
+    assert again is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda: on_nodes(config_of(3, 1), 1, 8), r"--nodes 1 makes 8 ranks .* do not divide"),
+        (lambda: on_nodes(config_of(2, 1), 0, 8), "--nodes is 0"),
+        (lambda: on_nodes(config_of(2, 1, sequences=6), 1, 8), "6 sequences does not divide over 4"),
+        (lambda: on_nodes(config_of(2, 2, sequences=8), 4, 8), "does not divide|Async2BW needs at least"),
+    ],
+)
+def test_numbers_that_do_not_go_together_are_named(change, words):
+    with pytest.raises(UserError, match=words):
+        change()

@@ -1,0 +1,74 @@
+"""Hand-made parts, layouts and hardware with round numbers, whose plans can be worked out on paper."""
+
+import dataclasses
+
+from titan_async.planning.hardware import Accelerator, Cluster
+from titan_async.planning.layout import Layout
+from titan_async.planning.parts import Part, Weight
+
+GIB = 2**30
+
+ROUND = Cluster(
+    accelerator=Accelerator(
+        name="round",
+        memory=100 * 10**9,
+        matrix_peak=200e12,
+        float32_peak=100e12,
+        memory_bandwidth=1e15,
+        achievable=0.5,
+    ),
+    per_node=8,
+    link_bandwidth=100e9,
+    link_latency=0.0,
+    network_bandwidth=10e9,
+    network_latency=0.0,
+)
+"""100 TFLOP/s reached; memory so fast that it does not count; no latency; 80 and 8 GB/s reached."""
+
+
+def make_part(name, *, tflops=1.0, shape=(64, 64), expert=False, **others):
+    """A part with one weight, whose forward and each half of whose backward take `tflops`."""
+    values = {field.name: 0 for field in dataclasses.fields(Part)}
+    values |= {
+        "name": name,
+        "weights": (Weight(f"{name}.weight", shape, expert=expert, unit=name),),
+        "active": 0,
+        "forward_flops": tflops * 1e12,
+        "input_flops": tflops * 1e12,
+        "weight_flops": tflops * 1e12,
+    }
+    return Part(**(values | others))
+
+
+def make_parts(layers, **others):
+    """An embedding and a head that cost nothing, and layers that cost the same."""
+    names = [f"layers.{i}" for i in range(layers)]
+    return {
+        "tok_embeddings": make_part("tok_embeddings", tflops=0.0),
+        **{name: make_part(name, **others) for name in names},
+        "head": make_part("head", tflops=0.0),
+    }
+
+
+def make_layout(layers, **changes):
+    """One layer a stage under 1F1B, embedding and head with the first and the last."""
+    values = {
+        "schedule": "1F1B",
+        "pp": layers,
+        "dp_replicate": 1,
+        "dp_shard": 1,
+        "tp": 1,
+        "ep": 1,
+        "microbatch_size": 1,
+        "microbatches": layers,
+        "passes": 1,
+        "seq_len": 1024,
+        "lookahead": 0,
+        "steps": 10,
+    } | changes
+    names = [f"layers.{i}" for i in range(layers)]
+    each = max(layers // values.pop("stages_of", values["pp"]), 1)
+    stages = [names[i : i + each] for i in range(0, layers, each)]
+    stages[0].insert(0, "tok_embeddings")
+    stages[-1].append("head")
+    return Layout(**values, stages=tuple(map(tuple, stages)))

@@ -1,0 +1,249 @@
+"""Puts a plan together: stages, memory, the schedules side by side, traffic, and a faster layout if there
+is one."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.trainer import Trainer
+
+from titan_async.errors import UserError
+from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH, Cluster
+from titan_async.planning.layout import Layout, layout_of
+from titan_async.planning.measured import AS_ASSUMED, Calibration
+from titan_async.planning.memory import RESERVED_SHARE, Memory, memory_of
+from titan_async.planning.parts import Part, trace_parts
+from titan_async.planning.scale import with_schedule, world_size_of
+from titan_async.planning.stage_cost import StageCost
+from titan_async.planning.step_time import StepTime, stage_costs, step_time
+from titan_async.planning.suggest import Suggestion, suggest
+from titan_async.training.preflight import check_layout
+
+__all__ = ["COMPARED", "Plan", "Planner", "Refused"]
+
+COMPARED = ("Async2BW", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+"""The schedules that every plan shows, besides its own."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A schedule that cannot run, and why."""
+
+    schedule: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that `titan-async plan` says."""
+
+    recipe: str
+    cluster: Cluster
+    layout: Layout
+    parts: dict[str, Part]
+    costs: list[StageCost]
+    calibration: Calibration
+    memory: list[Memory]
+    """Of each rank of the pipeline."""
+    schedules: list[StepTime | Refused]
+    """The plan's own first."""
+    suggestion: Suggestion | None
+
+    @property
+    def time(self) -> StepTime:
+        """Of the plan's own schedule."""
+        own = self.schedules[0]
+        assert isinstance(own, StepTime)
+        return own
+
+    @property
+    def usable_memory(self) -> float:
+        """Bytes of an accelerator that a rank may fill."""
+        return self.cluster.accelerator.memory * (1 - RESERVED_SHARE)
+
+    @property
+    def fits(self) -> list[bool]:
+        """Whether each rank of the pipeline does."""
+        return [memory.total <= self.usable_memory for memory in self.memory]
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        return sum(part.dense + part.experts for part in self.parts.values())
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that compute on one token."""
+        return sum(part.active for part in self.parts.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as numbers and names: seconds, bytes, FLOPs."""
+        layout = self.layout
+        return {
+            "recipe": self.recipe,
+            "model": {
+                "parameters": self.parameters,
+                "active_parameters": self.active_parameters,
+                "forward_flops_per_token": sum(p.forward_flops for p in self.parts.values())
+                / layout.tokens_per_microbatch,
+                "tokens_per_step": layout.tokens_per_step,
+                "tokens": layout.tokens_per_step * layout.steps,
+            },
+            "hardware": {
+                **dataclasses.asdict(self.cluster),
+                "nodes": -(-layout.world_size // self.cluster.per_node),
+                "achievable_bandwidth": ACHIEVABLE_BANDWIDTH,
+                "calibration": dataclasses.asdict(self.calibration),
+            },
+            "layout": {
+                **{key: value for key, value in dataclasses.asdict(layout).items() if key != "stages"},
+                "world_size": layout.world_size,
+            },
+            "stages": [
+                {
+                    "stage": stage,
+                    "rank": self._rank_of(stage),
+                    "parts": list(names),
+                    "parameters": sum(self.parts[n].dense + self.parts[n].experts for n in names),
+                    "seconds": {
+                        "forward": cost.forward,
+                        "input_gradient": cost.input_gradient,
+                        "weight_gradient": cost.weight_gradient,
+                        "gather": cost.gather,
+                        "reduction": cost.reduction,
+                        "update": cost.update,
+                    },
+                }
+                for stage, (names, cost) in enumerate(zip(layout.stages, self.costs, strict=True))
+            ],
+            "memory": [
+                {"rank": rank, "items": dict(memory.items), "total": memory.total, "fits": fits}
+                for rank, (memory, fits) in enumerate(zip(self.memory, self.fits, strict=True))
+            ],
+            "usable_memory": self.usable_memory,
+            "schedules": [dataclasses.asdict(entry) for entry in self.schedules],
+            "suggestion": None if self.suggestion is None else self.suggestion.to_json(),
+        }
+
+    def _rank_of(self, stage: int) -> int:
+        return next(r for r in range(self.layout.pp) if stage in self.layout.stages_of(r))
+
+
+class Planner:
+    """Makes plans of one model, whose parts are traced once for each size of microbatches.
+
+    Args:
+        cluster: the hardware.
+        calibration: what measured times say.
+    """
+
+    def __init__(self, cluster: Cluster, calibration: Calibration = AS_ASSUMED) -> None:
+        self.cluster, self.calibration = cluster, calibration
+        self._parts: dict[tuple[int, int], dict[str, Part]] = {}
+        self._scaled: dict[tuple[int, int, int], dict[str, Part]] = {}
+
+    def plan(self, config: Trainer.Config, recipe: str, *, suggests: bool = True) -> Plan:
+        """A plan for a configuration whose shard degree is a number.
+
+        Raises:
+            UserError: if its numbers do not go together.
+        """
+        world_size = world_size_of(config)
+        check_layout(config, world_size=world_size)
+        layout = layout_of(config, world_size)
+        parts = self.parts_of(config)
+        costs = self.calibration.apply(stage_costs(config, layout, parts, self.cluster))
+        own = self.time(config)
+        others = [self._other(config, name) for name in COMPARED if name != layout.schedule and layout.pp > 1]
+        found = None
+        if suggests:
+            found = self._suggest(config, own)
+        return Plan(
+            recipe=recipe,
+            cluster=self.cluster,
+            layout=layout,
+            parts=parts,
+            costs=costs,
+            calibration=self.calibration,
+            memory=[memory_of(config, layout, parts, rank) for rank in range(layout.pp)],
+            schedules=[own, *others],
+            suggestion=found,
+        )
+
+    def time(self, config: Trainer.Config) -> StepTime:
+        """A step of a configuration.
+
+        Raises:
+            UserError: if its schedule does not take its numbers.
+        """
+        layout = layout_of(config, world_size_of(config))
+        parts = self.parts_of(config)
+        costs = self.calibration.apply(stage_costs(config, layout, parts, self.cluster))
+        try:
+            return step_time(config, layout, parts, self.cluster, costs=costs)
+        except ValueError as error:
+            raise UserError(f"{layout.schedule}: {' '.join(str(error).split())}") from error
+
+    def parts_of(self, config: Trainer.Config) -> dict[str, Part]:
+        """The parts of a configuration's model for microbatches of its size.
+
+        Raises:
+            UserError: if torchtitan refuses the model.
+        """
+        key = _microbatch(config)
+        if key not in self._parts:
+            try:
+                self._parts[key] = trace_parts(config)
+            except (ValueError, NotImplementedError) as error:
+                raise UserError(f"the model: {' '.join(str(error).split())}") from error
+        return self._parts[key]
+
+    def _parts_about(self, config: Trainer.Config) -> dict[str, Part]:
+        """The same, in proportion to another size if this one has not been traced, which takes seconds."""
+        size, seq_len = _microbatch(config)
+        traced = [key for key in self._parts if key[1] == seq_len]
+        if (size, seq_len) in self._parts or not traced:
+            return self.parts_of(config)
+        nearest = min(traced, key=lambda key: abs(key[0] - size))
+        if (size, *nearest) not in self._scaled:
+            scaled = {n: _scaled(part, size / nearest[0]) for n, part in self._parts[nearest].items()}
+            self._scaled[size, *nearest] = scaled
+        return self._scaled[size, *nearest]
+
+    def _suggest(self, config: Trainer.Config, own: StepTime) -> Suggestion | None:
+        while True:
+            found = suggest(config, own, self.cluster, self.calibration, self._parts_about, self._fits)
+            if found is None or _microbatch(found.config) in self._parts:
+                return found
+            self.parts_of(found.config)  # and look again, now that its size is known
+
+    def _other(self, config: Trainer.Config, schedule: str) -> StepTime | Refused:
+        try:
+            return self.time(with_schedule(config, schedule))
+        except ValueError as error:  # a UserError is one
+            return Refused(schedule, " ".join(str(error).split()))
+
+    def _fits(self, config: Trainer.Config, layout: Layout, parts: dict[str, Part]) -> bool:
+        most = self.cluster.accelerator.memory * (1 - RESERVED_SHARE)
+        return all(memory_of(config, layout, parts, rank).total <= most for rank in range(layout.pp))
+
+
+def _microbatch(config: Trainer.Config) -> tuple[int, int]:
+    """Sequences and their length."""
+    training, parallelism = config.training, config.parallelism
+    pipelined = parallelism.pipeline_parallel_degree > 1
+    size = parallelism.pipeline_parallel_microbatch_size if pipelined else training.local_batch_size
+    return size, training.seq_len
+
+
+_OF_ANY_SIZE = ("name", "weights", "active", "gradient_bytes")
+"""What of a part does not depend on the number of sequences in a microbatch."""
+
+
+def _scaled(part: Part, factor: float) -> Part:
+    """About what a part costs for a microbatch of another size."""
+    names = [field.name for field in dataclasses.fields(part) if field.name not in _OF_ANY_SIZE]
+    values = {name: getattr(part, name) * factor for name in names}
+    return dataclasses.replace(
+        part, **{n: round(v) if isinstance(getattr(part, n), int) else v for n, v in values.items()}
+    )

@@ -1,0 +1,189 @@
+"""A plan as tables on the terminal."""
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from titan_async.planning.plan import Plan, Refused
+from titan_async.planning.step_time import StepTime
+
+__all__ = ["print_plan"]
+
+_WIDTH = 118
+
+
+def print_plan(plan: Plan, console: Console | None = None) -> None:
+    """Write a plan to stdout, or to a console."""
+    console = console or Console(width=_WIDTH, highlight=False)
+    for line in _headlines(plan):
+        console.print(line, markup=False)
+    for table in (_stages(plan), _memory(plan), _schedules(plan), _traffic(plan)):
+        console.print(table)
+    for line in _suggestion(plan):
+        console.print(line, markup=False)
+
+
+def _headlines(plan: Plan) -> list[str]:
+    layout, cluster, time = plan.layout, plan.cluster, plan.time
+    nodes = -(-layout.world_size // cluster.per_node)
+    degrees = {
+        "stages": layout.pp,
+        "replicas": layout.dp_replicate,
+        "shards": layout.dp_shard,
+        "tensor": layout.tp,
+    }
+    words = " x ".join(f"{size} {name}" for name, size in degrees.items() if size > 1) or "one rank"
+    experts = f", experts over {layout.ep}" if layout.ep > 1 else ""
+    lookahead = f", lookahead {layout.lookahead}" if layout.lookahead else ""
+    how = f"{plan.cluster.accelerator.achievable:.0%} of the peak assumed"
+    if plan.calibration.forward != 1.0 or plan.calibration.backward != 1.0:
+        how += (
+            f"; as measured, forward takes {plan.calibration.forward:.2f} and backward "
+            f"{plan.calibration.backward:.2f} times as long"
+        )
+    hours = f"{time.accelerator_hours:,.0f}"
+    return [
+        f"{plan.recipe}: {_count(plan.parameters)} parameters, {_count(plan.active_parameters)} active, "
+        f"{_count(layout.tokens_per_step * layout.steps)} tokens in {layout.steps:,} steps of "
+        f"{layout.tokens_per_step:,}",
+        f"{layout.world_size} x {cluster.accelerator.name} on {nodes} node(s), {how}",
+        f"{words}{experts}; {layout.microbatches} microbatches of {layout.microbatch_size} x "
+        f"{layout.seq_len}{lookahead}",
+        f"{layout.schedule}: {_seconds(time.step_seconds)} a step, {time.tokens_per_second:,.0f} tokens/s, "
+        f"MFU {time.mfu:.1%}: {time.days:.1f} days, {hours} GPU hours",
+    ]
+
+
+def _table(title: str, headings: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for position, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if position else "left")
+    return table
+
+
+def _stages(plan: Plan) -> Table:
+    table = _table(
+        "Stages; milliseconds of a microbatch, and of a batch",
+        [
+            "stage",
+            "parts",
+            "parameters",
+            "forward",
+            "backward",
+            "of it weights",
+            "gather",
+            "reduce",
+            "update",
+        ],
+    )
+    for stage, (names, cost) in enumerate(zip(plan.layout.stages, plan.costs, strict=True)):
+        seconds = [
+            cost.forward,
+            cost.backward,
+            cost.weight_gradient,
+            cost.gather,
+            cost.reduction,
+            cost.update,
+        ]
+        table.add_row(
+            str(stage),
+            _shortened(names),
+            _count(sum(plan.parts[name].dense + plan.parts[name].experts for name in names)),
+            *(f"{1e3 * value:.2f}" for value in seconds),
+        )
+    return table
+
+
+def _shortened(names: Sequence[str]) -> str:
+    """ "layers.0", "layers.1", "layers.2", "head" -> "layers 0-2, head"."""
+    numbers = [int(name.partition(".")[2]) for name in names if name.startswith("layers.")]
+    words = [name for name in names if name == "tok_embeddings"]
+    if numbers:
+        span = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
+        words.append(f"layers {span}")
+    return ", ".join([*words, *(name for name in names if name == "head")]).replace("tok_", "")
+
+
+def _memory(plan: Plan) -> Table:
+    ranks = _shown_ranks([memory.total for memory in plan.memory])
+    kinds = dict.fromkeys(kind for memory in plan.memory for kind in memory.items)
+    usable = f"{plan.usable_memory / 1e9:.1f}"
+    table = _table(
+        f"Gigabytes on the ranks of a pipeline when they are fullest; {usable} are usable",
+        ["what", *(f"rank {rank}" for rank in ranks)],
+    )
+    for kind in kinds:
+        table.add_row(kind, *(f"{plan.memory[rank].items.get(kind, 0) / 1e9:.2f}" for rank in ranks))
+    table.add_section()
+    table.add_row("total", *(f"{plan.memory[rank].total / 1e9:.2f}" for rank in ranks))
+    table.add_row("fits", *("yes" if plan.fits[rank] else "NO" for rank in ranks))
+    return table
+
+
+def _shown_ranks(totals: Sequence[int], most: int = 8) -> list[int]:
+    """All ranks, or of a long pipeline some at even distances and the fullest one."""
+    if len(totals) <= most:
+        return list(range(len(totals)))
+    even = {round(index * (len(totals) - 1) / (most - 2)) for index in range(most - 1)}
+    return sorted(even | {max(range(len(totals)), key=totals.__getitem__)})
+
+
+def _schedules(plan: Plan) -> Table:
+    table = _table(
+        "Schedules",
+        ["schedule", "step", "tokens/s", "of the first", "MFU", "utilization", "bubble", "days", "GPU hours"],
+    )
+    for entry in plan.schedules:
+        if isinstance(entry, Refused):
+            table.add_row(entry.schedule, "-", "-", "-", "-", "-", "-", "-", "-")
+        else:
+            table.add_row(
+                entry.schedule,
+                _seconds(entry.step_seconds),
+                f"{entry.tokens_per_second:,.0f}",
+                f"{entry.tokens_per_second / plan.time.tokens_per_second:.2f}",
+                f"{entry.mfu:.1%}",
+                f"{entry.utilization:.1%}",
+                f"{entry.bubble:.1%}",
+                f"{entry.days:.1f}",
+                f"{entry.accelerator_hours:,.0f}",
+            )
+    table.caption = "\n".join(
+        f"{entry.schedule}: {entry.reason}" for entry in plan.schedules if isinstance(entry, Refused)
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _traffic(plan: Plan) -> Table:
+    ran = [entry for entry in plan.schedules if isinstance(entry, StepTime)]
+    table = _table("Gigabytes sent in a step, by a rank (by all)", ["what", *(e.schedule for e in ran)])
+    for kind in ran[0].sent_bytes:
+        if any(entry.sent_bytes[kind] for entry in ran):
+            cells = [f"{e.sent_by_a_rank[kind] / 1e9:.2f} ({e.sent_bytes[kind] / 1e9:,.1f})" for e in ran]
+            table.add_row(kind, *cells)
+    return table
+
+
+def _suggestion(plan: Plan) -> list[str]:
+    if plan.suggestion is None:
+        return []
+    lines = [
+        f"A layout that fits and is predicted to be {plan.suggestion.gain:.0%} faster "
+        f"({_seconds(plan.suggestion.time.step_seconds)} a step, {plan.suggestion.time.days:.1f} days):"
+    ]
+    lines += [f"  --{key} {new}   # not {old}" for key, (old, new) in plan.suggestion.changes.items()]
+    return lines
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.0f} ms"
+
+
+def _count(number: float) -> str:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:g}"

@@ -1,0 +1,145 @@
+"""The same run on other ranks: another number of nodes, another layout, another schedule.
+
+The batch of an update stays the same number of sequences, and so does what training sees. Only how it is
+shared out changes.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+from torchtitan.config import ParallelismConfig
+from torchtitan.trainer import Trainer
+
+from titan_async.errors import UserError
+from titan_async.training.pipeline import ASYNC_SCHEDULE
+from titan_async.training.preflight import check_layout
+
+__all__ = ["Degrees", "at_degrees", "on_nodes", "on_own_ranks", "with_schedule", "world_size_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """What `at_degrees` can change."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    ep: int
+    microbatch_size: int
+    lookahead: int
+
+
+def on_own_ranks(config: Trainer.Config, per_node: int) -> Trainer.Config:
+    """A copy whose shard degree is a number: an open one takes the rest of one node, or 1."""
+    parallelism = config.parallelism
+    if parallelism.data_parallel_shard_degree != -1:
+        return config
+    shards = max(per_node // _without_shards(config), 1)
+    return _replaced(config, parallelism=dataclasses.replace(parallelism, data_parallel_shard_degree=shards))
+
+
+def on_nodes(config: Trainer.Config, nodes: int, per_node: int) -> Trainer.Config:
+    """A copy for a number of nodes, whose ranks the shard degree takes.
+
+    Raises:
+        UserError: if the other degrees do not divide their ranks, or these not the batch.
+    """
+    if nodes < 1:
+        raise UserError(f"--nodes is {nodes}: set it to at least 1")
+    world_size, fixed = nodes * per_node, _without_shards(config)
+    if world_size % fixed:
+        raise UserError(
+            f"--nodes {nodes} makes {world_size} ranks ({per_node} a node), which pipeline, replicate and "
+            f"tensor degrees of {fixed} altogether do not divide: give other nodes, or change "
+            "parallelism.pipeline_parallel_degree"
+        )
+    shards = world_size // fixed
+    data_parallel = shards * config.parallelism.data_parallel_replicate_degree
+    parallelism = dataclasses.replace(config.parallelism, data_parallel_shard_degree=shards)
+    return _with_batch(config, parallelism, _sequences(config, data_parallel), data_parallel)
+
+
+def at_degrees(config: Trainer.Config, degrees: Degrees) -> Trainer.Config:
+    """A copy with other degrees, of which `check_layout` has been asked.
+
+    Raises:
+        UserError: if they do not go together.
+    """
+    data_parallel = degrees.dp_replicate * degrees.dp_shard
+    own = config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
+    parallelism = dataclasses.replace(
+        config.parallelism,
+        pipeline_parallel_degree=degrees.pp,
+        data_parallel_replicate_degree=degrees.dp_replicate,
+        data_parallel_shard_degree=degrees.dp_shard,
+        expert_parallel_degree=degrees.ep,
+        pipeline_parallel_microbatch_size=degrees.microbatch_size,
+    )
+    if hasattr(config, "pipeline"):
+        pipeline = dataclasses.replace(config.pipeline, lookahead=0)
+        config = dataclasses.replace(config, pipeline=pipeline)
+    config = _with_batch(config, parallelism, _sequences(config, own), data_parallel)
+    if degrees.lookahead:
+        pipeline = dataclasses.replace(config.pipeline, lookahead=degrees.lookahead)
+        config = _replaced(config, pipeline=pipeline)
+    check_layout(config, world_size=degrees.pp * data_parallel * parallelism.tensor_parallel_degree)
+    return config
+
+
+def with_schedule(config: Trainer.Config, schedule: str) -> Trainer.Config:
+    """A copy under another schedule, all of a batch in one pass of the pipeline.
+
+    Raises:
+        UserError: if the numbers do not allow it.
+    """
+    own = config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
+    parallelism = dataclasses.replace(config.parallelism, pipeline_parallel_schedule=schedule)
+    if hasattr(config, "pipeline") and schedule != ASYNC_SCHEDULE:
+        config = dataclasses.replace(config, pipeline=dataclasses.replace(config.pipeline, lookahead=0))
+    return _with_batch(config, parallelism, _sequences(config, own), own)
+
+
+def world_size_of(config: Trainer.Config) -> int:
+    """The ranks of a configuration whose shard degree is a number."""
+    return _without_shards(config) * int(config.parallelism.data_parallel_shard_degree)
+
+
+def _without_shards(config: Trainer.Config) -> int:
+    parallelism = config.parallelism
+    return (
+        parallelism.pipeline_parallel_degree
+        * parallelism.data_parallel_replicate_degree
+        * parallelism.tensor_parallel_degree
+    )
+
+
+def _sequences(config: Trainer.Config, data_parallel: int) -> int:
+    """Of a batch, over all ranks."""
+    training, parallelism = config.training, config.parallelism
+    if training.global_batch_size > 0:
+        return int(training.global_batch_size)
+    shards = parallelism.data_parallel_shard_degree
+    own = data_parallel if shards == -1 else shards * parallelism.data_parallel_replicate_degree
+    return int(training.local_batch_size * own)
+
+
+def _with_batch(
+    config: Trainer.Config, parallelism: ParallelismConfig, sequences: int, data_parallel: int
+) -> Trainer.Config:
+    if sequences % data_parallel:
+        raise UserError(
+            f"a batch of {sequences} sequences does not divide over {data_parallel} data-parallel ranks: set "
+            "training.global_batch_size to a multiple of that, or take fewer ranks"
+        )
+    local = sequences // data_parallel
+    if parallelism.pipeline_parallel_degree == 1:  # there microbatches are passes
+        local = min(parallelism.pipeline_parallel_microbatch_size, local)
+    training = dataclasses.replace(config.training, local_batch_size=local, global_batch_size=sequences)
+    return _replaced(config, parallelism=parallelism, training=training)
+
+
+def _replaced(config: Trainer.Config, **changes: object) -> Trainer.Config:
+    try:
+        return dataclasses.replace(config, **changes)
+    except ValueError as error:
+        raise UserError(" ".join(str(error).split())) from error

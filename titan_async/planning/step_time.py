@@ -1,0 +1,143 @@
+"""How long a step takes, and what follows from that: the costs of the stages put through the simulation.
+
+MFU counts three forwards' operations for every token, whatever is computed again, against the data sheet's
+peak of all accelerators. Utilization is the share of a step in which ranks compute or wait inside a layer
+(for experts, say), the mean over ranks; bubble is the share in which they wait for other stages; the rest
+is gathering weights, reducing gradients and updating.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torchtitan.trainer import Trainer
+
+from titan_async.pipelining.programs import schedule_programs
+from titan_async.pipelining.simulation import Run, Timing, simulate
+from titan_async.planning.hardware import Cluster
+from titan_async.planning.layout import Layout
+from titan_async.planning.network import Network
+from titan_async.planning.parts import Part
+from titan_async.planning.stage_cost import StageCost, message_bytes, stage_cost
+
+__all__ = ["StepTime", "stage_costs", "step_time", "timing_of"]
+
+_DAY = 86_400
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """One schedule's step on all ranks."""
+
+    schedule: str
+    step_seconds: float
+    tokens_per_second: float
+    mfu: float
+    utilization: float
+    bubble: float
+    days: float
+    """To the end of the run, at this pace from its start."""
+    accelerator_hours: float
+    sent_bytes: dict[str, float]
+    """By all ranks together in a step, by kind."""
+    world_size: int
+
+    @property
+    def sent_by_a_rank(self) -> dict[str, float]:
+        """The mean over ranks, in bytes a step."""
+        return {kind: size / self.world_size for kind, size in self.sent_bytes.items()}
+
+
+def stage_costs(
+    config: Trainer.Config, layout: Layout, parts: Mapping[str, Part], cluster: Cluster
+) -> list[StageCost]:
+    """The cost of every stage."""
+    network = Network(cluster, layout)
+    return [stage_cost(config, layout, parts, network, stage) for stage in range(len(layout.stages))]
+
+
+def step_time(
+    config: Trainer.Config,
+    layout: Layout,
+    parts: Mapping[str, Part],
+    cluster: Cluster,
+    *,
+    costs: Sequence[StageCost] | None = None,
+) -> StepTime:
+    """Simulate a step.
+
+    Args:
+        config: what the layout was made from.
+        layout: how the run lies on its ranks.
+        parts: of a microbatch of the layout's size.
+        cluster: the hardware.
+        costs: of the stages, where they are known already.
+
+    Raises:
+        ValueError: if the schedule does not go together with the layout.
+    """
+    costs = costs or stage_costs(config, layout, parts, cluster)
+    run = _run(config, layout, costs, cluster)
+    seconds = run.step_seconds
+    ranks_of_a_stage = layout.world_size // layout.pp
+    forward_flops = sum(part.forward_flops for part in _used(layout, parts))
+    model_flops = 3 * forward_flops * layout.microbatches * layout.data_parallel
+    peak = cluster.accelerator.peak(config.training.mixed_precision_param)
+    held = [sum(_seconds_outside(costs[stage]) for stage in layout.stages_of(r)) for r in range(layout.pp)]
+    outside = sum(held) / layout.pp / seconds
+    sent: dict[str, float] = {}
+    for cost in costs:
+        for kind, size in cost.sent.items():
+            sent[kind] = sent.get(kind, 0.0) + size * ranks_of_a_stage
+    return StepTime(
+        schedule=layout.schedule,
+        step_seconds=seconds,
+        tokens_per_second=layout.tokens_per_step / seconds,
+        mfu=model_flops / (seconds * peak * layout.world_size),
+        utilization=run.utilization,
+        bubble=max(1 - run.utilization - outside, 0.0),
+        days=seconds * layout.steps / _DAY,
+        accelerator_hours=seconds * layout.steps * layout.world_size / 3600,
+        sent_bytes=sent,
+        world_size=layout.world_size,
+    )
+
+
+def timing_of(config: Trainer.Config, layout: Layout, costs: Sequence[StageCost], cluster: Cluster) -> Timing:
+    """The simulation's times for a layout."""
+    network, size = Network(cluster, layout), message_bytes(config, layout)
+    rank_of = {stage: rank for rank in range(layout.pp) for stage in layout.stages_of(rank)}
+    return Timing(
+        forward=[cost.forward for cost in costs],
+        backward=[cost.backward for cost in costs],
+        weight_gradient=[cost.weight_gradient for cost in costs],
+        latency=[
+            network.message_seconds(rank_of[stage], rank_of[stage + 1], size)
+            for stage in range(len(costs) - 1)
+        ],
+        gather=[cost.gather for cost in costs],
+        reduction=[cost.reduction for cost in costs],
+        update=[cost.update for cost in costs],
+        norm=network.norm_seconds(),
+    )
+
+
+def _run(config: Trainer.Config, layout: Layout, costs: Sequence[StageCost], cluster: Cluster) -> Run:
+    # A synchronous step begins where the one before has ended, everywhere; Async2BW takes some to settle.
+    batches = 6 if layout.delayed else 3
+    programs = schedule_programs(
+        layout.schedule if layout.pp > 1 else "1F1B",
+        layout.pp,
+        layout.microbatches,
+        batches,
+        layout.lookahead,
+        passes=layout.passes,
+    )
+    return simulate(programs, timing_of(config, layout, costs, cluster))
+
+
+def _seconds_outside(cost: StageCost) -> float:
+    return cost.gather + cost.reduction + cost.update
+
+
+def _used(layout: Layout, parts: Mapping[str, Part]) -> list[Part]:
+    return [parts[name] for stage in layout.stages for name in stage]
