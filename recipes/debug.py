@@ -46,6 +46,6 @@ def debug_moe() -> AsyncTrainer.Config:
             ),
         ),
         name="debug_moe",
-        muon_lr=1e-2,
+        muon_lr=5e-3,
         adamw_lr=3e-3,
     )

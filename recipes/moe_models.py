@@ -60,16 +60,17 @@ def moe(
       orthogonalizes each matrix by itself.
     - Sigmoid scores; the weights of the chosen experts are normalized to the sum sqrt(top_k). With about
       equal weights of 1 / top_k the sum of top_k unrelated experts would have 1 / sqrt(top_k) of one
-      expert's size; Moonlight's 2.446 for six experts comes from the same account (arXiv 2502.16982).
+      expert's size; for six of 64 experts Moonlight computes 2.446 this way (arXiv 2502.16982).
     - The load is balanced by a bias on the scores that choose, and not by a loss, which would pull against
-      the language model's (arXiv 2408.15664). It moves by `balance_rate` a step, after each update.
+      the language model's (arXiv 2408.15664). With each update it moves by `balance_rate`, which is 1e-3
+      there, in DeepSeek-V3 and in Moonlight.
     - Shared experts see all tokens and free the others from what all need (arXiv 2401.06066). They are one
       feed-forward layer of `n_shared_experts` times an expert's width.
 
-    Left out, because torchtitan's loss has neither: DeepSeek-V3's auxiliary loss within a sequence (weight
-    1e-4), and a z-loss on the router's or the head's logits. Sigmoid scores do not depend on a common shift
-    of logits running away as a softmax's can, and the router computes in float32; the head has weight decay
-    alone against growing logits.
+    Left out, because torchtitan has neither: DeepSeek-V3's auxiliary loss within a sequence (weight 1e-4),
+    and a z-loss. The latter keeps a softmax's logits from drifting, all together, where the softmax does not
+    feel it. A router's sigmoid does feel it, and computes in float32; of the head's logits only weight decay
+    takes care.
 
     Args:
         vocab_size: rows of the embedding and of the head, which are not tied.
