@@ -35,6 +35,8 @@ class Layout:
     """Sequences."""
     microbatches: int
     """Of a batch, on each data-parallel rank."""
+    passes: int
+    """Times that a synchronous schedule fills and empties the pipeline in a batch; 1 of Async2BW."""
     seq_len: int
     lookahead: int
     steps: int
@@ -104,6 +106,7 @@ def layout_of(config: Trainer.Config, world_size: int) -> Layout:
         ep=parallelism.expert_parallel_degree,
         microbatch_size=size,
         microbatches=training.local_batch_size // size * passes,
+        passes=1 if delays_gradients(parallelism) else passes,
         seq_len=training.seq_len,
         lookahead=pipeline.lookahead if pipeline is not None and delays_gradients(parallelism) else 0,
         steps=training.steps,

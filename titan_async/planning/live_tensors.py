@@ -45,6 +45,19 @@ class StorageTracker(TorchDispatchMode):
             return
         self._alive[key] = self._origin, size
         weakref.finalize(storage, self._lose, key).atexit = False
+        self._grow(size)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Note that a storage has another size now, which no operator tells."""
+        key = storage._cdata
+        if key not in self._alive:
+            self._see(storage)
+            return
+        origin, before = self._alive[key]
+        self._alive[key] = origin, storage.nbytes()
+        self._grow(storage.nbytes() - before)
+
+    def _grow(self, size: int) -> None:
         self._live += size
         if self._live > self._peak[0]:
             self._peak = self._live, self._by_origin()

@@ -1,11 +1,34 @@
 """The pieces of a model that pipeline stages are made of, and what each costs.
 
-A part is the embedding, one layer, or the head: the last norm, the output projection and the loss.
+A part is the embedding, one layer, or the head: the last norm, the output projection and the loss. Its
+FLOPs and bytes are counted by running forward and backward once on fake tensors, which have shapes and no
+memory, with the activation checkpointing of the run.
 """
 
+import copy
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["Part", "Weight"]
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torchtitan.config.override import apply_overrides
+from torchtitan.models.common.moe import GroupedExperts, MoE
+from torchtitan.trainer import Trainer
+
+from titan_async.planning import stand_ins
+from titan_async.planning._torch_internals import FakeTensorMode, input_backward
+from titan_async.planning.live_tensors import StorageTracker
+from titan_async.training import cpu_overrides
+from titan_async.training.model_parts import PartInputs, PartMaker, alike_layers
+
+__all__ = ["Part", "Weight", "trace_parts"]
+
+# Shapes: B microbatch size, L sequence, D model, K experts of a token
 
 
 @dataclass(frozen=True)
@@ -23,17 +46,15 @@ class Weight:
     @property
     def size(self) -> int:
         """Numbers."""
-        size = 1
-        for length in self.shape:
-            size *= length
-        return size
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """What one part costs. FLOPs and bytes are those of one microbatch, without tensor parallelism.
 
-    With experts the tokens are taken to be spread evenly.
+    With experts the tokens are taken to be spread evenly. Attention counts half of its matrix, which is
+    causal, on accelerators, where the other half is skipped.
     """
 
     name: str
@@ -50,6 +71,23 @@ class Part:
     """Of what activation checkpointing computes again before the backward."""
     saved_bytes: int
     """What the forward leaves behind for the backward; its output included, its input not."""
+    forward_peak: int
+    """The most bytes that the forward holds at a time, beyond what was there before it."""
+    backward_peak: int
+    """The most that the backward holds, of the same, where it adds to gradients that were there."""
+    first_backward_peak: int
+    """The most that it holds where it makes the gradients, which then count too."""
+    input_peak: int
+    """The most that the first half of a split backward holds, which computes the gradient of the input."""
+    between_bytes: int
+    """What is kept after that half for the other one, which computes those of the weights."""
+    gradient_bytes: int
+    """Of its parameters' gradients in the dtype of the computation."""
+    message_bytes: int
+    """Of a microbatch's hidden state [B, L, D], which goes from one part to the next."""
+    mask_bytes: int
+    """Of the attention mask of a microbatch, made for all of a batch's at its beginning; on accelerators it
+    is small and counts as nothing."""
     dispatched_bytes: int
     """What tokens weigh that are sent to experts, before any are sent: twice forward (there and back) and
     twice backward this goes through expert-parallel ranks, each of which keeps its own share of 1/ep."""
@@ -68,3 +106,213 @@ class Part:
     def experts(self) -> int:
         """Parameters that expert parallelism divides."""
         return sum(weight.size for weight in self.weights if weight.expert)
+
+
+def trace_parts(config: Trainer.Config, *, on_cpu: bool = False) -> dict[str, Part]:
+    """The parts of a configuration's model, by name, in the model's order.
+
+    Args:
+        config: resolved; not changed. Its microbatch size, sequence length, dtypes and activation
+            checkpointing count, its degrees of parallelism do not.
+        on_cpu: trace what runs on a CPU, where attention and experts are others.
+
+    Raises:
+        ValueError: if torchtitan refuses the model.
+    """
+    config = _alone(config)
+    names = stand_ins.overrides_of(config, on_cpu)
+    if on_cpu:
+        names += [name for name in cpu_overrides.override_imports(config) if "loop_experts" not in name]
+    config.override = dataclasses.replace(config.override, imports=[*config.override.imports, *names])
+    spec = config.model_spec
+    spec.model.update_from_config(config=config)
+    apply_overrides(config.override, config)
+    with torch.device("meta"):
+        model = spec.model.build()
+    maker = PartMaker(
+        model=model,
+        model_config=spec.model,
+        device=torch.device("cpu"),
+        training=config.training,
+        parallelism=config.parallelism,
+        ac_config=config.activation_checkpoint,
+        dump_folder="",
+        loss_fn=config.loss.build(compile_config=config.compile),
+    )
+    plain = dataclasses.replace(maker, ac_config=None)
+    units = _weights_of(model)
+    alike = alike_layers(spec.model.layers)
+    parts: dict[str, Part] = {}
+    for name in ["tok_embeddings", *(f"layers.{index}" for index in range(len(alike))), "head"]:
+        kind, _, index = name.partition(".")
+        first = f"layers.{alike[int(index)]}" if kind == "layers" else name
+        traced = parts[first] if first in parts else _trace(maker, plain, first, on_cpu)
+        parts[name] = dataclasses.replace(traced, name=name, weights=units[name])
+    return parts
+
+
+def _alone(config: Trainer.Config) -> Any:
+    """A copy for one process, with the microbatch of a stage."""
+    config = copy.deepcopy(config)
+    parallelism = config.parallelism
+    if parallelism.pipeline_parallel_degree == 1:
+        parallelism.pipeline_parallel_microbatch_size = config.training.local_batch_size
+    for degree in ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "expert_parallel"):
+        setattr(parallelism, f"{degree}_degree", 1)
+    config.compile = dataclasses.replace(config.compile, enable=False)
+    return config
+
+
+def _weights_of(model: nn.Module) -> dict[str, tuple[Weight, ...]]:
+    """The weights of each part; torchtitan makes one FSDP unit of each."""
+    experts = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, GroupedExperts)
+        for parameter in module.parameters()
+    }
+    found: dict[str, list[Weight]] = {}
+    for name, parameter in model.named_parameters():
+        top, _, rest = name.partition(".")
+        part = f"layers.{rest.partition('.')[0]}" if top == "layers" else top
+        part = "head" if part in ("norm", "lm_head") else part
+        weight = Weight(name, tuple(parameter.shape), expert=id(parameter) in experts, unit=part)
+        found.setdefault(part, []).append(weight)
+    return {part: tuple(weights) for part, weights in found.items()}
+
+
+def _trace(maker: PartMaker, plain: PartMaker, name: str, on_cpu: bool) -> Part:
+    modules = ["norm", "lm_head"] if name == "head" else [name]
+    flops = _flops_of(maker, modules, halve_attention=not on_cpu)
+    without = _flops_of(plain, modules, halve_attention=not on_cpu) if maker.ac_config else flops
+    part = maker.make(modules)
+    tokens = maker.parallelism.pipeline_parallel_microbatch_size * maker.training.seq_len
+    message = tokens * maker.model_config.dim * maker.dtype.itemsize
+    moes = [module for module in part.modules() if isinstance(module, MoE)]
+    active = sum(parameter.numel() for parameter in part.parameters())
+    for moe in moes:
+        idle = 1 - moe.router.top_k / moe.router.num_experts
+        active -= round(idle * sum(p.numel() for p in moe.routed_experts.parameters()))
+    return Part(
+        name=name,
+        weights=(),
+        active=0 if name == "tok_embeddings" else active,
+        forward_flops=without.forward,
+        input_flops=without.backward - without.weights,
+        weight_flops=without.weights,
+        recompute_flops=flops.backward - without.backward,
+        message_bytes=message,
+        dispatched_bytes=sum(message * moe.router.top_k for moe in moes),
+        **_bytes_of(maker, modules, masked=on_cpu),
+    )
+
+
+@contextmanager
+def _fake() -> Iterator[None]:
+    # Initial values are never looked at, and nothing of the random state is used up.
+    with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def _filled(maker: PartMaker, part: nn.Module) -> tuple[nn.Module, PartInputs]:
+    maker.materialize(part)
+    maker.cast(part)
+    return part.train(), maker.inputs(part)
+
+
+@dataclass(frozen=True)
+class _Flops:
+    forward: float
+    backward: float
+    weights: float
+
+
+def _flops_of(maker: PartMaker, modules: list[str], *, halve_attention: bool) -> _Flops:
+    counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
+    part = maker.make(modules)
+    with _fake():
+        part, inputs = _filled(maker, part)
+        with counter:
+            _, end = inputs.forward(part, inputs.start(part))
+        forward, attention = _split(counter, halve_attention)
+        with counter:
+            end.backward(inputs.output_gradient)
+        backward, _ = _split(counter, halve_attention)
+    # Every matrix product of a weight has one for the weight's gradient as large as it.
+    products = forward - attention if any(True for _ in part.parameters()) else 0.0
+    return _Flops(forward, backward, products)
+
+
+def _split(counter: FlopCounterMode, halve_attention: bool) -> tuple[float, float]:
+    total = attention = 0.0
+    for operator, count in counter.get_flop_counts().get("Global", {}).items():
+        if "attention" in str(operator):
+            count = count / 2 if halve_attention else count
+            attention += count
+        total += count
+    return total, attention
+
+
+def _grouped_mm_flops(a_shape: Any, b_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Of [R, K] times [E, K, N], and of [K, R] times [R, N], the gradient of the experts' weights."""
+    return 2 * math.prod(a_shape) * b_shape[-1]
+
+
+def _attention_flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) -> int:
+    return sdpa_flop_count(q_shape, k_shape, v_shape)
+
+
+def _attention_backward_flops(
+    grad_shape: Any, q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any
+) -> int:
+    return sdpa_backward_flop_count(grad_shape, q_shape, k_shape, v_shape)
+
+
+_FORMULAS = {
+    torch.ops.aten._grouped_mm: _grouped_mm_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
+"""Of the operators that torch's counter does not know."""
+
+
+def _bytes_of(maker: PartMaker, modules: list[str], *, masked: bool) -> dict[str, int]:
+    part = maker.make(modules)
+    with _fake(), StorageTracker() as tracker:
+        part, inputs = _filled(maker, part)
+        mask = inputs.keywords.get("attention_masks")
+        mask_bytes = mask.untyped_storage().nbytes() if masked and isinstance(mask, torch.Tensor) else 0
+        peaks = []
+        for _ in range(2):  # the second time the parameters have gradients
+            start = inputs.start(part)
+            before = tracker.live
+            tracker.reset_peak()
+            output, end = inputs.forward(part, start)  # a schedule keeps both
+            saved, forward_peak = tracker.live - before, tracker.peak - before
+            tracker.reset_peak()
+            end.backward(inputs.output_gradient)
+            peaks.append(tracker.peak - before)
+            del output, end, start
+        gradients = tracker.bytes_of([p.grad for p in part.parameters() if p.grad is not None])
+        input_peak = between = 0
+        if part.tok_embeddings is None:  # else there is no input to have a gradient
+            start = inputs.start(part)
+            before = tracker.live
+            output, end = inputs.forward(part, start)
+            tracker.reset_peak()
+            kept = input_backward(end, inputs.output_gradient, start, part)
+            input_peak = tracker.peak - before
+            start.grad = None  # sent to the part before
+            del output, end, start
+            between = tracker.live - before
+            del kept
+    return {
+        "saved_bytes": saved,
+        "forward_peak": forward_peak,
+        "backward_peak": peaks[1],
+        "first_backward_peak": peaks[0],
+        "input_peak": input_peak,
+        "between_bytes": between,
+        "gradient_bytes": gradients,
+        "mask_bytes": mask_bytes,
+    }

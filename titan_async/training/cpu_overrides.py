@@ -68,12 +68,16 @@ class LoopGroupedExperts(GroupedExperts):
         pass
 
     def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
-        bounds = [0, *offs.tolist()]
+        bounds = self._bounds(offs, len(A))
         parts = [
             A[start:end].float() @ B_t[expert].float()
             for expert, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False))
         ]
         return torch.cat(parts).to(A.dtype)
+
+    def _bounds(self, offs: Tensor, tokens: int) -> list[int]:
+        """Where each expert's tokens begin, and where the last one's end."""
+        return [0, *offs.tolist()]
 
 
 class GlooTokenDispatcher(AllToAllTokenDispatcher):

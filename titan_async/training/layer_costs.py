@@ -70,8 +70,8 @@ class PartTimer(PartMaker):
         gradient = inputs.output_gradient
 
         def step() -> None:
-            output = inputs.forward(part)
-            output.backward(gradient)
+            _, end = inputs.forward(part, inputs.start(part))
+            end.backward(gradient)
 
         return step
 

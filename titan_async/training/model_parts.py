@@ -34,16 +34,19 @@ class PartInputs:
     loss_fn: Callable[..., tuple[Tensor, Any]] | None
     """Of the part with the head."""
     output_gradient: Tensor | None
-    """For the backward of what `forward` returns; None if that is a loss."""
+    """With which the backward starts; None if it starts from a loss."""
 
-    def forward(self, part: nn.Module) -> Tensor:
-        """The part's output, or the loss of its output."""
-        start = self.hidden.detach().requires_grad_() if part.tok_embeddings is None else self.tokens
+    def start(self, part: nn.Module) -> Tensor:
+        """The tensor that the part takes: tokens, or a hidden state that requires a gradient."""
+        return self.hidden.detach().requires_grad_() if part.tok_embeddings is None else self.tokens
+
+    def forward(self, part: nn.Module, start: Tensor) -> tuple[Tensor, Tensor]:
+        """The part's output, and what its backward starts from: the loss of that, or the output itself."""
         output = part(start, **self.keywords)
         if self.loss_fn is None:
-            return output
+            return output, output
         valid_tokens = torch.tensor(self.tokens.numel(), device=self.tokens.device)
-        return self.loss_fn(output, self.tokens, valid_tokens)[0]
+        return output, self.loss_fn(output, self.tokens, valid_tokens)[0]
 
 
 @dataclass(frozen=True, kw_only=True)

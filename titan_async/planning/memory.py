@@ -1,0 +1,333 @@
+"""Bytes of a rank at its fullest, item by item.
+
+The rank's tasks are gone through in their order, and what each makes and frees is added up. Counted are
+tensors, as torch allocates them; what the allocator rounds up, the libraries and the CUDA context take comes
+on top (`RESERVED_SHARE`). docs/memory.md describes what the schedule holds, docs/planning.md how this was
+compared with runs.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchtitan.components.optimizer import ParamGroupConfig
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.trainer import Trainer
+
+from titan_async.pipelining.actions import in_flight, slots
+from titan_async.pipelining.programs import schedule_programs
+from titan_async.pipelining.simulation import Task
+from titan_async.planning.layout import Layout
+from titan_async.planning.parts import Part, Weight
+from titan_async.training.optimizer import AsyncOptimizers
+from titan_async.training.optimizer_config import match_group
+
+__all__ = ["RESERVED_SHARE", "Memory", "Shards", "memory_of", "shards_of"]
+
+RESERVED_SHARE = 0.1
+"""Of an accelerator's memory, not to be planned with: context, libraries, fragmentation. An assumption."""
+
+_BATCHES = 4
+"""After so many, Async2BW holds all that it ever does."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a rank holds when it holds the most."""
+
+    items: dict[str, int]
+    """Bytes by what they are for."""
+    moment: str
+    """The task during which that is so."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.items.values())
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How many numbers of a parameter a rank holds; of the ranks, the one that holds the most."""
+
+    sharded: int
+    """Of the optimizer's parameter."""
+    unsharded: int
+    """Of what forward and backward use: all of it, or this rank's experts."""
+    gathering: int
+    """Ranks over which FSDP shards it."""
+
+
+def shards_of(weight: Weight, layout: Layout) -> Shards:
+    """How FSDP2 and expert parallelism divide a parameter, each rounding up; tensor parallelism evenly."""
+    first, rest = weight.shape[0], weight.size // weight.shape[0]
+    ranks = layout.dp_shard
+    if weight.expert and layout.ep > 1:
+        ranks = max(layout.dp_shard * layout.tp // layout.ep, 1)
+        tp = 1
+        experts = -(-first // layout.ep)
+    else:
+        tp, experts = layout.tp, first
+    if weight.expert and ranks * layout.ep > first:
+        # torchtitan shards the second dimension where there are more ranks than experts.
+        second, rest = weight.shape[1], rest // weight.shape[1]
+        piece = -(-second // ranks)
+        return Shards(experts * piece * rest // tp, experts * piece * ranks * rest // tp, ranks)
+    piece = -(-experts // ranks)
+    return Shards(piece * rest // tp, piece * ranks * rest // tp, ranks)
+
+
+def memory_of(config: Trainer.Config, layout: Layout, parts: dict[str, Part], pp_rank: int) -> Memory:
+    """The fullest moment of a rank in training; a validation or a checkpoint takes less.
+
+    Args:
+        config: resolved; for its dtypes and optimizers.
+        layout: of the run.
+        parts: of its model.
+        pp_rank: the rank's place in the pipeline.
+
+    Raises:
+        ValueError: if the schedule does not go together with the layout.
+    """
+    stages = {
+        stage: _Stage(config, layout, [parts[name] for name in layout.stages[stage]], stage)
+        for stage in layout.stages_of(pp_rank)
+    }
+    account = _Account(stages, layout)
+    if layout.pp == 1:
+        account.run(_single_program(layout.microbatches))
+    else:
+        programs = schedule_programs(
+            layout.schedule, layout.pp, layout.microbatches, _BATCHES, layout.lookahead, layout.passes
+        )
+        account.run(programs[pp_rank])
+    return Memory({name: size for name, size in account.fullest.items() if size}, account.moment)
+
+
+def _single_program(microbatches: int) -> list[Task]:
+    program = [Task("G", 0, 0, 0)]
+    for microbatch in range(microbatches):
+        program += [Task("F", 0, 0, microbatch), Task("B", 0, 0, microbatch)]
+    return [*program, Task("R", 0, 0, 0), Task("U", 0, 0, 0)]
+
+
+class _Stage:
+    """Sizes of a stage in bytes."""
+
+    def __init__(self, config: Trainer.Config, layout: Layout, parts: Sequence[Part], index: int) -> None:
+        training = config.training
+        self.parts = parts
+        compute = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize
+        reduce = TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize
+        master = TORCH_DTYPE_MAP[training.dtype].itemsize
+        self.casts_gradients = compute != reduce
+        weights = [weight for part in parts for weight in part.weights]
+        shards = {weight.name: shards_of(weight, layout) for weight in weights}
+        self.sharded = sum(shard.sharded for shard in shards.values()) * master
+        self.unsharded = sum(shard.unsharded for shard in shards.values()) * compute
+        self.unsharded_gradients = sum(shard.unsharded for shard in shards.values()) * reduce
+        units: dict[str, list[Shards]] = {}
+        for weight in weights:
+            units.setdefault(weight.unit, []).append(shards[weight.name])
+        self.gathers = [_buffers(unit, compute, copies_alone=False) for unit in units.values()]
+        self.reductions = [_buffers(unit, reduce, copies_alone=True) for unit in units.values()]
+        self.unit_gradients = [sum(s.unsharded for s in unit) * reduce for unit in units.values()]
+        self.unit_shards = [sum(s.sharded for s in unit) * master for unit in units.values()]
+        self.state, self.optimizer_extra = _optimizer_bytes(config, layout, weights, shards)
+        tp = layout.tp
+        self.activations = sum(part.saved_bytes for part in parts) // tp
+        self.forward_peak = self._forward_peak() // tp
+        self.backward_peak = self._backward_peak(first=False) // tp
+        self.first_backward_peak = self._backward_peak(first=True) // tp
+        self.splits = index > 0  # torch leaves the whole backward of the first stage to its second half
+        self.between = sum(part.between_bytes for part in parts) // tp if self.splits else self.activations
+        self.input_peak = self._input_peak() // tp if self.splits else self.activations
+        self.masks = parts[0].mask_bytes * layout.microbatches
+        self.messages = self._messages(layout, index) // tp
+        self.versions = 1
+        if layout.delayed and index < layout.pp - 1:
+            self.versions = 2
+
+    def _forward_peak(self) -> int:
+        peak = done = 0
+        for part in self.parts:
+            peak = max(peak, done + part.forward_peak)
+            done += part.saved_bytes
+        return peak
+
+    def _backward_peak(self, first: bool) -> int:
+        """Beyond what there was before the forward; without the gradients once they are reduced or cast."""
+        peak, before = 0, sum(part.saved_bytes for part in self.parts)
+        made = 0
+        for part in reversed(self.parts):
+            before -= part.saved_bytes
+            makes = first or self.casts_gradients
+            of_part = part.first_backward_peak if makes else part.backward_peak
+            peak = max(peak, before + made + of_part)
+            if first and not self.casts_gradients:
+                made += part.gradient_bytes
+        return peak
+
+    def _input_peak(self) -> int:
+        peak, before, between = 0, sum(part.saved_bytes for part in self.parts), 0
+        for part in reversed(self.parts):
+            before -= part.saved_bytes
+            peak = max(peak, before + between + part.input_peak)
+            between += part.between_bytes
+        return peak
+
+    def _messages(self, layout: Layout, index: int) -> int:
+        message, last = self.parts[0].message_bytes, len(layout.stages) - 1
+        if layout.pp == 1:
+            return 0
+        if layout.delayed:
+            received = slots(index, layout.pp, layout.lookahead)
+            sent = in_flight(index, layout.pp, layout.lookahead) + 2
+        else:
+            received, sent = layout.microbatches // layout.passes, 1
+        return message * ((received + sent) * (index > 0) + (received + 1) * (index < last))
+
+
+def _buffers(unit: Sequence[Shards], itemsize: int, copies_alone: bool) -> int:
+    """Bytes that a collective of a unit passes through; a rank alone gathers without, and reduces with."""
+    return sum(s.unsharded for s in unit if s.gathering > 1 or copies_alone) * itemsize
+
+
+class _Account:
+    """Adds up what is there, and keeps what there was when it was most."""
+
+    def __init__(self, stages: dict[int, _Stage], layout: Layout) -> None:
+        self._stages, self._delayed = stages, layout.delayed
+        self._microbatches = layout.microbatches
+        self._live: Counter[str] = Counter()
+        self._delivered: Counter[int] = Counter()  # gradients of updates that have been made, by stage
+        self._gathered: Counter[int] = Counter()
+        self._started: set[tuple[int, int]] = set()  # batches of a stage that have unsharded gradients
+        self.fullest: Counter[str] = Counter()
+        self.moment = ""
+        for stage in stages.values():
+            self._live["weights"] += stage.sharded
+            self._live.update(stage.state)
+            self._live["messages"] += stage.messages
+        self._live["attention masks"] = max(stage.masks for stage in stages.values())
+
+    def run(self, program: Sequence[Task]) -> None:
+        for task in program:
+            getattr(self, f"_{task.kind}")(task, self._stages[task.stage])
+
+    def _note(self, task: Task, extra: int) -> None:
+        if self._live.total() + extra > self.fullest.total():
+            self.fullest = self._live + Counter({"temporary": extra})
+            self.moment = str(task)
+
+    def _G(self, task: Task, stage: _Stage) -> None:  # noqa: N802
+        self._live["gradients"] -= self._delivered.pop(task.stage, 0)
+        if self._gathered[task.stage] < stage.versions:
+            self._gathered[task.stage] += 1
+            name = "second version" if self._gathered[task.stage] == 2 else "unsharded weights"
+            self._live[name] += stage.unsharded
+        # One unit is copied out while the next one comes in.
+        pairs = zip(stage.gathers, [*stage.gathers[1:], 0], strict=True)
+        self._note(task, max(one + other for one, other in pairs))
+
+    def _F(self, task: Task, stage: _Stage) -> None:  # noqa: N802
+        self._note(task, stage.forward_peak)
+        self._live["activations"] += stage.activations
+
+    def _B(self, task: Task, stage: _Stage) -> None:  # noqa: N802
+        first = (task.stage, task.batch) not in self._started
+        self._live["activations"] -= stage.activations
+        peak = stage.first_backward_peak if first else stage.backward_peak
+        if first and stage.casts_gradients:
+            self._make_gradients(task, stage)
+        # The activations that are left are counted as such.
+        self._live["activations"] += stage.activations
+        self._note(task, peak - stage.activations)
+        self._live["activations"] -= stage.activations
+        if first and not stage.casts_gradients:
+            self._make_gradients(task, stage)
+
+    def _make_gradients(self, task: Task, stage: _Stage) -> None:
+        self._started.add((task.stage, task.batch))
+        self._live["unsharded gradients"] += stage.unsharded_gradients
+
+    def _I(self, task: Task, stage: _Stage) -> None:  # noqa: N802
+        self._note(task, stage.input_peak - stage.activations)
+        self._live["activations"] += stage.between - stage.activations
+
+    def _W(self, task: Task, stage: _Stage) -> None:  # noqa: N802
+        self._live["activations"] += stage.activations - stage.between
+        if stage.splits:
+            if (task.stage, task.batch) not in self._started:
+                self._make_gradients(task, stage)
+            self._note(task, stage.between - stage.activations)
+            self._live["activations"] -= stage.activations
+        else:
+            self._B(task, stage)
+
+    def _R(self, task: Task, stage: _Stage) -> None:  # noqa: N802
+        for buffer, unit, shard in zip(
+            stage.reductions, stage.unit_gradients, stage.unit_shards, strict=True
+        ):
+            self._note(task, buffer)
+            self._live["unsharded gradients"] -= unit
+            self._live["gradients"] += shard
+            self._note(task, buffer)
+        if not self._delayed:
+            self._live["unsharded weights"] -= stage.unsharded
+            self._gathered[task.stage] = 0
+
+    def _U(self, task: Task, stage: _Stage) -> None:  # noqa: N802
+        self._note(task, stage.optimizer_extra)
+        self._delivered[task.stage] += stage.sharded
+
+
+def _optimizer_bytes(
+    config: Trainer.Config, layout: Layout, weights: Sequence[Weight], shards: dict[str, Shards]
+) -> tuple[Counter[str], int]:
+    """Bytes of state by name, and the most that a step holds beyond it.
+
+    A step of Muon holds the buckets that travel and the matrices it works on; error feedback around another
+    optimizer remembers that one's parameters during its step.
+    """
+    own = isinstance(config.optimizer, AsyncOptimizers.Config)
+    groups = config.optimizer.resolved_groups() if own else config.optimizer.param_groups
+    feedback = config.optimizer.error_feedback if own else None
+    corrects = layout.delayed and feedback is not None and feedback.enable and feedback.strength != 0
+    state: Counter[str] = Counter()
+    snapshot, muon, largest = 0, 0, 0
+    for weight in weights:
+        group, size = groups[match_group(weight.name, groups)], shards[weight.name].sharded
+        for name, count, dtype in _state_of(group):
+            state[name] += size * count * _itemsize(dtype, config)
+        if corrects:
+            state["error feedback"] += size * _itemsize(feedback.dtype, config)
+        if group.optimizer_name == "Muon":
+            itemsize = TORCH_DTYPE_MAP[group.optimizer_kwargs.get("compute_dtype", "bfloat16")].itemsize
+            muon += size * itemsize
+            largest = max(largest, weight.shape[-1] * weight.shape[-2] * itemsize)
+        elif corrects:
+            snapshot += size * _itemsize("auto", config)
+    bucket = config.optimizer.muon.bucket_mb * 2**20 if own else 32 * 2**20
+    # Two buckets, each as it is sent and as it is received, and the iterations on one.
+    travelling = min(7 * bucket / max(layout.dp_shard, 1), 7 * muon)
+    return state, int(max(snapshot, travelling, 4 * largest if muon else 0))
+
+
+def _state_of(group: ParamGroupConfig) -> list[tuple[str, int, str]]:
+    """Name, number and dtype of the tensors that an optimizer keeps for each parameter."""
+    options = group.optimizer_kwargs
+    match group.optimizer_name:
+        case "Muon":
+            return [("momentum", 1, options.get("momentum_dtype", "auto"))]
+        case "Lion":
+            return [("momentum", 1, "auto")]
+        case "SGD":
+            return [("momentum", 1, "auto")] if options.get("momentum") else []
+        case _:
+            return [("AdamW moments", 2, "auto")]
+
+
+def _itemsize(dtype: str, config: Trainer.Config) -> int:
+    if dtype == "auto":
+        return max(4, TORCH_DTYPE_MAP[config.training.dtype].itemsize)
+    return {"bfloat16": 2, "float32": 4, "float64": 8}[dtype]
