@@ -17,7 +17,7 @@ from titan_async.planning.scale import (
     world_size_of,
 )
 from titan_async.planning.step_time import step_time
-from titan_async.planning.suggest import LEAST_GAIN, suggest
+from titan_async.planning.suggest import LEAST_GAIN, Searcher
 from titan_async.recipes.debug import debug
 
 
@@ -50,7 +50,7 @@ def heavy(config):
 def look(config, parts_of, cluster=ROUND, fits=lambda *_: True):
     world_size = world_size_of(config)
     now = step_time(config, layout_of(config, world_size), parts_of(config), cluster)
-    return suggest(config, now, cluster, AS_ASSUMED, parts_of, fits), now
+    return Searcher(cluster, AS_ASSUMED, parts_of, fits).suggest(config, now), now
 
 
 SLOW = dataclasses.replace(ROUND, link_bandwidth=2e9, network_bandwidth=1e9)

@@ -5,6 +5,7 @@ A run costs some ten seconds before its first step, so each looks at several thi
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -197,6 +198,7 @@ def test_a_killed_stage_ends_the_run_and_is_named(tmp_path: Path) -> None:
 
 
 OWN_RECIPE = """
+import json
 import os
 
 from titan_async.recipes.debug import debug
@@ -296,3 +298,11 @@ def test_data_that_ends_early_is_saved_and_told(tmp_path: Path) -> None:
     (said,) = re.findall(r"the data ended after step (\d+) of 300", run.out)
     assert (tmp_path / "run" / "checkpoint" / f"step-{said}").is_dir()
     assert f"trained {said} steps" in run.out
+
+
+def test_the_run_leaves_the_times_of_its_stages(first: Run, folder: Path) -> None:
+    record = json.loads((folder / "run/measured.json").read_text(encoding="utf-8"))
+    assert (record["pp"], record["microbatches"], record["microbatch_size"], record["seq_len"]) == (2, 4, 2, 64)
+    parts = [part for stage in record["stages"] for part in stage["parts"]]
+    assert parts == ["tok_embeddings", *(f"layers.{index}" for index in range(6)), "head"]
+    assert all(0 < stage["forward"] < stage["backward"] < 10 for stage in record["stages"])

@@ -16,7 +16,7 @@ from titan_async.planning.parts import Part, trace_parts
 from titan_async.planning.scale import with_schedule, world_size_of
 from titan_async.planning.stage_cost import StageCost
 from titan_async.planning.step_time import StepTime, stage_costs, step_time
-from titan_async.planning.suggest import Suggestion, suggest
+from titan_async.planning.suggest import Searcher, Suggestion
 from titan_async.training.preflight import check_layout
 
 __all__ = ["COMPARED", "Plan", "Planner", "Refused"]
@@ -142,6 +142,11 @@ class Planner:
         self._parts: dict[tuple[int, int], dict[str, Part]] = {}
         self._scaled: dict[tuple[int, int, int], dict[str, Part]] = {}
 
+    @property
+    def searcher(self) -> Searcher:
+        """Looks for layouts; sizes of microbatches that have not been traced are taken in proportion."""
+        return Searcher(self.cluster, self.calibration, self._parts_about, self._fits)
+
     def plan(self, config: Trainer.Config, recipe: str, *, suggests: bool = True) -> Plan:
         """A plan for a configuration whose shard degree is a number.
 
@@ -212,7 +217,7 @@ class Planner:
 
     def _suggest(self, config: Trainer.Config, own: StepTime) -> Suggestion | None:
         while True:
-            found = suggest(config, own, self.cluster, self.calibration, self._parts_about, self._fits)
+            found = self.searcher.suggest(config, own)
             if found is None or _microbatch(found.config) in self._parts:
                 return found
             self.parts_of(found.config)  # and look again, now that its size is known

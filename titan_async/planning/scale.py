@@ -14,7 +14,15 @@ from titan_async.errors import UserError
 from titan_async.training.pipeline import ASYNC_SCHEDULE
 from titan_async.training.preflight import check_layout
 
-__all__ = ["Degrees", "at_degrees", "on_nodes", "on_own_ranks", "with_schedule", "world_size_of"]
+__all__ = [
+    "Degrees",
+    "at_degrees",
+    "on_nodes",
+    "on_own_ranks",
+    "sequences_of",
+    "with_schedule",
+    "world_size_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +110,14 @@ def with_schedule(config: Trainer.Config, schedule: str) -> Trainer.Config:
 def world_size_of(config: Trainer.Config) -> int:
     """The ranks of a configuration whose shard degree is a number."""
     return _without_shards(config) * int(config.parallelism.data_parallel_shard_degree)
+
+
+def sequences_of(config: Trainer.Config) -> int:
+    """Of a batch, over all ranks of a configuration whose shard degree is a number."""
+    parallelism = config.parallelism
+    return _sequences(
+        config, parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
+    )
 
 
 def _without_shards(config: Trainer.Config) -> int:

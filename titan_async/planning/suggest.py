@@ -8,6 +8,8 @@ fits wins.
 """
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +21,12 @@ from titan_async.planning.hardware import Cluster
 from titan_async.planning.layout import Layout, layout_of
 from titan_async.planning.measured import Calibration
 from titan_async.planning.parts import Part
-from titan_async.planning.scale import Degrees, at_degrees
+from titan_async.planning.scale import Degrees, at_degrees, sequences_of
 from titan_async.planning.stage_cost import StageCost
 from titan_async.planning.step_time import StepTime, stage_costs, step_time
+from titan_async.training.pipeline import delays_gradients
 
-__all__ = ["LEAST_GAIN", "Suggestion", "suggest"]
+__all__ = ["LEAST_GAIN", "Searcher", "Suggestion"]
 
 LEAST_GAIN = 0.02
 """Of the step time; less is within what the model does not know."""
@@ -57,85 +60,101 @@ class _Candidate:
     costs: list[StageCost]
 
 
-def suggest(
-    config: Trainer.Config,
-    now: StepTime,
-    cluster: Cluster,
-    calibration: Calibration,
-    parts_of: Callable[[Trainer.Config], dict[str, Part]],
-    fits: Callable[[Trainer.Config, Layout, dict[str, Part]], bool],
-) -> Suggestion | None:
-    """The fastest layout that fits and is faster by `LEAST_GAIN`, or None.
+@dataclass(frozen=True)
+class Searcher:
+    """Looks for layouts of a model on some hardware."""
 
-    Args:
-        config: the run as it is, with a number as its shard degree.
-        now: its step.
-        cluster: the hardware.
-        calibration: what measured times say.
-        parts_of: the parts of a configuration for a microbatch of its size; may be asked often.
-        fits: whether a layout fits into memory.
-    """
-    world_size = now.world_size
-    limit = now.step_seconds / (1 + LEAST_GAIN)
-    candidates = []
-    for degrees in _choices(config, world_size):
-        try:
-            changed = at_degrees(config, degrees)
-            layout = layout_of(changed, world_size)
-        except (UserError, ValueError):
-            continue
-        parts = parts_of(changed)
-        costs = calibration.apply(stage_costs(changed, layout, parts, cluster))
-        bound = _least_seconds(layout, costs)
-        if bound < limit:
-            candidates.append(_Candidate(bound, changed, layout, parts, costs))
-    best: tuple[float, _Candidate, StepTime] | None = None
-    candidates.sort(key=lambda candidate: candidate.bound)
-    simulated = 0
-    for candidate in candidates:
-        if candidate.bound >= (best[0] if best else limit) or simulated == _MOST_SIMULATED:
-            break
-        if not fits(candidate.config, candidate.layout, candidate.parts):
-            continue
-        simulated += 1
-        try:
-            time = step_time(
-                candidate.config, candidate.layout, candidate.parts, cluster, costs=candidate.costs
-            )
-        except ValueError:
-            continue  # torch's schedule does not take these numbers
-        if time.step_seconds < (best[0] if best else limit):
-            best = time.step_seconds, candidate, time
-    if best is None:
-        return None
-    _, candidate, time = best
-    gain = now.step_seconds / time.step_seconds - 1
-    return Suggestion(_changes(config, candidate.config), time, gain, candidate.config)
+    cluster: Cluster
+    calibration: Calibration
+    """What measured times say."""
+    parts_of: Callable[[Trainer.Config], dict[str, Part]]
+    """The parts of a configuration for a microbatch of its size; asked often."""
+    fits: Callable[[Trainer.Config, Layout, dict[str, Part]], bool]
+    """Whether a layout fits into memory."""
+
+    def fastest(
+        self, config: Trainer.Config, world_size: int, limit: float = math.inf
+    ) -> tuple[StepTime, Trainer.Config] | None:
+        """The fastest layout that fits and takes less than `limit` seconds a step; None if there is none.
+
+        Args:
+            config: the run on whatever ranks, with a number as its shard degree.
+            world_size: ranks to use.
+            limit: seconds.
+        """
+        candidates = [c for c in self._candidates(config, world_size) if c.bound < limit]
+        candidates.sort(key=lambda candidate: candidate.bound)
+        best: tuple[StepTime, Trainer.Config] | None = None
+        simulated = 0
+        for candidate in candidates:
+            if candidate.bound >= limit or simulated == _MOST_SIMULATED:
+                break
+            if not self.fits(candidate.config, candidate.layout, candidate.parts):
+                continue
+            simulated += 1
+            try:
+                time = step_time(
+                    candidate.config, candidate.layout, candidate.parts, self.cluster, costs=candidate.costs
+                )
+            except ValueError:
+                continue  # torch's schedule does not take these numbers
+            if time.step_seconds < limit:
+                limit, best = time.step_seconds, (time, candidate.config)
+        return best
+
+    def suggest(self, config: Trainer.Config, now: StepTime) -> Suggestion | None:
+        """The fastest layout that fits and is faster by `LEAST_GAIN`, or None.
+
+        Args:
+            config: the run as it is, with a number as its shard degree.
+            now: its step.
+        """
+        found = self.fastest(config, now.world_size, now.step_seconds / (1 + LEAST_GAIN))
+        if found is None:
+            return None
+        time, changed = found
+        return Suggestion(_changes(config, changed), time, now.step_seconds / time.step_seconds - 1, changed)
+
+    def _candidates(self, config: Trainer.Config, world_size: int) -> Iterator[_Candidate]:
+        for degrees in _choices(config, world_size):
+            try:
+                changed = at_degrees(config, degrees)
+                layout = layout_of(changed, world_size)
+            except (UserError, ValueError):
+                continue
+            parts = self.parts_of(changed)
+            costs = self.calibration.apply(stage_costs(changed, layout, parts, self.cluster))
+            yield _Candidate(_least_seconds(layout, costs), changed, layout, parts, costs)
 
 
 def _choices(config: Trainer.Config, world_size: int) -> Iterator[Degrees]:
+    """All degrees that multiply to the ranks, except those that cannot share out the batch or the experts."""
     parallelism = config.parallelism
     rest = world_size // parallelism.tensor_parallel_degree
-    size = parallelism.pipeline_parallel_microbatch_size
-    experts = _has_experts(config)
-    for pp in _divisors(rest):
-        for shard in _divisors(rest // pp):
-            for ep in _divisors(shard * parallelism.tensor_parallel_degree) if experts else [1]:
-                for microbatch in sorted({max(size // 2, 1), size, 2 * size}):
-                    for lookahead in {0, pp - 1} if pp > 1 and hasattr(config, "pipeline") else {0}:
-                        yield Degrees(
-                            pp=pp,
-                            dp_replicate=rest // pp // shard,
-                            dp_shard=shard,
-                            ep=ep,
-                            microbatch_size=microbatch,
-                            lookahead=lookahead,
-                        )
+    own, experts = parallelism.pipeline_parallel_microbatch_size, _experts(config)
+    sequences = sequences_of(config)
+    for pp, microbatch in itertools.product(_divisors(rest), sorted({max(own // 2, 1), own, 2 * own})):
+        data_parallel = rest // pp
+        if sequences % (data_parallel * microbatch) or sequences // data_parallel // microbatch < pp:
+            continue
+        for shard in _divisors(data_parallel):
+            ranks = shard * parallelism.tensor_parallel_degree
+            for ep in [n for n in _divisors(ranks) if experts % n == 0] if experts else [1]:
+                for lookahead in {0, pp - 1} if delays_gradients(parallelism) else {0}:
+                    yield Degrees(
+                        pp=pp,
+                        dp_replicate=data_parallel // shard,
+                        dp_shard=shard,
+                        ep=ep,
+                        microbatch_size=microbatch,
+                        lookahead=lookahead if pp > 1 else 0,
+                    )
 
 
-def _has_experts(config: Trainer.Config) -> bool:
+def _experts(config: Trainer.Config) -> int:
+    """The greatest number that all layers' experts can be spread over; 0 without any."""
     layers = getattr(config.model_spec.model, "layers", [])
-    return any(getattr(layer, "moe", None) is not None for layer in layers)
+    return math.gcd(*(layer.moe.num_experts for layer in layers if getattr(layer, "moe", None) is not None))
 
 
 def _divisors(number: int) -> list[int]:

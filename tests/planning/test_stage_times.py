@@ -1,0 +1,54 @@
+"""Timing the stages of a run: in a few steps, and then not at all."""
+
+import time
+
+import pytest
+import torch
+
+from titan_async.training.stage_times import SKIPPED, STEPS, StageTimer
+
+
+class Stage:
+    """Sleeps where a stage computes."""
+
+    def __init__(self, index, layers):
+        self.stage_index = index
+        self.submod = torch.nn.Module()
+        self.submod.layers = torch.nn.ModuleDict({str(i): torch.nn.Identity() for i in layers})
+        self.calls = []
+
+    def forward_one_chunk(self, microbatch, *, seconds):
+        self.calls.append(("F", microbatch))
+        time.sleep(seconds)
+        return microbatch + 1
+
+    def backward_one_chunk(self, seconds):
+        time.sleep(seconds)
+
+    def backward_weight_one_chunk(self, seconds):
+        time.sleep(seconds)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_stages_are_timed_in_some_steps_and_left_as_they_were(halves):
+    stages = [Stage(0, [0, 1]), Stage(3, [6])]
+    stages[1].submod.lm_head = torch.nn.Linear(1, 1)
+    timer = StageTimer(stages, torch.device("cpu"))
+    ended = []
+    for step in range(SKIPPED + STEPS + 3):
+        slow = 1 if SKIPPED <= step < SKIPPED + STEPS else 0  # what comes before and after must not count
+        for stage in stages:
+            assert stage.forward_one_chunk(step, seconds=0.002 * slow) == step + 1
+            stage.backward_one_chunk(0.002 * slow)
+            if halves:
+                stage.backward_weight_one_chunk(0.004 * slow)
+        ended.append(timer.end_step())
+    assert ended.index(True) == SKIPPED + STEPS - 1 and ended.count(True) == 1 and timer.timed
+    assert [set(vars(stage)) for stage in stages] == [{"stage_index", "submod", "calls"}] * 2
+    assert stages[0].calls == [("F", step) for step in range(SKIPPED + STEPS + 3)]
+    first, last = timer.seconds()
+    assert (first["stage"], first["parts"]) == (0, ["layers.0", "layers.1"])
+    assert (last["stage"], last["parts"]) == (3, ["layers.6", "head"])
+    for entry in (first, last):
+        assert 0.002 <= entry["forward"] < 0.02
+        assert (0.006 if halves else 0.002) <= entry["backward"] < 0.03

@@ -1,0 +1,139 @@
+"""Step times of stages that sleep: measured, and predicted from the sleeps and a few overheads.
+
+The overheads are measured with one rank, where nothing is waited for, and with two that exchange a message;
+they are the same constants for every schedule and shape.
+"""
+
+import statistics
+import time
+from dataclasses import dataclass, field
+
+import sleeping
+import torch
+import torch.distributed as dist
+from _pipelines import SCHEDULES
+from _pool import Pool
+
+from titan_async.pipelining.programs import schedule_programs
+from titan_async.pipelining.simulation import Timing, simulate
+
+__all__ = ["SHAPES", "Overheads", "Step", "compare", "measure_overheads"]
+
+SHAPES = sleeping.SHAPES
+_FEW, _MANY = 2, 8
+"""Microbatches, from whose difference the time of one is found."""
+_MESSAGES = 200
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Seconds beyond the sleeps that were asked for."""
+
+    forward_and_backward: float
+    """Of a microbatch on a stage."""
+    forward_and_halves: float
+    """The same where a backward comes in two halves."""
+    step: float
+    """Of a batch: the clip, the update, and what torch does once a step."""
+    message: float
+    """From one rank that sends to another that waits."""
+
+
+@dataclass
+class Step:
+    """One schedule at one shape."""
+
+    schedule: str
+    ranks: int
+    microbatches: int
+    predicted: float
+    """Seconds."""
+    repetitions: list[float] = field(default_factory=list)
+    """Measured seconds; empty where the schedule cannot run."""
+
+    @property
+    def measured(self) -> float | None:
+        return statistics.median(self.repetitions) if self.repetitions else None
+
+    @property
+    def error(self) -> float | None:
+        """Of the prediction, as a share of what was measured."""
+        return None if self.measured is None else self.predicted / self.measured - 1
+
+
+def _send_and_return(rank: int, group: dist.ProcessGroup) -> float:
+    """Seconds of a message one way, the median."""
+    tensor, seconds = torch.zeros(8), []
+    for _ in range(_MESSAGES):
+        start = time.perf_counter()
+        if rank == 0:
+            dist.send(tensor, group=group, group_dst=1)
+            dist.recv(tensor, group=group, group_src=1)
+        else:
+            dist.recv(tensor, group=group, group_src=0)
+            time.sleep(0.002)  # the sender then waits, as a stage does
+            dist.send(tensor, group=group, group_dst=0)
+        seconds.append(time.perf_counter() - start)
+    return (statistics.median(seconds) - 0.002) / 2
+
+
+def _alone(pool: Pool, schedule: str, repeats: int) -> tuple[float, float]:
+    """Seconds of a microbatch and of the rest of a step on one rank."""
+    seconds = {}
+    for microbatches in (_FEW, _MANY):
+        case = sleeping.Utilization(schedule, 1, microbatches)
+        pool.run(1, sleeping._prepare, case)
+        runs = [pool.run(1, sleeping._repeat, case, 2, None)[0][1] / 2 for _ in range(repeats)]
+        pool.run(1, sleeping._forget)
+        seconds[microbatches] = statistics.median(runs)
+    each = (seconds[_MANY] - seconds[_FEW]) / (_MANY - _FEW)
+    return each, seconds[_FEW] - _FEW * each
+
+
+def measure_overheads(pool: Pool, repeats: int) -> Overheads:
+    """Measure what the predictions need to know."""
+    asked = sleeping.FORWARD_SECONDS + sleeping.BACKWARD_SECONDS
+    whole, step = _alone(pool, "GPipe", repeats)
+    halves, _ = _alone(pool, "InterleavedZeroBubble", repeats)
+    return Overheads(
+        forward_and_backward=whole - asked,
+        forward_and_halves=(halves - asked) / SCHEDULES["InterleavedZeroBubble"].stages_per_rank,
+        step=step,
+        message=max(pool.run(2, _send_and_return)),
+    )
+
+
+def predict(schedule: str, ranks: int, microbatches: int, overheads: Overheads) -> float:
+    """Seconds of a step, by simulation.
+
+    A forward takes a third of a microbatch's overhead, as of its time; halves of a backward take the rest
+    alike.
+    """
+    each = SCHEDULES[schedule].stages_per_rank
+    stages = ranks * each
+    forward = overheads.forward_and_backward / 3
+    splits = schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    backward = (overheads.forward_and_halves if splits else overheads.forward_and_backward) - forward
+    timing = Timing(
+        forward=[sleeping.FORWARD_SECONDS / each + forward] * stages,
+        backward=[sleeping.BACKWARD_SECONDS / each + backward] * stages,
+        latency=overheads.message,
+        update=[overheads.step if stage < ranks else 0.0 for stage in range(stages)],
+        norm=overheads.message,
+    )
+    return simulate(schedule_programs(schedule, ranks, microbatches, 8), timing).step_seconds
+
+
+def compare(pool: Pool, shapes: list[tuple[int, int]], overheads: Overheads, repeats: int) -> list[Step]:
+    """Measure and predict every schedule at every shape; those that cannot run are without figures."""
+    steps = []
+    for result in sleeping.measure_sleeping(pool, shapes, repeats):
+        asked = result.microbatches * (sleeping.FORWARD_SECONDS + sleeping.BACKWARD_SECONDS)
+        try:
+            predicted = predict(result.schedule, result.ranks, result.microbatches, overheads)
+        except ValueError:
+            assert not result.repetitions
+            predicted = float("nan")
+        measured = [asked / utilization for utilization in result.repetitions]
+        steps.append(Step(result.schedule, result.ranks, result.microbatches, predicted, measured))
+    return steps

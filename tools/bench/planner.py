@@ -1,0 +1,79 @@
+"""Compares what the planner predicts with what is measured here. Run by hand:
+
+    python tools/bench/planner.py [--only time] [--json results.json]
+
+"time": steps of every schedule with stages that sleep 20 ms forward and 40 ms backward, as in schedule.py,
+against the simulation of the same. Everything is measured in one run. It takes four minutes on two idle
+cores.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+# In the workers too, which inherit it: one thread each, before torch is imported.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import _planned_time
+from _pool import Pool
+from rich.console import Console
+from rich.table import Table
+
+
+def _time(quick: bool) -> tuple[dict[str, Any], list[Table]]:
+    shapes = [(2, 3)] if quick else _planned_time.SHAPES
+    with Pool(sorted({1, 2, *(ranks for ranks, _ in shapes)})) as pool:
+        overheads = _planned_time.measure_overheads(pool, repeats=1 if quick else 5)
+        steps = _planned_time.compare(pool, shapes, overheads, repeats=1 if quick else 5)
+    costs = Table("what", "milliseconds", title="Measured once, with one and two ranks")
+    for name, seconds in asdict(overheads).items():
+        costs.add_row(name.replace("_", " "), f"{1e3 * seconds:.2f}")
+    table = Table(title="Milliseconds of a step: measured, predicted, error")
+    for heading in ["schedule", *(f"{ranks} ranks, m={m}" for ranks, m in shapes)]:
+        table.add_column(heading, justify="left" if heading == "schedule" else "right")
+    for name in dict.fromkeys(step.schedule for step in steps):
+        cells = [
+            "-" if s.measured is None else f"{1e3 * s.measured:.0f}  {1e3 * s.predicted:.0f}  {s.error:+.1%}"
+            for s in steps
+            if s.schedule == name
+        ]
+        table.add_row(name, *cells)
+    record = {"overheads": asdict(overheads), "steps": [{**asdict(s), "error": s.error} for s in steps]}
+    return record, [costs, table]
+
+
+PARTS: dict[str, Callable[[bool], tuple[dict[str, Any], list[Table]]]] = {"time": _time}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default=",".join(PARTS), help="parts to run, separated by commas")
+    parser.add_argument("--json", type=Path, help="file for every number")
+    parser.add_argument("--quick", action="store_true", help="each part in its smallest form, once")
+    arguments = parser.parse_args()
+    parts = arguments.only.split(",")
+    if unknown := sorted(set(parts) - set(PARTS)):
+        parser.error(f"--only {','.join(unknown)}: the parts are {', '.join(PARTS)}")
+    console, start = Console(width=max(Console().width, 140)), time.monotonic()  # also into a file
+    record: dict[str, Any] = {"load_before": os.getloadavg()}
+    for part in parts:
+        record[part], tables = PARTS[part](arguments.quick)
+        for table in tables:
+            console.print(table)
+    load = record["load_before"][0]
+    console.print(f"{time.monotonic() - start:.0f} s, load average before {load:.1f}, {os.cpu_count()} cores")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
