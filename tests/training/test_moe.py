@@ -31,12 +31,16 @@ def in_float32(trainer: Any, trained: Trained) -> None:
 EXPERT_PARALLEL = ("--parallelism.data_parallel_shard_degree", 2, "--parallelism.expert_parallel_degree", 2)
 """The experts lie on the two data-parallel ranks of a stage."""
 
+COMPILED = ("--compile.enable", "--compile.backend", "aot_eager", "--validator.no-enable")
+
 LAYOUTS = [
     pytest.param(2, 1, "tiny_moe", (), id="2 stages"),
     pytest.param(2, 1, "tiny_mixed", (), id="a stage without experts"),
     pytest.param(2, 1, "tiny_moe", ("activation_checkpoint:full",), id="full checkpointing"),
     pytest.param(2, 1, "tiny_moe", ("activation_checkpoint:selective",), id="selective checkpointing"),
-    pytest.param(2, 1, "tiny_moe", ("--training.global_batch_size", 8), id="accumulation"),
+    pytest.param(
+        2, 1, "tiny_moe", ("--training.global_batch_size", 8, *COMPILED), id="accumulation, compiled"
+    ),
     pytest.param(4, 2, "tiny_moe", ("--parallelism.data_parallel_shard_degree", 2), id="FSDP"),
     pytest.param(4, 2, "tiny_moe", EXPERT_PARALLEL, id="EP"),
     pytest.param(4, 2, "muon_moe", EXPERT_PARALLEL, id="EP, Muon"),
