@@ -100,7 +100,7 @@ def test_it_is_printed_as_tables_or_written_to_a_file(run, tmp_path):
     for words in (
         "tokens/s",
         "Stages",
-        "Gigabytes on the ranks",
+        "Gigabytes of a rank at its fullest",
         "Schedules",
         "ZBVZeroBubble",
         "activations",

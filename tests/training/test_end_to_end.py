@@ -302,7 +302,8 @@ def test_data_that_ends_early_is_saved_and_told(tmp_path: Path) -> None:
 
 def test_the_run_leaves_the_times_of_its_stages(first: Run, folder: Path) -> None:
     record = json.loads((folder / "run/measured.json").read_text(encoding="utf-8"))
-    assert (record["pp"], record["microbatches"], record["microbatch_size"], record["seq_len"]) == (2, 4, 2, 64)
+    numbers = [record[key] for key in ("pp", "microbatches", "microbatch_size", "seq_len")]
+    assert numbers == [2, 4, 2, 64]
     parts = [part for stage in record["stages"] for part in stage["parts"]]
     assert parts == ["tok_embeddings", *(f"layers.{index}" for index in range(6)), "head"]
     assert all(0 < stage["forward"] < stage["backward"] < 10 for stage in record["stages"])

@@ -109,9 +109,8 @@ def _shortened(names: Sequence[str]) -> str:
 def _memory(plan: Plan) -> Table:
     ranks = _shown_ranks([memory.total for memory in plan.memory])
     kinds = dict.fromkeys(kind for memory in plan.memory for kind in memory.items)
-    usable = f"{plan.usable_memory / 1e9:.1f}"
     table = _table(
-        f"Gigabytes on the ranks of a pipeline when they are fullest; {usable} are usable",
+        f"Gigabytes of a rank at its fullest, of {plan.usable_memory / 1e9:.1f}",
         ["what", *(f"rank {rank}" for rank in ranks)],
     )
     for kind in kinds:
