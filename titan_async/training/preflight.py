@@ -25,7 +25,7 @@ from titan_async.training.pipeline import (
     delays_gradients,
 )
 
-__all__ = ["SCHEDULES", "check"]
+__all__ = ["SCHEDULES", "check", "check_layout"]
 
 SCHEDULES = (
     ASYNC_SCHEDULE,
@@ -55,16 +55,29 @@ def check(config: Trainer.Config, *, world_size: int) -> None:
     Raises:
         UserError: one sentence that names the cause and the mend.
     """
-    _check_numbers(config)
-    _check_schedule(config)
-    _check_processes(config, world_size)
-    _check_stages(config)
+    check_layout(config, world_size=world_size)
     _check_folders(config)
     _check_tokenizer(config)
     model = _build_on_meta(config)
     _check_balance(config, model)
     check_optimizer(config.optimizer, model)
     _check_data(config)
+
+
+def check_layout(config: Trainer.Config, *, world_size: int) -> None:
+    """Refuse numbers that do not go together: of ranks, stages, microbatches and experts. Opens no file.
+
+    Args:
+        config: the resolved configuration; not changed.
+        world_size: processes of the whole run.
+
+    Raises:
+        UserError: one sentence that names the cause and the mend.
+    """
+    _check_numbers(config)
+    _check_schedule(config)
+    _check_processes(config, world_size)
+    _check_stages(config)
 
 
 def _check_numbers(config: Trainer.Config) -> None:
