@@ -88,7 +88,7 @@ def stand_for_the_hub(folder: Path, patch: pytest.MonkeyPatch) -> None:
     def load(dataset: str, config: str | None, revision: str | None) -> datasets.DatasetBuilder:
         return datasets.load_dataset_builder(str(folder), config)
 
-    patch.setattr(hub, "_load_builder", load)
+    patch.setattr(hub, "_load", load)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_a_rank_opens_its_own_files_only(fineweb: Path, monkeypatch: pytest.Monk
         opened.append(file)
         return io.FileIO(file)
 
-    monkeypatch.setattr(parquet, "_open", open_file)
+    monkeypatch.setattr(parquet, "open_file", open_file)
     for rank in range(3):
         share(FINEWEB, rank, 3)
     assert len(opened) == len(set(opened)) == 3
@@ -248,7 +248,7 @@ def test_going_on_reads_a_row_group_or_two(tmp_path: Path, monkeypatch: pytest.M
             read["bytes"] += len(data)
             return data
 
-    monkeypatch.setattr(parquet, "_open", Counting)
+    monkeypatch.setattr(parquet, "open_file", Counting)
     source = TextSource(dataset_path=str(tmp_path), validation_fraction=0, shuffle=False)
     stream = open_documents(source)
     stream.load_state_dict({"epoch": 0, "position": [0, rows - 150]})
@@ -300,7 +300,7 @@ class Flaky(io.FileIO):
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     waited: list[int] = []
-    monkeypatch.setattr(parquet, "_open", Flaky)
+    monkeypatch.setattr(parquet, "open_file", Flaky)
     monkeypatch.setattr("time.sleep", waited.append)
     monkeypatch.setattr(Flaky, "reads", 0)
     return waited

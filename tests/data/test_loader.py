@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from titan_async.data import shakespeare_tokenizer_folder
+from titan_async.data import TextSource, prepare_tokens, shakespeare_tokenizer_folder
 from titan_async.errors import UserError
 
 pytest.importorskip("torchtitan")
@@ -56,10 +56,22 @@ def test_batches(tokenizer: HuggingFaceTokenizer) -> None:
     assert inputs["positions"].equal(torch.arange(64).expand(4, 64))
 
 
+@pytest.fixture(scope="module")
+def token_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tokens")
+    prepare_tokens(TextSource(), shakespeare_tokenizer_folder(), folder, shard_tokens=2**18)
+    return str(folder)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_resumes_in_a_new_loader(tokenizer: HuggingFaceTokenizer, workers: int, split: str) -> None:
+@pytest.mark.parametrize("tokens", [False, True])
+def test_resumes_in_a_new_loader(
+    tokenizer: HuggingFaceTokenizer, workers: int, split: str, tokens: bool, token_folder: str
+) -> None:
     fields = {"num_workers": workers, "split": split, "infinite": split == "train"}
+    if tokens:
+        fields |= {"dataset": "tokens", "dataset_path": token_folder}
     loader = build(tokenizer, 1, 2, **fields)
     iterator = iter(loader)
     for _ in range(7):
@@ -71,6 +83,16 @@ def test_resumes_in_a_new_loader(tokenizer: HuggingFaceTokenizer, workers: int, 
     resumed = build(tokenizer, 1, 2, **fields)
     resumed.load_state_dict(state)
     assert equal(list(itertools.islice(iter(resumed), 20)), expected)
+
+
+def test_token_files_give_the_batches_of_their_text(
+    tokenizer: HuggingFaceTokenizer, token_folder: str
+) -> None:
+    for infinite in (False, True):
+        fields = {"shuffle": False, "split": "validation", "infinite": infinite}
+        text = build(tokenizer, **fields)
+        tokens = build(tokenizer, dataset="tokens", dataset_path=token_folder, **fields)
+        assert equal(list(itertools.islice(tokens, 50)), list(itertools.islice(text, 50)))
 
 
 def test_resumes_through_a_checkpoint_on_disk(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
-"""Text for pretraining: sources of documents, a tokenizer, and packing into sequences.
+"""Text for pretraining: sources of documents, a tokenizer, token files, and packing into sequences.
 
 Everything here works without torchtitan, and without a network unless a hub dataset is named.
 """
 
+from titan_async.data.encoder import DocumentEncoder
 from titan_async.data.packing import PackedDataset, Sample
+from titan_async.data.prepare import prepare_tokens
 from titan_async.data.sources import DocumentReader, DocumentStream, TextSource, open_documents
+from titan_async.data.token_batches import TokenBatches
+from titan_async.data.token_files import TokenFiles
 from titan_async.data.tokenizer import (
     count_tokens,
     ensure_tokenizer,
@@ -17,15 +21,19 @@ from titan_async.data.tokenizer import (
 )
 
 __all__ = [
+    "DocumentEncoder",
     "DocumentReader",
     "DocumentStream",
     "PackedDataset",
     "Sample",
     "TextSource",
+    "TokenBatches",
+    "TokenFiles",
     "count_tokens",
     "ensure_tokenizer",
     "load_tokenizer",
     "open_documents",
+    "prepare_tokens",
     "save_tokenizer",
     "shakespeare_tokenizer_folder",
     "train_tokenizer",

@@ -56,6 +56,8 @@ def find_files(path: str) -> list[Path]:
         and not any(part.startswith(".") for part in file.relative_to(root).parts)
         and file.is_file()
     )
+    if not files and any(root.glob("tokens-*.safetensors")):
+        raise UserError(f'The data folder {path} holds no text but token files: set dataset to "tokens".')
     if not files:
         raise UserError(f"The data folder {path} holds no file to read: put in files ending in {endings}.")
     return files

