@@ -31,6 +31,7 @@ STAND_INS = {
     """,
     "scancel": 'echo "$*" >> "$CALLS/scancel"',
     "torchrun": """
+        [[ $TORCH_DISABLE_SHARE_RDZV_TCP_STORE == 1 ]] || exit 9
         printf '%q ' "$@" >> "$CALLS/torchrun"
         echo >> "$CALLS/torchrun"
         if [[ -n ${WORKS_UNTIL_ASKED:-} ]]; then
@@ -169,6 +170,7 @@ def test_kubernetes_meets_at_its_first_pod() -> None:
     pod = spec["template"]["spec"]
     assert service["metadata"]["name"] == pod["subdomain"]
     assert service["spec"] == {"clusterIP": "None", "selector": {"job-name": name}}
+    assert {"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"} in pod["containers"][0]["env"]
     command = pod["containers"][0]["command"]
     assert command[0] == "torchrun"
     assert f"--nnodes={spec['completions']}" in command and spec["completions"] == spec["parallelism"]

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from titan_async.errors import UserError
 from titan_async.training import failures
 
-__all__ = ["main"]
+__all__ = ["check_restarts", "main"]
 
 _LOST_PEER = (
     "Connection closed by peer",
@@ -69,6 +69,7 @@ def _train(argv: list[str]) -> int:
     config = resolve(argv)
     _quiet()  # once more: some imports set up logging of their own
     if failures.ERROR_DIR not in os.environ:
+        check_restarts()
         # Under torchrun nobody has looked at the configuration yet.
         from titan_async.training import preflight
 
@@ -102,6 +103,21 @@ def _train(argv: list[str]) -> int:
             trainer.close()
     dist.destroy_process_group()
     return status
+
+
+def check_restarts() -> None:
+    """Refuse a torchrun whose restarts fail.
+
+    It keeps one store for all attempts, in which processes that start again find, now and then, the
+    addresses of those that are gone: they then cannot connect, or wait for ever.
+    """
+    environ = os.environ
+    restarts = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if restarts and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise UserError(
+            f"torchrun --max-restarts {restarts} lets processes that start again look for those that are "
+            "gone: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, on every node"
+        )
 
 
 def _quiet() -> None:

@@ -1,0 +1,130 @@
+"""Two nodes, each with a torchrun of its own, that meet at an address: here both are this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.support.training import RECIPE, SMALL, environment
+from titan_async.errors import UserError
+from titan_async.training import worker
+from titan_async.training.checkpoint import complete_steps
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+STEPS = 8
+
+FLAGS = (
+    *SMALL, "--dump_folder", "run", "--training.steps", STEPS, "--checkpoint.interval", 3,
+    "--metrics.log_freq", 1, "--validator.no-enable", "--checkpoint.keep_latest_k", 0,
+    "--lr_scheduler.warmup_steps", 3, "--training.local_batch_size", 4,
+)  # fmt: skip
+
+
+def start_nodes(folder: Path, restarts: int) -> list[subprocess.Popen[str]]:
+    """A torchrun for each of two nodes, on each of which one rank trains one stage."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    folder.mkdir()
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1,
+        "--max-restarts", restarts, "--rdzv-id", "two_nodes", "--rdzv-backend", "c10d",
+        "--rdzv-endpoint", f"localhost:{port}", "--monitor-interval", 0.1,
+        "-m", "titan_async.cli", "train", RECIPE, *FLAGS,
+    ]  # fmt: skip
+    return [
+        subprocess.Popen(
+            [*map(str, command)], cwd=folder, text=True,
+            env=environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            stdout=(folder / f"node-{node}.out").open("w"), stderr=(folder / f"node-{node}.err").open("w"),
+        )
+        for node in range(2)
+    ]  # fmt: skip
+
+
+def wait_for(nodes: list[subprocess.Popen[str]], folder: Path) -> str:
+    """Waits for success, and returns what rank 0 has said, on whichever node it was."""
+    try:
+        statuses = [node.wait(timeout=120) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    said = [(folder / f"node-{node}.err").read_text() for node in range(2)]
+    assert statuses == [0, 0], "\n".join(said)
+    return "".join((folder / f"node-{node}.out").read_text() for node in range(2))
+
+
+def workers_of(nodes: list[subprocess.Popen[str]]) -> list[int]:
+    found = []
+    for node in nodes:
+        found += Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()
+    return [int(pid) for pid in found if b"titan_async.cli" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    path = folder / "run/checkpoint" / f"step-{STEPS}"
+    shapes = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    values = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in shapes.items()
+        if not name.startswith(("optimizer.", "dataloader.", "lr_scheduler.")) and hasattr(entry, "size")
+    }
+    dcp.load(values, checkpoint_id=path, no_dist=True)
+    return values
+
+
+def logged_steps(out: str) -> list[int]:
+    return [int(number) for number in re.findall(r"^step +(\d+)/", out, re.MULTILINE)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("nodes") / "undisturbed"
+    out = wait_for(start_nodes(folder, restarts=0), folder)
+    assert logged_steps(out) == list(range(1, STEPS + 1))
+    return folder
+
+
+def test_two_nodes_train_together(undisturbed: Path) -> None:
+    assert complete_steps(undisturbed / "run/checkpoint") == [3, 6, STEPS]
+
+
+def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "disturbed"
+    nodes = start_nodes(folder, restarts=1)
+    while not complete_steps(folder / "run/checkpoint"):
+        assert all(node.poll() is None for node in nodes)
+        time.sleep(0.01)
+    workers = workers_of(nodes)
+    assert len(workers) == 2
+    os.kill(workers[1], signal.SIGKILL)
+    out = wait_for(nodes, folder)
+    # Logged lines of killed processes may be lost; those of their successors are not.
+    assert logged_steps(out)[-2:] == [STEPS - 1, STEPS]
+    assert re.search(r"resumed at step [36]\b", out)
+    mine, theirs = weights(folder), weights(undisturbed)
+    assert mine.keys() == theirs.keys() and any(".next_weights." in name for name in mine)
+    for name, value in theirs.items():
+        assert torch.equal(mine[name], value), name
+
+
+def test_restarts_that_look_for_the_dead_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    worker.check_restarts()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(UserError, match="set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"):
+        worker.check_restarts()
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    worker.check_restarts()
