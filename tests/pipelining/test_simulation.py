@@ -119,7 +119,12 @@ def test_the_halves_of_a_backward_add_up_to_it():
     spans = {str(span.task)[0] + str(span.task.stage): span.end - span.start for span in run.timelines[0]}
     assert spans == {"F0": 1, "F1": 1, "I0": 2, "I1": 1, "W0": 1, "W1": 4}
     assert run.makespan == 3 * 10
-    assert run.peak_in_flight() == [2]  # an "I" lets go of nothing
+
+
+def test_an_input_gradient_lets_go_of_nothing():
+    order = [("F", 0), ("I", 0), ("F", 1), ("W", 0), ("I", 1), ("W", 1)]
+    run = simulate([[Task(kind, 0, 0, microbatch) for kind, microbatch in order]], even(1))
+    assert run.peak_in_flight() == [2]
 
 
 def test_a_gradient_of_weights_needs_that_of_the_input():

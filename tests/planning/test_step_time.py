@@ -7,6 +7,8 @@ import pytest
 from tests.support.planning import ROUND, make_layout, make_part, make_parts
 from titan_async.optim.coefficients import resolve_coefficients
 from titan_async.optim.orthogonalization import orthogonalization_cost
+from titan_async.pipelining.programs import schedule_programs
+from titan_async.pipelining.simulation import simulate
 from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH
 from titan_async.planning.network import Network
 from titan_async.planning.stage_cost import stage_cost
@@ -63,6 +65,30 @@ def test_passes_fill_and_empty_the_pipeline_again(config):
     whole = time_of(config, make_layout(4, microbatches=16), make_parts(4))
     halves = time_of(config, make_layout(4, microbatches=16, passes=2), make_parts(4))
     assert halves.step_seconds - whole.step_seconds == pytest.approx(3 * 3 * EACH, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "lookahead"), [("Async2BW", 0), ("Async2BW", 3), ("1F1B", 0), ("ZBVZeroBubble", 0)]
+)
+def test_many_microbatches_take_what_their_simulation_says(config, schedule, lookahead):
+    each = 1 if schedule in ("Async2BW", "1F1B") else 2
+    layout = make_layout(
+        4 * each,
+        pp=4,
+        stages_of=4 * each,
+        schedule=schedule,
+        lookahead=lookahead,
+        dp_shard=2,
+        microbatches=96,
+    )
+    parts = make_parts(4 * each, shape=(1024, 1024))
+    parts["layers.2"] = make_part("layers.2", tflops=1.3)
+    costs = stage_costs(config, layout, parts, ROUND)
+    programs = schedule_programs(schedule, 4, 96, 6, lookahead)
+    run = simulate(programs, timing_of(config, layout, costs, ROUND))
+    time = step_time(config, layout, parts, ROUND)
+    assert time.step_seconds == pytest.approx(run.step_seconds, rel=1e-3)
+    assert time.utilization == pytest.approx(run.utilization, abs=2e-3)
 
 
 def test_two_ranks_by_hand(config):

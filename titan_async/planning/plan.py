@@ -25,6 +25,10 @@ COMPARED = ("Async2BW", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 """The schedules that every plan shows, besides its own."""
 
 
+_LEAST_STATE = 12
+"""Bytes of every parameter that no layout is without: itself, its gradient and one state, in float32."""
+
+
 @dataclass(frozen=True)
 class Refused:
     """A schedule that cannot run, and why."""
@@ -230,6 +234,14 @@ class Planner:
 
     def _fits(self, config: Trainer.Config, layout: Layout, parts: dict[str, Part]) -> bool:
         most = self.cluster.accelerator.memory * (1 - RESERVED_SHARE)
+        for rank in range(layout.pp):
+            names = [name for stage in layout.stages_of(rank) for name in layout.stages[stage]]
+            numbers = sum(parts[name].dense + parts[name].experts for name in names)
+            if numbers / (layout.dp_shard * layout.tp) * _LEAST_STATE > most:
+                return False
+        # What is held does not grow with the microbatches once the pipeline is full.
+        few = min(layout.microbatches, 4 * layout.pp)
+        layout = dataclasses.replace(layout, microbatches=few, passes=1)
         return all(memory_of(config, layout, parts, rank).total <= most for rank in range(layout.pp))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torchtitan.trainer import Trainer
 
 from titan_async.pipelining.programs import schedule_programs
-from titan_async.pipelining.simulation import Run, Timing, simulate
+from titan_async.pipelining.simulation import Timing, simulate
 from titan_async.planning.hardware import Cluster
 from titan_async.planning.layout import Layout
 from titan_async.planning.network import Network
@@ -76,14 +76,14 @@ def step_time(
         ValueError: if the schedule does not go together with the layout.
     """
     costs = costs or stage_costs(config, layout, parts, cluster)
-    run = _run(config, layout, costs, cluster)
-    seconds = run.step_seconds
+    seconds = _step_seconds(layout, timing_of(config, layout, costs, cluster))
     ranks_of_a_stage = layout.world_size // layout.pp
     forward_flops = sum(part.forward_flops for part in _used(layout, parts))
     model_flops = 3 * forward_flops * layout.microbatches * layout.data_parallel
     peak = cluster.accelerator.peak(config.training.mixed_precision_param)
-    held = [sum(_seconds_outside(costs[stage]) for stage in layout.stages_of(r)) for r in range(layout.pp)]
-    outside = sum(held) / layout.pp / seconds
+    # Every stage is on one rank, so that the mean over ranks is the sum over stages.
+    busy = sum(layout.microbatches * (cost.forward + cost.backward) for cost in costs) / layout.pp
+    outside = sum(cost.gather + cost.reduction + cost.update for cost in costs) / layout.pp
     sent: dict[str, float] = {}
     for cost in costs:
         for kind, size in cost.sent.items():
@@ -93,8 +93,8 @@ def step_time(
         step_seconds=seconds,
         tokens_per_second=layout.tokens_per_step / seconds,
         mfu=model_flops / (seconds * peak * layout.world_size),
-        utilization=run.utilization,
-        bubble=max(1 - run.utilization - outside, 0.0),
+        utilization=busy / seconds,
+        bubble=max(1 - (busy + outside) / seconds, 0.0),
         days=seconds * layout.steps / _DAY,
         accelerator_hours=seconds * layout.steps * layout.world_size / 3600,
         sent_bytes=sent,
@@ -121,22 +121,27 @@ def timing_of(config: Trainer.Config, layout: Layout, costs: Sequence[StageCost]
     )
 
 
-def _run(config: Trainer.Config, layout: Layout, costs: Sequence[StageCost], cluster: Cluster) -> Run:
+def _step_seconds(layout: Layout, timing: Timing) -> float:
+    """A step by simulation. Of many microbatches all but the first and the last take the same time each."""
+    short, long = 6 * layout.pp, 12 * layout.pp
+    if layout.passes > 1 or layout.microbatches <= long or layout.microbatches % layout.pp:
+        return _simulated(layout, layout.microbatches, timing)
+    shorter, longer = (_simulated(layout, m, timing) for m in (short, long))
+    return longer + (layout.microbatches - long) * (longer - shorter) / (long - short)
+
+
+def _simulated(layout: Layout, microbatches: int, timing: Timing) -> float:
     # A synchronous step begins where the one before has ended, everywhere; Async2BW takes some to settle.
     batches = 6 if layout.delayed else 3
     programs = schedule_programs(
         layout.schedule if layout.pp > 1 else "1F1B",
         layout.pp,
-        layout.microbatches,
+        microbatches,
         batches,
         layout.lookahead,
         passes=layout.passes,
     )
-    return simulate(programs, timing_of(config, layout, costs, cluster))
-
-
-def _seconds_outside(cost: StageCost) -> float:
-    return cost.gather + cost.reduction + cost.update
+    return simulate(programs, timing).step_seconds
 
 
 def _used(layout: Layout, parts: Mapping[str, Part]) -> list[Part]:

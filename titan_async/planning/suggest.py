@@ -31,7 +31,7 @@ __all__ = ["LEAST_GAIN", "Searcher", "Suggestion"]
 LEAST_GAIN = 0.02
 """Of the step time; less is within what the model does not know."""
 
-_MOST_SIMULATED = 24
+_MOST_SIMULATED = 12
 
 
 @dataclass(frozen=True)
