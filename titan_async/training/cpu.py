@@ -130,9 +130,12 @@ def _draw_whole(initialize: Callable[[torch.Tensor], object]) -> Callable[[torch
             return
         mesh = parameter.device_mesh
         whole = DTensor.from_local(
-            torch.empty(parameter.shape, dtype=parameter.dtype), mesh, [Replicate()] * mesh.ndim
+            torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device),
+            mesh,
+            [Replicate()] * mesh.ndim,
         )
         initialize(whole)
-        parameter.copy_(whole)
+        # Slices it: `copy_` alone refuses a dimension of fewer entries than ranks.
+        parameter.copy_(whole.redistribute(placements=parameter.placements))
 
     return initialize_whole
