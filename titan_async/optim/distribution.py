@@ -21,11 +21,11 @@ from titan_async.optim.orthogonalization import orthogonalization_cost, orthogon
 from titan_async.optim.placement import Mesh, placed_on
 from titan_async.optim.work import Item, Task, divide
 
-__all__ = ["Distribution"]
+__all__ = ["ELEMENTS_STAYING", "Distribution"]
 
-# On the CPU, elements of matrices that stay on their rank and are worked on together: enough to batch small
-# ones, and few enough that what is held meanwhile stays small.
-_ELEMENTS_STAYING = 2**18
+ELEMENTS_STAYING = 2**18
+"""On the CPU, elements of matrices that stay on their rank and are worked on together: enough to batch small
+ones, and few enough that what is held meanwhile stays small."""
 
 Moving: TypeAlias = Mapping[int, tuple[Tensor, dict[str, Any]]]
 """Parameters to update, with their groups, by numbers that mean the same on all ranks."""
@@ -139,7 +139,7 @@ class Distribution:
             # What stays needs no large buckets, and its owners are known: they get less of the rest.
             staying = [item for item in items if not item.is_spread]
             spread = [item for item in items if item.is_spread]
-            size_here = min(size, _ELEMENTS_STAYING) if device.type == "cpu" else size
+            size_here = min(size, ELEMENTS_STAYING) if device.type == "cpu" else size
             buckets = divide(staying, mesh.coordinates, in_order, size_here)
             buckets += divide(spread, mesh.coordinates, in_order, size)
             of_ranks.update(zip(mesh.ranks, in_order, strict=True))

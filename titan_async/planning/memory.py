@@ -14,13 +14,14 @@ from torchtitan.components.optimizer import ParamGroupConfig
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.trainer import Trainer
 
+from titan_async.optim.distribution import ELEMENTS_STAYING
 from titan_async.pipelining.actions import in_flight, slots
 from titan_async.pipelining.programs import schedule_programs
 from titan_async.pipelining.simulation import Task
 from titan_async.planning.layout import Layout
 from titan_async.planning.parts import Part, Weight
 from titan_async.training.optimizer import AsyncOptimizers
-from titan_async.training.optimizer_config import match_group
+from titan_async.training.optimizer_config import MuonConfig, match_group
 
 __all__ = ["RESERVED_SHARE", "Memory", "Shards", "memory_of", "shards_of"]
 
@@ -76,7 +77,9 @@ def shards_of(weight: Weight, layout: Layout) -> Shards:
     return Shards(piece * rest // tp, piece * ranks * rest // tp, ranks)
 
 
-def memory_of(config: Trainer.Config, layout: Layout, parts: dict[str, Part], pp_rank: int) -> Memory:
+def memory_of(
+    config: Trainer.Config, layout: Layout, parts: dict[str, Part], pp_rank: int, *, on_cpu: bool = False
+) -> Memory:
     """The fullest moment of a rank in training; a validation or a checkpoint takes less.
 
     Args:
@@ -84,12 +87,13 @@ def memory_of(config: Trainer.Config, layout: Layout, parts: dict[str, Part], pp
         layout: of the run.
         parts: of its model.
         pp_rank: the rank's place in the pipeline.
+        on_cpu: as the parts were traced.
 
     Raises:
         ValueError: if the schedule does not go together with the layout.
     """
     stages = {
-        stage: _Stage(config, layout, [parts[name] for name in layout.stages[stage]], stage)
+        stage: _Stage(config, layout, [parts[name] for name in layout.stages[stage]], stage, on_cpu)
         for stage in layout.stages_of(pp_rank)
     }
     account = _Account(stages, layout)
@@ -113,7 +117,9 @@ def _single_program(microbatches: int) -> list[Task]:
 class _Stage:
     """Sizes of a stage in bytes."""
 
-    def __init__(self, config: Trainer.Config, layout: Layout, parts: Sequence[Part], index: int) -> None:
+    def __init__(
+        self, config: Trainer.Config, layout: Layout, parts: Sequence[Part], index: int, on_cpu: bool
+    ) -> None:
         training = config.training
         self.parts = parts
         compute = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize
@@ -132,7 +138,7 @@ class _Stage:
         self.reductions = [_buffers(unit, reduce, copies_alone=True) for unit in units.values()]
         self.unit_gradients = [sum(s.unsharded for s in unit) * reduce for unit in units.values()]
         self.unit_shards = [sum(s.sharded for s in unit) * master for unit in units.values()]
-        self.state, self.optimizer_extra = _optimizer_bytes(config, layout, weights, shards)
+        self.state, self.optimizer_extra = _optimizer_bytes(config, layout, weights, shards, on_cpu)
         tp = layout.tp
         self.activations = sum(part.saved_bytes for part in parts) // tp
         self.forward_peak = self._forward_peak() // tp
@@ -282,19 +288,22 @@ class _Account:
 
 
 def _optimizer_bytes(
-    config: Trainer.Config, layout: Layout, weights: Sequence[Weight], shards: dict[str, Shards]
+    config: Trainer.Config,
+    layout: Layout,
+    weights: Sequence[Weight],
+    shards: dict[str, Shards],
+    on_cpu: bool,
 ) -> tuple[Counter[str], int]:
     """Bytes of state by name, and the most that a step holds beyond it.
 
-    A step of Muon holds the buckets that travel and the matrices it works on; error feedback around another
-    optimizer remembers that one's parameters during its step.
+    Error feedback around another optimizer than Muon remembers its parameters during the step.
     """
     own = isinstance(config.optimizer, AsyncOptimizers.Config)
     groups = config.optimizer.resolved_groups() if own else config.optimizer.param_groups
     feedback = config.optimizer.error_feedback if own else None
     corrects = layout.delayed and feedback is not None and feedback.enable and feedback.strength != 0
     state: Counter[str] = Counter()
-    snapshot, muon, largest = 0, 0, 0
+    snapshot, of_muon = 0, []
     for weight in weights:
         group, size = groups[match_group(weight.name, groups)], shards[weight.name].sharded
         for name, count, dtype in _state_of(group):
@@ -302,15 +311,34 @@ def _optimizer_bytes(
         if corrects:
             state["error feedback"] += size * _itemsize(feedback.dtype, config)
         if group.optimizer_name == "Muon":
-            itemsize = TORCH_DTYPE_MAP[group.optimizer_kwargs.get("compute_dtype", "bfloat16")].itemsize
-            muon += size * itemsize
-            largest = max(largest, weight.shape[-1] * weight.shape[-2] * itemsize)
+            of_muon.append(weight)
         elif corrects:
             snapshot += size * _itemsize("auto", config)
-    bucket = config.optimizer.muon.bucket_mb * 2**20 if own else 32 * 2**20
-    # Two buckets, each as it is sent and as it is received, and the iterations on one.
-    travelling = min(7 * bucket / max(layout.dp_shard, 1), 7 * muon)
-    return state, int(max(snapshot, travelling, 4 * largest if muon else 0))
+    bucket = config.optimizer.muon.bucket_mb if own else MuonConfig().bucket_mb
+    return state, max(snapshot, _muon_extra(of_muon, shards, layout, bucket * 2**20, on_cpu))
+
+
+def _muon_extra(
+    weights: Sequence[Weight], shards: dict[str, Shards], layout: Layout, bucket: float, on_cpu: bool
+) -> int:
+    """What a step of Muon in bfloat16 holds for a while.
+
+    Matrices that stay on their rank are worked on a bucket at a time, with six times its size; of those that
+    travel two buckets are under way, each as it was sent and as it came in. Measured, not derived.
+    """
+    staying = [w for w in weights if shards[w.name].gathering == 1 or (w.expert and _is_whole(w, layout))]
+    spread = [w for w in weights if w not in staying]
+    here = [2 * shards[w.name].sharded for w in staying]
+    there = 2 * sum(shards[w.name].sharded for w in spread)
+    largest = max((2 * w.shape[-1] * w.shape[-2] for w in spread), default=0)
+    # The CPU works on few at a time, so that they stay in its cache.
+    at_a_time = max(min(2 * ELEMENTS_STAYING if on_cpu else bucket, sum(here)), max(here, default=0))
+    return int(max(6 * at_a_time, 5 * max(min(there, 2 * bucket / layout.dp_shard), largest)))
+
+
+def _is_whole(weight: Weight, layout: Layout) -> bool:
+    """Whether each expert's matrix lies on one rank."""
+    return layout.dp_shard * layout.tp <= weight.shape[0]
 
 
 def _state_of(group: ParamGroupConfig) -> list[tuple[str, int, str]]:

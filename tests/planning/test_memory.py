@@ -1,0 +1,105 @@
+"""Planned memory: shards by hand, items by hand, and the total against what runs of the trainer hold."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.peaks import peak_of_a_run
+from tests.support.planning import make_layout
+from tests.support.processes import WorkerPool
+from tests.support.training import ROOT
+from titan_async.training import cpu
+
+cpu.ensure_device()
+
+from titan_async.planning.layout import layout_of  # noqa: E402
+from titan_async.planning.memory import Memory, Shards, memory_of, shards_of  # noqa: E402
+from titan_async.planning.parts import Weight, trace_parts  # noqa: E402
+from titan_async.training.recipe_file import resolve  # noqa: E402
+
+P = "--parallelism."
+
+
+def test_shards_round_up() -> None:
+    layout = make_layout(2, dp_shard=4)
+    assert shards_of(Weight("w", (10, 6), False, "u"), layout) == Shards(3 * 6, 12 * 6, 4)
+    assert shards_of(Weight("b", (2,), False, "u"), layout) == Shards(1, 4, 4)
+    whole = make_layout(2, dp_shard=1)
+    assert shards_of(Weight("w", (10, 6), False, "u"), whole) == Shards(60, 60, 1)
+
+
+def test_experts_are_divided_twice() -> None:
+    experts = Weight("e", (8, 6, 4), True, "u")
+    assert shards_of(experts, make_layout(2, dp_shard=4, ep=2)) == Shards(2 * 24, 4 * 24, 2)
+    assert shards_of(experts, make_layout(2, dp_shard=4, ep=4)) == Shards(2 * 24, 2 * 24, 1)
+    assert shards_of(experts, make_layout(2, dp_shard=4, ep=1)) == Shards(2 * 24, 8 * 24, 4)
+    # More ranks than experts: torchtitan shards their rows instead.
+    assert shards_of(experts, make_layout(2, dp_shard=32, ep=4)) == Shards(2 * 1 * 4, 2 * 8 * 4, 8)
+    dense = Weight("w", (8, 6), False, "u")
+    assert shards_of(dense, make_layout(2, dp_shard=4, ep=4)) == Shards(2 * 6, 8 * 6, 4)
+
+
+def planned(world_size: int, *flags: object, recipe: str = "debug_cpu") -> list[Memory]:
+    config = resolve(arguments(*flags, recipe=recipe))
+    layout = layout_of(config, world_size)
+    parts = trace_parts(config, on_cpu=True)
+    return [memory_of(config, layout, parts, rank, on_cpu=True) for rank in range(layout.pp)]
+
+
+def arguments(*flags: object, recipe: str) -> list[str]:
+    return [str(ROOT / "toml_configs" / f"{recipe}.toml"), "--training.seq_len", "128", *map(str, flags)]
+
+
+def test_items_of_the_first_stage() -> None:
+    first, last = planned(4, "--parallelism.data_parallel_shard_degree", 2)
+    weights = 4 * (2048 * 192 + 3 * (4 * 192 * 192 + 3 * 192 * 512 + 2 * 192))
+    items = first.items
+    assert items["weights"] == items["error feedback"] == weights / 2
+    assert items["gradients"] == weights / 2  # of the batch before
+    assert items["unsharded weights"] == items["second version"] == items["unsharded gradients"] == weights
+    matrices = 4 * 3 * (4 * 192 * 192 + 3 * 192 * 512)
+    assert items["momentum"] == matrices / 2
+    assert items["AdamW moments"] == 2 * (weights - matrices) / 2
+    assert "second version" not in last.items
+    (one, two) = planned(4, P + "data_parallel_shard_degree", 2, P + "pipeline_parallel_schedule", "1F1B")
+    assert not {"second version", "error feedback"} & (one.items.keys() | two.items.keys())
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, WorkerPool]]:
+    pools: dict[int, WorkerPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+CASES = [
+    pytest.param(2, "debug_cpu", (), id="Async2BW"),
+    pytest.param(2, "debug_cpu", ("activation_checkpoint:selective",), id="selective checkpointing"),
+    pytest.param(2, "debug_cpu", (P + "pipeline_parallel_schedule", "1F1B"), id="1F1B"),
+    pytest.param(2, "debug_cpu", (P + "pipeline_parallel_schedule", "ZBVZeroBubble"), id="a split backward"),
+    pytest.param(4, "debug_cpu", (P + "data_parallel_shard_degree", 2), id="FSDP"),
+    pytest.param(
+        4,
+        "debug_moe_cpu",
+        (P + "data_parallel_shard_degree", 2, P + "expert_parallel_degree", 2),
+        id="experts on two ranks",
+    ),
+]
+
+
+@pytest.mark.parametrize(("ranks", "recipe", "flags"), CASES)
+def test_total_is_what_a_run_holds(
+    pools: dict[int, WorkerPool], tmp_path: Path, ranks: int, recipe: str, flags: tuple[object, ...]
+) -> None:
+    if ranks not in pools:
+        pools[ranks] = WorkerPool(ranks)
+    argv = [*arguments(*flags, recipe=recipe), "--dump_folder", str(tmp_path), "--training.steps", "4"]
+    argv += ["--checkpoint.no-enable", "--validator.no-enable"]
+    measured = pools[ranks].run(ranks, peak_of_a_run, argv, timeout=250)
+    plan = planned(ranks, *flags, recipe=recipe)
+    share = ranks // len(plan)
+    for stage, memory in enumerate(plan):
+        fullest = max(measured[stage * share : (stage + 1) * share])
+        assert memory.total == pytest.approx(fullest, rel=0.05), (stage, memory)

@@ -1,0 +1,143 @@
+"""What a model's parts cost: FLOPs by hand, bytes against the same part with real memory."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from titan_async.training import cpu
+
+cpu.ensure_device()
+
+from titan_async.recipes.debug import debug, debug_moe  # noqa: E402
+from torchtitan.config.override import apply_overrides  # noqa: E402
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
+
+from titan_async.planning.live_tensors import StorageTracker  # noqa: E402
+from titan_async.planning.parts import Part, trace_parts  # noqa: E402
+from titan_async.training.model_parts import PartMaker  # noqa: E402
+
+B, L = 2, 64
+TOKENS = B * L
+
+
+def small(make: Any = debug, **changes: Any) -> Any:
+    config = make()
+    training = dataclasses.replace(config.training, seq_len=L)
+    return dataclasses.replace(config, training=training, **changes)
+
+
+@pytest.fixture(scope="module")
+def dense() -> dict[str, Part]:
+    return trace_parts(small())
+
+
+def test_names_and_weights_are_the_models(dense: dict[str, Part]) -> None:
+    config = small()
+    config.model_spec.model.update_from_config(config=config)
+    with torch.device("meta"):
+        model = config.model_spec.model.build()
+    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert {w.name: w.shape for part in dense.values() for w in part.weights} == wanted
+    assert list(dense) == ["tok_embeddings", *(f"layers.{i}" for i in range(6)), "head"]
+    assert {w.name for w in dense["head"].weights} == {"norm.weight", "lm_head.weight"}
+
+
+def test_flops_of_a_dense_layer(dense: dict[str, Part]) -> None:
+    matrices = 4 * 192 * 192 + 3 * 192 * 512
+    products = 2 * TOKENS * matrices
+    attention = 2 * 2 * B * 6 * L * L * 32  # of 6 heads of size 32: scores and their sums over values
+    layer = dense["layers.3"]
+    assert layer.weight_flops == products
+    assert layer.forward_flops == products + attention / 2  # causal
+    # The flash kernel computes the scores again: five products where the forward had two.
+    assert layer.input_flops == products + 2.5 * attention / 2
+    assert layer.recompute_flops == 0
+    on_cpu = trace_parts(small(), on_cpu=True)["layers.3"]
+    assert on_cpu.forward_flops == products + attention
+
+
+def test_flops_of_embedding_and_head(dense: dict[str, Part]) -> None:
+    head = 2 * TOKENS * 192 * 2048
+    assert dense["tok_embeddings"].forward_flops == dense["tok_embeddings"].active == 0
+    assert dense["head"].forward_flops == dense["head"].input_flops == dense["head"].weight_flops == head
+
+
+@pytest.mark.parametrize("on_cpu", [False, True], ids=["accelerator", "CPU"])
+def test_flops_of_experts_are_those_of_the_chosen(on_cpu: bool) -> None:
+    layer = trace_parts(small(debug_moe), on_cpu=on_cpu)["layers.0"]
+    attention = 2 * 128 * 128 + 2 * 128 * 64
+    expert, router, shared = 3 * 128 * 128, 128 * 8, 3 * 128 * 128
+    assert layer.experts == 8 * expert
+    assert layer.active == attention + router + shared + 2 * expert + 2 * 128 + 2 * 32
+    assert layer.weight_flops == 2 * TOKENS * (attention + router + shared + 2 * expert)
+    assert layer.dispatched_bytes == 2 * layer.message_bytes == 2 * TOKENS * 128 * 4
+
+
+def test_checkpointing_computes_again_and_keeps_less() -> None:
+    none = trace_parts(small())["layers.0"]
+    full = trace_parts(small(activation_checkpoint=FullAC.Config()))["layers.0"]
+    selective = trace_parts(small(activation_checkpoint=SelectiveAC.Config()))["layers.0"]
+    assert full.recompute_flops == none.forward_flops and none.recompute_flops == 0
+    assert 0 < selective.recompute_flops < none.forward_flops
+    # A layer that is computed again keeps its output alone: its input is the output of the part before it.
+    assert full.saved_bytes < 1.1 * full.message_bytes
+    assert full.saved_bytes < selective.saved_bytes < none.saved_bytes
+    assert full.forward_flops == none.forward_flops  # what the model needs, not what is done
+
+
+@pytest.mark.parametrize("make", [debug, debug_moe], ids=["dense", "experts"])
+@pytest.mark.parametrize("checkpointing", [None, SelectiveAC.Config()], ids=["all kept", "selective"])
+def test_bytes_are_those_of_the_part_in_memory(make: Any, checkpointing: Any) -> None:
+    config = small(make, activation_checkpoint=checkpointing)
+    traced = trace_parts(config, on_cpu=True)
+    maker = real_maker(config)
+    for name, modules in {"layers.0": ["layers.0"], "head": ["norm", "lm_head"]}.items():
+        saved, peak = real_bytes(maker, modules)
+        # Tokens spread unevenly over experts take other scratch space, and small tensors of counts.
+        assert traced[name].saved_bytes == pytest.approx(saved, rel=0.01)
+        assert traced[name].first_backward_peak == pytest.approx(peak, rel=0.03)
+
+
+def real_maker(config: Any) -> PartMaker:
+    config = cpu.adapt_config(config)
+    model_config = config.model_spec.model
+    model_config.update_from_config(config=config)
+    apply_overrides(config.override, config)
+    with torch.device("meta"):
+        model = model_config.build()
+    return PartMaker(
+        model=model,
+        model_config=model_config,
+        device=torch.device("cpu"),
+        training=config.training,
+        parallelism=config.parallelism,
+        ac_config=config.activation_checkpoint,
+        dump_folder="",
+        loss_fn=config.loss.build(compile_config=config.compile),
+    )
+
+
+def real_bytes(maker: PartMaker, modules: list[str]) -> tuple[int, int]:
+    """What a forward leaves behind, and the most that there is until its backward has ended."""
+    part = maker.make(modules)
+    with StorageTracker() as tracker:
+        maker.materialize(part)
+        with torch.no_grad():
+            part.init_weights()
+        inputs = maker.inputs(part)
+        start = inputs.start(part)
+        before = tracker.live
+        output, end = inputs.forward(part, start)
+        saved = tracker.live - before
+        tracker.reset_peak()
+        end.backward(inputs.output_gradient)
+        del output
+        return saved, tracker.peak - before
+
+
+def test_tracing_uses_up_no_random_numbers() -> None:
+    state = torch.get_rng_state()
+    trace_parts(small())
+    assert torch.equal(torch.get_rng_state(), state)
