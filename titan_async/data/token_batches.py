@@ -28,6 +28,9 @@ __all__ = ["TokenBatches"]
 _FILES_TOGETHER = 8
 """Files whose documents are shuffled together: neighbours in a file often come from the same crawl."""
 
+_PAIRS_AT_ONCE = 2**16
+"""Batches that are smaller are filled several at a time."""
+
 _Ints = npt.NDArray[np.int64]
 
 
@@ -93,15 +96,46 @@ class TokenBatches(IterableDataset[Sample]):
         share = (self._rank, self._world_size) if self._infinite else (0, 1)
         pairs = _Pairs(self._files, self._source, *share_of_worker(*share))
         pairs.position = self._position
-        while self._fill(pairs, batch := _Batch(self._batch_size, self._seq_len)):
+        yield from self._endless(pairs) if self._infinite else self._one_pass(pairs)
+
+    def _endless(self, pairs: "_Pairs") -> Iterator[Sample]:
+        size = self._batch_size * self._seq_len
+        together = max(1, _PAIRS_AT_ONCE // size)
+        while True:
+            filled, taken, done = _Batch(together * self._batch_size, self._seq_len), self._taken, 0
+            while done < filled.size:
+                done += pairs.take(filled, done, filled.size - done)
+                if done < filled.size:
+                    if taken + done < self._seq_len:
+                        raise self._too_little(1)
+                    pairs.position = [pairs.position[0] + 1, 0, 0]
+            self._check_vocabulary(filled)
+            for number, sample in enumerate(filled.split(self._batch_size), start=1):
+                self._position, self._taken = filled.position(number * size), taken + number * size
+                yield sample
+
+    def _one_pass(self, pairs: "_Pairs") -> Iterator[Sample]:
+        while self._fill_own(pairs, batch := _Batch(self._batch_size, self._seq_len)):
             self._position = pairs.position
+            self._taken += batch.size
             self._check_vocabulary(batch)
-            yield batch.sample()
+            yield from batch.split(self._batch_size)
         if not self._taken:
-            raise too_little(
-                self._source, self._seq_len, 1 if self._infinite else self._batch_size, self._world_size
-            )
+            raise self._too_little(self._batch_size)
         self._start(self._position[0] + 1)
+
+    def _fill_own(self, pairs: "_Pairs", batch: "_Batch") -> bool:
+        """Fill a batch with this rank's sequences; False if not all ranks could fill one any more."""
+        length, others = self._seq_len, self._world_size - 1 - self._rank
+        return all(
+            pairs.skip(self._rank * length) == self._rank * length
+            and pairs.take(batch, start, length) == length
+            and pairs.skip(others * length) == others * length
+            for start in range(0, batch.size, length)
+        )
+
+    def _too_little(self, needed: int) -> UserError:
+        return too_little(self._source, self._seq_len, needed, self._world_size)
 
     def _start(self, epoch: int) -> None:
         self._position = [epoch, 0, 0]
@@ -118,48 +152,38 @@ class TokenBatches(IterableDataset[Sample]):
                 "--verify."
             )
 
-    def _fill(self, pairs: "_Pairs", batch: "_Batch") -> bool:
-        if not self._infinite:
-            length, others = self._seq_len, self._world_size - 1 - self._rank
-            for start in range(0, batch.size, length):
-                if (
-                    pairs.skip(self._rank * length) < self._rank * length
-                    or pairs.take(batch, start, length) < length
-                    or pairs.skip(others * length) < others * length
-                ):
-                    return False
-            self._taken += batch.size
-            return True
-        done = 0
-        while done < batch.size:
-            done += (taken := pairs.take(batch, done, batch.size - done))
-            self._taken += taken
-            if done < batch.size:
-                if self._taken < self._seq_len:
-                    self._taken = 0
-                    return False
-                pairs.position = [pairs.position[0] + 1, 0, 0]
-        return True
-
 
 class _Batch:
-    """Rows of sequences, end to end while they are filled."""
+    """Sequences, end to end while they are filled: of one batch, or of several."""
 
     def __init__(self, rows: int, seq_len: int) -> None:
         self.size = rows * seq_len
         self._shape = (rows, seq_len)
         self.inputs, self.labels, self.beginnings = (np.empty(self.size, dtype=np.int64) for _ in range(3))
         """`beginnings` is where in the batch the document of each token begins, or would."""
+        self._origins: list[tuple[int, list[int]]] = []
 
-    def sample(self) -> Sample:
-        """The batch as tensors; positions count from 0 at each document and at each sequence."""
+    def note(self, start: int, position: list[int]) -> None:
+        """Say at which position the pairs from `start` on were."""
+        self._origins.append((start, position))
+
+    def position(self, count: int) -> list[int]:
+        """The position behind the first so many pairs."""
+        start, (epoch, window, used) = max(origin for origin in self._origins if origin[0] < count)
+        return [epoch, window, used + count - start]
+
+    def split(self, rows: int) -> Iterator[Sample]:
+        """The batches of so many rows; positions count from 0 at each document and at each sequence."""
         index = np.arange(self.size).reshape(self._shape)
         positions = index - np.maximum(self.beginnings.reshape(self._shape), index[:, :1])
-        fields = {
-            "input": torch.from_numpy(self.inputs.reshape(self._shape)),
-            "positions": torch.from_numpy(positions),
-        }
-        return fields, torch.from_numpy(self.labels.reshape(self._shape))
+        columns = [array.reshape(self._shape) for array in (self.inputs, positions, self.labels)]
+        for start in range(0, self._shape[0], rows):
+            parts = [column[start : start + rows] for column in columns]
+            if rows < self._shape[0]:
+                # A worker process would send all of what a tensor is a part of.
+                parts = [part.copy() for part in parts]
+            inputs, where, labels = map(torch.from_numpy, parts)
+            yield {"input": inputs, "positions": where}, labels
 
 
 class _Pairs:
@@ -198,6 +222,7 @@ class _Pairs:
                     break
             step = min(count - done, self._window.pairs - self._used)
             if batch is not None and step:
+                batch.note(start + done, self.position)
                 self._window.copy(self._used, self._used + step, batch, start + done)
             self._used += step
             done += step

@@ -1,0 +1,198 @@
+"""Measures how many tokens a second data loaders deliver to one process, on CPU. Run by hand:
+
+    python tools/bench/data.py [--repetitions 5] [--millions 32] [--json results.json]
+
+Compared are TextDataLoader on token files, TextDataLoader on the same text, and torchtitan's own
+HuggingFaceTextDataLoader on that text as `datasets` streams it. The text is made up of words drawn at random;
+its documents have 1000 tokens on the average, which is what web pages have, or 50. The token files hold the
+same documents as often as it takes to have as many millions of tokens.
+
+Each loader runs in this process, without workers, for the same number of batches after two that are not
+counted; loaders take turns. Figures are medians of the repetitions: by the clock, and by the time that the
+process computed, which other work on the machine disturbs less.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+# Before torch and tokenizers are imported: one thread, as a rank has about that much to spare.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+WORDS = "what light through yonder window breaks it is the east and Juliet sun arise fair kill envious moon"
+TEXT_BATCHES = 20
+"""A loader that tokenizes is measured on fewer batches."""
+
+
+@dataclass
+class Result:
+    """One loader on documents of one length and sequences of another."""
+
+    document: int
+    seq_len: int
+    batch_size: int
+    loader: str
+    clock: list[float] = field(default_factory=list)
+    """Tokens a second, by repetition."""
+    computed: list[float] = field(default_factory=list)
+    """The same, by the time that the process computed."""
+
+    @property
+    def medians(self) -> tuple[float, float]:
+        return statistics.median(self.clock), statistics.median(self.computed)
+
+
+def write_text(file: Path, mean: int) -> None:
+    """Documents of about so many tokens on the average, one a line."""
+    random, words = np.random.default_rng(0), np.array(WORDS.split())
+    # A word is about 1.4 tokens of the shipped tokenizer, and the lengths of web pages are spread like this.
+    lengths = np.maximum(random.lognormal(np.log(mean / 1.4) - 0.5, 1.0, 2_000_000 // mean), 2).astype(int)
+    with file.open("w") as opened:
+        for length in lengths:
+            opened.write(json.dumps({"text": " ".join(words[random.integers(0, len(words), length)])}) + "\n")
+
+
+def write_tokens(folder: Path, text: Path, tokens: int) -> None:
+    """Token files of the text, repeated under other names until there are as many tokens."""
+    from dataclasses import replace
+
+    from titan_async.data import TextSource, prepare_tokens, shakespeare_tokenizer_folder
+    from titan_async.data.token_files import write_index
+
+    index = prepare_tokens(TextSource(dataset_path=str(text)), shakespeare_tokenizer_folder(), folder)
+    times = max(1, round(tokens / index.tokens))
+    shards = []
+    for number in range(times * len(index.shards)):
+        shard = index.shards[number % len(index.shards)]
+        name = f"tokens-{number:05}.safetensors"
+        if number >= len(index.shards):
+            (folder / name).write_bytes((folder / shard.name).read_bytes())
+        shards.append(replace(shard, name=name))
+    counts = {"documents": index.documents * times, "tokens": index.tokens * times}
+    write_index(folder, replace(index, shards=tuple(shards), **counts))
+
+
+def loaders(text: Path, tokens: Path, seq_len: int, batch_size: int) -> dict[str, Callable[[], Any]]:
+    """Makes each of the loaders anew."""
+    import datasets
+    from torchtitan.components.tokenizer import HuggingFaceTokenizer
+    from torchtitan.hf_datasets import DatasetConfig
+    from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
+
+    from titan_async.data import shakespeare_tokenizer_folder
+    from titan_async.training.data import TextDataLoader
+
+    DATASETS["bench"] = DatasetConfig(
+        path=str(text),
+        loader=lambda path: datasets.load_dataset("json", data_files=path, streaming=True, split="train"),
+        sample_processor=lambda record: record["text"],
+    )
+    common = {
+        "dp_world_size": 1,
+        "dp_rank": 0,
+        "tokenizer": HuggingFaceTokenizer(tokenizer_path=str(shakespeare_tokenizer_folder())),
+        "seq_len": seq_len,
+        "local_batch_size": batch_size,
+    }
+    return {
+        "ours, token files": lambda: TextDataLoader.Config(dataset="tokens", dataset_path=str(tokens)).build(
+            **common
+        ),
+        "ours, text": lambda: TextDataLoader.Config(dataset_path=str(text)).build(**common),
+        "torchtitan, text": lambda: HuggingFaceTextDataLoader.Config(dataset="bench").build(**common),
+    }
+
+
+def run(make: Callable[[], Iterator], batches: int, result: Result) -> None:
+    iterator = iter(make())
+    for _ in range(2):
+        next(iterator)
+    clock, computed = time.perf_counter(), time.process_time()
+    for _ in range(batches):
+        next(iterator)
+    tokens = batches * result.seq_len * result.batch_size
+    result.clock.append(tokens / (time.perf_counter() - clock))
+    result.computed.append(tokens / (time.process_time() - computed))
+
+
+def measure(documents: list[int], repetitions: int, millions: int) -> list[Result]:
+    results = []
+    for mean in documents:
+        with tempfile.TemporaryDirectory() as folder:
+            text, tokens = Path(folder, "text.jsonl"), Path(folder, "tokens")
+            write_text(text, mean)
+            write_tokens(tokens, text, millions * 10**6)
+            for seq_len, batch_size in ((4096, 8), (256, 8)):
+                made = loaders(text, tokens, seq_len, batch_size)
+                row = {name: Result(mean, seq_len, batch_size, name) for name in made}
+                whole = millions * 10**6 // (seq_len * batch_size) - 3
+                for _ in range(repetitions):
+                    for name, make in made.items():
+                        few = name != "ours, token files"
+                        run(make, min(TEXT_BATCHES, whole) if few else min(whole, 1000), row[name])
+                results += row.values()
+    return results
+
+
+def table_of(results: list[Result]) -> Table:
+    table = Table(title="Thousands of tokens a second to one process", box=SIMPLE_HEAD)
+    for name in ("document", "sequence", "batch", "loader"):
+        table.add_column(name, justify="left" if name == "loader" else "right")
+    for name in ("by the clock", "computing", "ratio"):
+        table.add_column(name, justify="right")
+    for result in results:
+        clock, computed = result.medians
+        same = (result.document, result.seq_len)
+        peer = next(
+            other.medians[1]
+            for other in results
+            if (other.document, other.seq_len) == same and other.loader.startswith("torchtitan")
+        )
+        row = [result.document, result.seq_len, result.batch_size, result.loader]
+        row += [f"{clock / 1e3:,.0f}", f"{computed / 1e3:,.0f}", f"{computed / peer:,.1f}"]
+        table.add_row(*map(str, row))
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--repetitions", type=int, default=5, help="of each loader (%(default)s)")
+    parser.add_argument("--millions", type=int, default=32, help="of tokens in the files (%(default)s)")
+    parser.add_argument("--documents", type=int, nargs="+", default=[1000, 50], help="tokens of a document")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    arguments = parser.parse_args()
+    results = measure(arguments.documents, arguments.repetitions, arguments.millions)
+    Console().print(table_of(results))
+    if arguments.json:
+        record = {
+            "versions": {
+                name: metadata.version(name) for name in ("torch", "torchtitan", "datasets", "numpy")
+            },
+            "machine": platform.machine(),
+            "results": [asdict(result) | {"medians": result.medians} for result in results],
+        }
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
