@@ -1,10 +1,13 @@
 """Compares what the planner predicts with what is measured here. Run by hand:
 
-    python tools/bench/planner.py [--only time] [--json results.json]
+    python tools/bench/planner.py [--only time,memory] [--json results.json]
 
 "time": steps of every schedule with stages that sleep 20 ms forward and 40 ms backward, as in schedule.py,
-against the simulation of the same. Everything is measured in one run. It takes four minutes on two idle
-cores.
+against the simulation of the same.
+
+"memory": the most bytes of live tensors that ranks of the debug recipes hold in four steps, against the plan.
+
+Each part is measured in one run. They take four minutes each on two idle cores.
 """
 
 import argparse
@@ -20,6 +23,7 @@ from typing import Any
 # In the workers too, which inherit it: one thread each, before torch is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import _planned_memory
 import _planned_time
 from _pool import Pool
 from rich.console import Console
@@ -48,7 +52,23 @@ def _time(quick: bool) -> tuple[dict[str, Any], list[Table]]:
     return record, [costs, table]
 
 
-PARTS: dict[str, Callable[[bool], tuple[dict[str, Any], list[Table]]]] = {"time": _time}
+def _memory(quick: bool) -> tuple[dict[str, Any], list[Table]]:
+    peaks = _planned_memory.compare(_planned_memory.CASES[: 1 if quick else None])
+    table = Table("recipe", "ranks", "flags", "stage", "measured MB", "planned MB", "error", "fullest during",
+                  title="Live tensors of a rank at its fullest")  # fmt: skip
+    for p in peaks:
+        flags = " ".join(flag.rpartition(".")[2] for flag in p.case.flags)
+        table.add_row(p.case.recipe, str(p.case.ranks), flags, str(p.pp_rank), f"{p.measured / 1e6:.2f}",
+                      f"{p.predicted / 1e6:.2f}", f"{p.error:+.1%}", p.moment)  # fmt: skip
+    worst = max(abs(p.error) for p in peaks)
+    table.caption = f"largest error {worst:.1%}"
+    return {"peaks": [{**asdict(p), "error": p.error} for p in peaks]}, [table]
+
+
+PARTS: dict[str, Callable[[bool], tuple[dict[str, Any], list[Table]]]] = {
+    "time": _time,
+    "memory": _memory,
+}
 
 
 def main() -> None:

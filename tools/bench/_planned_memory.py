@@ -1,0 +1,102 @@
+"""The peak of live tensors of whole training runs, against what the planner says of them."""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_async.cli.launch import launch
+from titan_async.training import cpu
+
+cpu.ensure_device()  # before anything of torchtitan
+
+from titan_async.planning.layout import layout_of  # noqa: E402
+from titan_async.planning.memory import memory_of  # noqa: E402
+from titan_async.planning.parts import trace_parts  # noqa: E402
+from titan_async.training.recipe_file import resolve  # noqa: E402
+
+__all__ = ["CASES", "Case", "Peak", "compare"]
+
+ROOT = Path(__file__).parents[2]
+STEPS = 4
+"""Async2BW holds all that it ever does in the third."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of a recipe file of the project."""
+
+    recipe: str
+    ranks: int
+    flags: tuple[str, ...] = ()
+
+
+def _schedule(name: str) -> tuple[str, ...]:
+    return ("--parallelism.pipeline_parallel_schedule", name)
+
+
+SHARDS = ("--parallelism.data_parallel_shard_degree", "2")
+EXPERTS = (*SHARDS, "--parallelism.expert_parallel_degree", "2")
+BFLOAT16 = ("--training.mixed_precision_param", "bfloat16")
+DEEP = ("--parallelism.pipeline_parallel_degree", "4")
+
+CASES = [
+    Case("debug_cpu", 2),
+    Case("debug_cpu", 2, ("--pipeline.lookahead", "1")),
+    Case("debug_cpu", 2, ("activation_checkpoint:selective",)),
+    Case("debug_cpu", 2, ("activation_checkpoint:full",)),
+    Case("debug_cpu", 2, BFLOAT16),
+    Case("debug_cpu", 4, SHARDS),
+    Case("debug_cpu", 4, DEEP),
+    *(
+        Case("debug_cpu", 2, _schedule(name))
+        for name in ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+    ),
+    Case("debug_cpu", 4, (*_schedule("1F1B"), *SHARDS)),
+    Case("debug_moe_cpu", 2),
+    Case("debug_moe_cpu", 4, EXPERTS),
+    Case("debug_moe_cpu", 4, (*_schedule("1F1B"), *EXPERTS)),
+]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of a rank; of the ranks of a stage, the one that holds the most."""
+
+    case: Case
+    pp_rank: int
+    measured: int
+    predicted: int
+    moment: str
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def compare(cases: Sequence[Case]) -> list[Peak]:
+    """Run each case, and plan it."""
+    return [peak for case in cases for peak in _compare(case)]
+
+
+def _compare(case: Case) -> list[Peak]:
+    with tempfile.TemporaryDirectory() as folder:
+        argv = [str(ROOT / "toml_configs" / f"{case.recipe}.toml"), *case.flags, "--dump_folder", folder]
+        argv += ["--training.steps", str(STEPS), "--checkpoint.no-enable", "--validator.no-enable"]
+        worker = [sys.executable, str(Path(__file__).with_name("_trainer_peak.py")), folder, *argv]
+        os.environ["TITAN_ASYNC_LOG"] = "ERROR"
+        if launch(case.ranks, worker):
+            raise RuntimeError(f"the run of {case} failed")
+        found = [json.loads(Path(folder, f"{rank}.json").read_text())["peak"] for rank in range(case.ranks)]
+        config = resolve(argv)
+    layout, parts = layout_of(config, case.ranks), trace_parts(config, on_cpu=True)
+    share = case.ranks // layout.pp
+    peaks = []
+    for rank in range(layout.pp):
+        memory = memory_of(config, layout, parts, rank, on_cpu=True)
+        fullest = max(found[rank * share : (rank + 1) * share])
+        peaks.append(Peak(case, rank, fullest, memory.total, memory.moment))
+    return peaks
