@@ -34,6 +34,8 @@ def test_groups_follow_the_order_of_ranks():
     assert groups.replicas == Group(2, 1)  # 0 and 8
     assert groups.experts == Group(4, 4)  # 0 to 3
     assert groups.expert_shards == Group(2, 2)  # 0 and 4
+    wider = Network(ROUND, make_layout(1, pp=1, dp_shard=4, tp=4)).groups
+    assert wider.shards == Group(4, 2)  # 0 and 4 on the first node
     assert groups.holders == Group(16, 8) and groups.expert_holders == Group(4, 2)
 
 

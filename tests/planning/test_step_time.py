@@ -143,9 +143,9 @@ def test_experts_are_exchanged_four_times_and_live_on_their_ranks(config):
     size = 16 * 10**9 // 1000
     parts = {"layers.0": make_part("layers.0", shape=(8, 64, 64), expert=True, dispatched_bytes=size)}
     parts |= {name: make_part(name, tflops=0.0) for name in ("tok_embeddings", "head")}
-    apart, together = (
+    apart, pairs, together = (
         stage_costs(config, make_layout(1, pp=1, dp_shard=8, ep=ep, microbatches=1), parts, ROUND)[0]
-        for ep in (8, 1)
+        for ep in (8, 4, 1)
     )
     once = size * 7 / 8 / 80e9
     assert apart.forward == pytest.approx(EACH + 2 * once, rel=1e-3)
@@ -154,6 +154,8 @@ def test_experts_are_exchanged_four_times_and_live_on_their_ranks(config):
     assert together.forward == pytest.approx(EACH, rel=1e-3) and together.sent["experts"] == 0
     # Each of eight ranks has its own expert, so that none of its weights are gathered.
     assert apart.sent["weights"] < together.sent["weights"]
+    # Two ranks share two experts: each sends half of them, forward and backward, in bfloat16.
+    assert pairs.sent["weights"] - apart.sent["weights"] == pytest.approx(2 * (2 * 64 * 64 * 2) / 2)
     assert apart.sent["Muon"] == 0
 
 
