@@ -75,7 +75,7 @@ def on_gpus(
       operations, without embedding and head, the peak is 0.3118 C^-0.125 and the batch 0.2920 C^0.3271
       tokens. It was fitted to dense models under AdamW. For Muon it fits what Moonlight's scaling runs took
       (9.5e-4 for 0.4 B parameters and 8.3e-4 for 1.5 B, where it says 1.2e-3 and 8.4e-4), and the best of
-      the debug recipes (it says 7e-3 and 8e-3). No recipe for GPUs has been swept.
+      four or three for the debug recipes (5e-3 and 1e-2; 8e-3 and 7e-3). No recipe for GPUs has been swept.
     - One learning rate for Muon and AdamW: with `match_rms_adamw` Muon's updates have the size of AdamW's,
       and rates and decay carry over (arXiv 2502.16982).
     - FineWeb-Edu, as in arXiv 2606.30634, streamed from the hub. 5 % of its documents are left for

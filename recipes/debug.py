@@ -38,8 +38,9 @@ def debug_moe() -> AsyncTrainer.Config:
       eight experts and a shared one, of the width of the residual stream each.
     - Of Muon's learning rates 2.5e-3, 5e-3, 1e-2 and 2e-2 the second gave the lowest validation loss after
       300 delayed steps: 4.168, 4.087, 4.092, 4.148 (one seed; AdamW's is that of `debug`, and was not swept).
-    - With that, 4.073 without a delay (`debug_moe_cpu_sync.toml`). Experts spread over two ranks of each
-      stage, with the same batch from other shares of the text: 4.050. A model that sees no context: 5.842.
+    - With that, 4.073 without a delay (`debug_moe_cpu_sync.toml`); a model that sees no context reaches
+      5.842. Experts spread over two ranks of each stage, which share the text of training and of validation
+      differently: 4.050, where that model reaches 5.712.
     """
     return on_a_laptop(
         moe_spec(
