@@ -116,6 +116,23 @@ def test_a_bubble_is_something_to_gain():
     assert found is not None and found.time.bubble < now.bubble
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "Async2BW"])
+def test_no_layout_is_faster_than_the_fastest(schedule):
+    config = config_of(2, 2, sequences=16, microbatch=4, schedule=schedule)
+    slower = dataclasses.replace(SLOW, link_latency=0.02)
+    searcher = Searcher(slower, AS_ASSUMED, light, lambda config, layout, parts: layout.pp > 1)
+    seconds = [
+        (candidate.bound, step_time(candidate.config, candidate.layout, candidate.parts, slower).step_seconds)
+        for candidate in searcher._candidates(config, 4)
+        if candidate.layout.pp > 1
+    ]
+    assert all(bound <= time for bound, time in seconds) and len(seconds) > 3
+    if schedule == "Async2BW":  # the most promising is not the fastest here
+        assert min(seconds)[1] > min(time for _, time in seconds)
+    found = searcher.fastest(config, 4)
+    assert found is not None and found[0].step_seconds == min(time for _, time in seconds)
+
+
 def test_of_what_is_suggested_nothing_better_is_suggested():
     found, _ = look(config_of(2, 2), heavy, SLOW)
     again, now = look(found.config, heavy, SLOW)
