@@ -18,6 +18,7 @@ __all__ = ["VERBS", "main"]
 VERBS = {
     "train": "train a model with a recipe file",
     "plan": "say what a run will need: time, memory, traffic",
+    "rehearse": "try a run of many GPUs on this machine's CPU, rank by rank",
 }
 """Every verb, which is also the name of its module, and what it does."""
 

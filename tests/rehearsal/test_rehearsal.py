@@ -1,0 +1,213 @@
+"""The recipe of a 10B mixture of experts, rehearsed: 64 ranks on 4 stages, 16-way FSDP, 8-way experts.
+
+What the stages do is tried with all of the recipe's layers; what 64 ranks would save, with the first few.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import SavePlan
+from torchtitan.trainer import Trainer
+
+from titan_async.errors import UserError
+from titan_async.rehearsal.narrow import narrowed, prepared, world_size
+from titan_async.rehearsal.processes import for_each
+from titan_async.rehearsal.rank import build_at_real_width, rehearse
+from titan_async.rehearsal.saved import Entries, check_plans, expected_entries
+from titan_async.training import preflight
+from titan_async.training.recipe_file import resolve
+
+ROOT = Path(__file__).parents[2]
+
+WORLD, STAGES = 64, 4
+DIVISOR = 8
+RANKS = [0, 17, 34, 63]
+"""One of each stage."""
+
+
+@pytest.fixture(scope="module")
+def config() -> Trainer.Config:
+    return resolve(
+        [
+            str(ROOT / "toml_configs/moe_10b_200b.toml"),
+            "--parallelism.pipeline_parallel_degree", str(STAGES),
+            "--parallelism.data_parallel_shard_degree", str(WORLD // STAGES),
+            # As few microbatches as there may be.
+            "--parallelism.pipeline_parallel_microbatch_size", "1",
+            "--training.local_batch_size", str(STAGES),
+            "--training.global_batch_size", str(WORLD),
+        ]
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shallow(config: Trainer.Config) -> Trainer.Config:
+    """The recipe with layers for three stages: the last one has norm and head."""
+    model = dataclasses.replace(config.model_spec.model, layers=config.model_spec.model.layers[:6])
+    return dataclasses.replace(config, model_spec=dataclasses.replace(config.model_spec, model=model))
+
+
+@pytest.fixture(scope="module")
+def plans(shallow: Trainer.Config) -> list[SavePlan]:
+    build = partial(rehearse, steps=0, divisor=DIVISOR)
+    return [each.plan for each in for_each(build, [(shallow, rank, WORLD) for rank in range(WORLD)])]
+
+
+@pytest.fixture(scope="module")
+def expected(shallow: Trainer.Config) -> Entries:
+    [entries] = for_each(partial(expected_entries, divisor=DIVISOR), [(shallow, WORLD)])
+    return entries
+
+
+def test_the_degrees_fit_each_other(config: Trainer.Config, tmp_path: Path) -> None:
+    assert world_size(config) == WORLD
+    preflight.check(prepared(config, steps=2, folder=str(tmp_path)), world_size=WORLD)
+
+
+def test_every_stage_is_built_at_its_real_width(config: Trainer.Config) -> None:
+    shapes = list(for_each(build_at_real_width, [(config, rank, WORLD) for rank in RANKS]))
+    assert [shape.stage for shape in shapes] == [0, 1, 2, 3]
+    with torch.device("meta"):
+        whole = config.model_spec.model.build()
+    assert sum(shape.parameters for shape in shapes) == sum(p.numel() for p in whole.parameters()) > 9.8e9
+    modules = [name for shape in shapes for name in shape.modules]
+    assert modules == ["tok_embeddings", *(f"layers.{index}" for index in range(30)), "norm", "lm_head"]
+    for shape in shapes:
+        assert shape.local_parameters == shape.parameters // 16
+
+
+def test_every_stage_trains(config: Trainer.Config) -> None:
+    train = partial(rehearse, steps=2, divisor=DIVISOR)
+    for trained in for_each(train, [(config, rank, WORLD) for rank in RANKS]):
+        assert trained.updates == 2
+        # A router gathers this rank's four rows 16 times: equal experts, of which others may win.
+        assert all(name.endswith("router.gate.weight") for name in trained.still)
+        assert trained.moved + len(trained.still) == (121, 120, 120, 92)[trained.stage]
+        assert (trained.loss is not None) == (trained.stage == 3)
+        if trained.loss is not None:
+            assert 10 < trained.loss < 12  # log(49152) = 10.8
+
+
+def test_parameters_that_stand_still_are_found(shallow: Trainer.Config) -> None:
+    adamw = dataclasses.replace(shallow.optimizer.adamw, lr=0.0)
+    still = dataclasses.replace(shallow, optimizer=dataclasses.replace(shallow.optimizer, adamw=adamw))
+    with pytest.raises(RuntimeError, match="gradients but no change: lm_head.weight, norm.weight"):
+        list(for_each(partial(rehearse, steps=2, divisor=DIVISOR), [(still, 63, WORLD)]))
+
+
+def test_all_ranks_together_save_everything_once(plans: list[SavePlan], expected: Entries) -> None:
+    assert check_plans(plans, expected) == []
+    name = "layers.4.moe.routed_experts.inner_experts.w1_EFD"
+    shape = (64, 768 // DIVISOR, 2048 // DIVISOR)
+    for key in (
+        name,
+        f"optimizer.state.{name}.momentum_buffer",
+        f"optimizer.state.{name}.error_feedback_update",
+        f"train_state.next_weights.{name}",
+    ):
+        assert expected[key] == shape
+    assert "train_state.next_weights.lm_head.weight" in expected
+    assert expected["optimizer.state.lm_head.weight.error_feedback_update_valid"] == ()
+
+
+def without(plans: Sequence[SavePlan], key: str, ranks: Sequence[int]) -> list[SavePlan]:
+    return [
+        dataclasses.replace(plan, items=[item for item in plan.items if item.index.fqn != key])
+        if rank in ranks
+        else plan
+        for rank, plan in enumerate(plans)
+    ]
+
+
+def with_box(plan: SavePlan, key: str, shift: int) -> SavePlan:
+    """The plan with one rank's part of a tensor moved along its first dimension."""
+    items = []
+    for item in plan.items:
+        if item.index.fqn == key:
+            chunk = item.tensor_data.chunk
+            offsets = type(chunk.offsets)((chunk.offsets[0] + shift, *chunk.offsets[1:]))
+            data = dataclasses.replace(item.tensor_data, chunk=dataclasses.replace(chunk, offsets=offsets))
+            item = dataclasses.replace(item, tensor_data=data)
+        items.append(item)
+    return dataclasses.replace(plan, items=items)
+
+
+EXPERTS = "optimizer.state.layers.0.moe.routed_experts.inner_experts.w1_EFD.momentum_buffer"
+HEAD = "train_state.next_weights.lm_head.weight"
+
+
+def test_what_is_missing_or_too_much_is_found(plans: list[SavePlan], expected: Entries) -> None:
+    everywhere = range(WORLD)
+    assert check_plans(without(plans, HEAD, everywhere), expected) == [f"{HEAD} is saved by no rank"]
+    fewer = {key: shape for key, shape in expected.items() if key != HEAD}
+    assert check_plans(plans, fewer) == [f"{HEAD} is saved but not expected"]
+    [wrong] = check_plans(without(plans, HEAD, [50]), expected)
+    assert wrong.startswith(f"{HEAD}, of [49152, 256]: the part [6144:9216, 0:256] is in no box")
+    taller = expected | {HEAD: (49153, 256)}
+    assert f"{HEAD} is [49152, 256] on rank 48 and [49153, 256] in the model" in check_plans(plans, taller)
+
+
+def test_parts_in_the_wrong_place_are_found(plans: list[SavePlan], expected: Entries) -> None:
+    for rank, shift, problem in (
+        (3, 1, "the part [24:25, "),  # a hole, where rank 3's expert was
+        (15, 8, "reaches out of it"),
+    ):
+        shifted = [with_box(plan, EXPERTS, shift) if at == rank else plan for at, plan in enumerate(plans)]
+        [wrong] = check_plans(shifted, expected)
+        assert wrong.startswith(f"{EXPERTS}, of [64, 96, 256]: ") and problem in wrong
+
+
+def test_a_width_that_the_divisor_does_not_divide(config: Trainer.Config) -> None:
+    with pytest.raises(UserError, match="the width divisor 7 does not divide dim, which is 2048"):
+        narrowed(config, 7)
+    with pytest.raises(UserError, match=r"the width divisor 128 makes layers\.0\.attention\.rope\.dim odd"):
+        narrowed(config, 128)
+
+
+def test_the_command_rehearses_a_small_recipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from titan_async.cli import rehearse as verb
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    layout = ["--parallelism.data_parallel_shard_degree", "2", "--parallelism.expert_parallel_degree", "2"]
+    recipe = str(ROOT / "toml_configs/debug_moe_cpu.toml")
+    status = verb.run([recipe, *layout, "--steps", "1", "--width-divisor=4"])
+    out = capsys.readouterr().out
+    assert status == 0, out
+    assert out.startswith("4 ranks on 2 stages. At the real width, without memory:\n  stage 0, rank 0: ")
+    assert "1 updates of them at 1/4 of the width:\n  stage 0, rank 0: " in out
+    assert out.endswith(": all are there, every part of each once\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--rank", "64"], "--rank is 64, but the degrees multiply to 2 ranks: use one below that"),
+        (["--steps", "0"], "--steps needs a whole number from 1 on, not 0"),
+        (["--rank"], "--rank needs a whole number from 0 on, not nothing"),
+        (
+            ["--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"],
+            "a rehearsal knows schedules of one stage a rank, and Interleaved1F1B has several: set "
+            'parallelism.pipeline_parallel_schedule to "Async2BW" or "1F1B"',
+        ),
+        (
+            ["--parallelism.data_parallel_shard_degree", "-1"],
+            "parallelism.data_parallel_shard_degree is -1, for as many as there are GPUs: set it to the "
+            "number of the run that is to be rehearsed",
+        ),
+    ],
+)
+def test_mistakes_are_said(flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from titan_async.cli import rehearse as verb
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    recipe = str(ROOT / "toml_configs/debug_moe_cpu.toml")
+    base = ["--parallelism.data_parallel_shard_degree", "1"]
+    with pytest.raises(UserError) as caught:
+        verb.run([recipe, *base, *flags])
+    assert str(caught.value) == message

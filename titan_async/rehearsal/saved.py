@@ -1,0 +1,155 @@
+"""Whether the parts of a checkpoint that all ranks would write make up all that there is, once each."""
+
+import dataclasses
+import itertools
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+from torchtitan.distributed import ParallelDims
+from torchtitan.trainer import Trainer
+
+from titan_async.rehearsal.narrow import narrowed, prepared
+from titan_async.rehearsal.plan import plan_of
+from titan_async.training import random_state
+from titan_async.training.checkpoint import NEXT_WEIGHTS, RANDOM_STATE
+from titan_async.training.optimizer import AsyncOptimizers
+from titan_async.training.pipeline import delays_gradients
+
+__all__ = ["Entries", "check_plans", "entries_of", "expected_entries"]
+
+Entries = Mapping[str, tuple[int, ...] | None]
+"""What a checkpoint holds, by key: the shape of a tensor, None for anything else."""
+
+_Box = tuple[tuple[int, int], ...]  # start and end in each dimension
+
+
+def expected_entries(config: Trainer.Config, world: int, *, divisor: int) -> Entries:
+    """What a checkpoint must hold: the state of the whole model, built here without parallelism.
+
+    For a process of its own, in which no other model is built.
+
+    Args:
+        config: the recipe's.
+        world: ranks of the run, each of which saves its random generators.
+        divisor: of all widths, as in the rehearsal.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        config = narrowed(prepared(config, steps=1, folder=folder), divisor)
+    config.model_spec.model.update_from_config(config=config)
+    model = config.model_spec.model.build()
+    delayed = delays_gradients(config.parallelism)
+    optimizer = config.optimizer
+    if isinstance(optimizer, AsyncOptimizers.Config) and not delayed:
+        off = dataclasses.replace(optimizer.error_feedback, enable=False)
+        optimizer = dataclasses.replace(optimizer, error_feedback=off)
+    optimizers = optimizer.build(model_parts=[model])
+    weights = model.state_dict()
+    trainer = {"step": 0, "ntokens_seen": 0}
+    if delayed:
+        buffers = {name: weights[name] for name, _ in model.named_buffers() if name in weights}
+        trainer[NEXT_WEIGHTS] = {**dict(model.named_parameters()), **buffers}
+    dims = ParallelDims.from_config(config.parallelism, world)
+    device = torch.device("cpu")
+    trainer[RANDOM_STATE] = {
+        random_state.layout_key(dims, rank, device): random_state.capture(device) for rank in range(world)
+    }
+    data = {f"dp_rank_{rank}": "" for rank in range(dims.dp_replicate * dims.dp_shard)}
+    whole = {
+        **weights,
+        "optimizer": optimizers,
+        "lr_scheduler": config.lr_scheduler.build(optimizers=optimizers, training_steps=1),
+        "dataloader": {**data, "world_size": 1, "num_workers": 0},
+        "train_state": trainer,
+    }
+    return entries_of([plan_of(whole, rank=0)])
+
+
+def entries_of(plans: Sequence[SavePlan]) -> Entries:
+    """What the plans write. Of a key that they describe differently, the last description."""
+    return {
+        item.index.fqn: None if item.tensor_data is None else tuple(item.tensor_data.size)
+        for plan in plans
+        for item in plan.items
+    }
+
+
+def check_plans(plans: Sequence[SavePlan], expected: Entries) -> list[str]:
+    """What is wrong with the plans of all ranks, a sentence each; nothing if they make up a checkpoint.
+
+    Every key is expected and there, and every tensor is covered by boxes that do not overlap, each of which
+    is on the same number of ranks.
+
+    Args:
+        plans: of every rank, in order.
+        expected: of the whole model.
+    """
+    found = entries_of(plans)
+    wrong = [f"{key} is saved by no rank" for key in sorted(expected.keys() - found.keys())]
+    wrong += [f"{key} is saved but not expected" for key in sorted(found.keys() - expected.keys())]
+    boxes: dict[str, Counter[_Box]] = defaultdict(Counter)
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            key, data = item.index.fqn, item.tensor_data
+            shape = None if data is None else tuple(data.size)
+            if key in expected and shape != expected[key]:
+                wrong.append(
+                    f"{key} is {_named(shape)} on rank {rank} and {_named(expected[key])} in the model"
+                )
+            elif data is not None:
+                chunk = data.chunk
+                boxes[key][
+                    tuple(
+                        (start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
+                    )
+                ] += 1
+    for key, places in boxes.items():
+        problem = _uncovered(places, found[key] or ())
+        if problem:
+            wrong.append(f"{key}, of {_named(found[key])}: {problem}")
+    if not wrong:
+        try:
+            DefaultSavePlanner().create_global_plan(list(plans))
+        except ValueError as error:
+            wrong.append(f"torch.distributed.checkpoint refuses the plans: {error}")
+    return wrong
+
+
+def _uncovered(places: Counter[_Box], shape: tuple[int, ...]) -> str | None:
+    """Why boxes do not make up a tensor of `shape`; None if they do."""
+    whole = tuple((0, size) for size in shape)
+    filled = {box: ranks for box, ranks in places.items() if all(start < end for start, end in box)}
+    for box in filled:
+        if any(start < 0 or end > size for (start, end), size in zip(box, shape, strict=True)):
+            return f"the part {_named(box)} reaches out of it"
+    # Every edge of a box cuts the tensor through, so that a cell is within a box or outside of it.
+    cuts = [
+        sorted({edge for box in (whole, *filled) for edge in box[dimension]})
+        for dimension in range(len(shape))
+    ]
+    covering: Counter[_Box] = Counter()
+    for box in filled:
+        covering.update(
+            itertools.product(
+                *(
+                    [pair for pair in itertools.pairwise(edges) if start <= pair[0] and pair[1] <= end]
+                    for edges, (start, end) in zip(cuts, box, strict=True)
+                )
+            )
+        )
+    for cell in itertools.product(*(itertools.pairwise(edges) for edges in cuts)):
+        if covering[cell] != 1:
+            return f"the part {_named(cell)} is in {covering[cell] or 'no'} box{'es' * (covering[cell] > 1)}"
+    if len(set(filled.values())) > 1:
+        return f"some of its parts are on {min(filled.values())} ranks, others on {max(filled.values())}"
+    return None
+
+
+def _named(shape: Sequence | None) -> str:
+    if shape is None:
+        return "no tensor"
+    if shape and isinstance(shape[0], tuple):
+        return "[" + ", ".join(f"{start}:{end}" for start, end in shape) + "]"
+    return "[" + ", ".join(map(str, shape)) + "]"
