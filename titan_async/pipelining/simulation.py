@@ -20,8 +20,8 @@ from titan_async.pipelining.actions import drain_actions, step_actions
 __all__ = ["COMPUTE", "Kind", "Run", "Task", "Timing", "async_2bw_programs", "inputs_of", "simulate"]
 
 Kind = Literal["F", "B", "I", "W", "G", "R", "U"]
-"""Forward and backward of a microbatch; in place of a backward its two halves, the gradient of the input ("I")
-and those of the weights ("W"). Of a batch: gathering the weights, reducing the gradient, updating."""
+"""Forward and backward of a microbatch; in place of a backward its two halves, the gradient of the input
+("I") and those of the weights ("W"). Of a batch: gathering the weights, reducing the gradient, updating."""
 
 COMPUTE = ("F", "B", "I", "W")
 """The kinds that count as being busy; of the others a batch has one each at most, as microbatch 0."""

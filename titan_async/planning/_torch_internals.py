@@ -3,6 +3,7 @@
 `tests/planning/test_torch_internals.py` fails when one of them is gone.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,8 +13,59 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.distributed.pipelining._backward import stage_backward_input
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-__all__ = ["FakeTensorMode", "input_backward", "telling_of_resized_storages"]
+__all__ = [
+    "FLOP_FORMULAS",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "address_of",
+    "flash_attention",
+    "fused_rms_norm",
+    "input_backward",
+    "telling_of_resized_storages",
+    "tree_iter",
+]
+
+
+def address_of(storage: torch.UntypedStorage) -> int:
+    """A number that no other living storage has."""
+    return storage._cdata
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """Causal attention of [B, heads, L, head size]; there may be fewer heads of keys and values."""
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True, scale=scale)[0]
+
+
+def fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:
+    """`torch.nn.functional.rms_norm` as the kernel of accelerators, also on fake CPU tensors."""
+    return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
+
+
+def _grouped_mm_flops(a_shape: Any, b_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Of [R, K] times [E, K, N], and of [K, R] times [R, N], the gradient of the experts' weights."""
+    return 2 * math.prod(a_shape) * b_shape[-1]
+
+
+def _attention_flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) -> int:
+    return sdpa_flop_count(q_shape, k_shape, v_shape)
+
+
+def _attention_backward_flops(
+    grad_shape: Any, q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any
+) -> int:
+    return sdpa_backward_flop_count(grad_shape, q_shape, k_shape, v_shape)
+
+
+FLOP_FORMULAS = {
+    torch.ops.aten._grouped_mm: _grouped_mm_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
+"""For `torch.utils.flop_counter`, of operators that it does not know."""
 
 
 def input_backward(end: Tensor, gradient: Tensor | None, start: Tensor, part: nn.Module) -> Sequence[Any]:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from titan_async.planning._torch_internals import TorchDispatchMode, address_of, tree_iter
 
 __all__ = ["StorageTracker"]
 
@@ -40,7 +40,7 @@ class StorageTracker(TorchDispatchMode):
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key, size = address_of(storage), storage.nbytes()
         if key in self._alive or not size:
             return
         self._alive[key] = self._origin, size
@@ -49,7 +49,7 @@ class StorageTracker(TorchDispatchMode):
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Note that a storage has another size now, which no operator tells."""
-        key = storage._cdata
+        key = address_of(storage)
         if key not in self._alive:
             self._see(storage)
             return
@@ -69,12 +69,12 @@ class StorageTracker(TorchDispatchMode):
         """Do not count the storages of `tensors`, which were made before, nor their views."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self._alive[storage._cdata] = "excluded", 0
-            weakref.finalize(storage, self._lose, storage._cdata).atexit = False
+            self._alive[address_of(storage)] = "excluded", 0
+            weakref.finalize(storage, self._lose, address_of(storage)).atexit = False
 
     def bytes_of(self, tensors: Iterable[Tensor]) -> int:
         """Bytes of those storages of `tensors` that are counted, each once."""
-        keys = {tensor.untyped_storage()._cdata for tensor in tensors}
+        keys = {address_of(tensor.untyped_storage()) for tensor in tensors}
         return sum(self._alive[key][1] for key in keys if key in self._alive)
 
     def _by_origin(self) -> dict[str, int]:

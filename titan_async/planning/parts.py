@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 from torchtitan.config.override import apply_overrides
 from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.trainer import Trainer
 
 from titan_async.planning import stand_ins
-from titan_async.planning._torch_internals import FakeTensorMode, input_backward
+from titan_async.planning._torch_internals import FLOP_FORMULAS, FakeTensorMode, input_backward
 from titan_async.planning.live_tensors import StorageTracker
 from titan_async.training import cpu_overrides
 from titan_async.training.model_parts import PartInputs, PartMaker, alike_layers
@@ -228,7 +228,7 @@ class _Flops:
 
 
 def _flops_of(maker: PartMaker, modules: list[str], *, halve_attention: bool) -> _Flops:
-    counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
+    counter = FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS)
     part = maker.make(modules)
     with _fake():
         part, inputs = _filled(maker, part)
@@ -251,29 +251,6 @@ def _split(counter: FlopCounterMode, halve_attention: bool) -> tuple[float, floa
             attention += count
         total += count
     return total, attention
-
-
-def _grouped_mm_flops(a_shape: Any, b_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Of [R, K] times [E, K, N], and of [K, R] times [R, N], the gradient of the experts' weights."""
-    return 2 * math.prod(a_shape) * b_shape[-1]
-
-
-def _attention_flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) -> int:
-    return sdpa_flop_count(q_shape, k_shape, v_shape)
-
-
-def _attention_backward_flops(
-    grad_shape: Any, q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any
-) -> int:
-    return sdpa_backward_flop_count(grad_shape, q_shape, k_shape, v_shape)
-
-
-_FORMULAS = {
-    torch.ops.aten._grouped_mm: _grouped_mm_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-}
-"""Of the operators that torch's counter does not know."""
 
 
 def _bytes_of(maker: PartMaker, modules: list[str], *, masked: bool) -> dict[str, int]:

@@ -80,6 +80,11 @@ class Plan:
         """Those that compute on one token."""
         return sum(part.active for part in self.parts.values())
 
+    @property
+    def forward_flops_per_token(self) -> float:
+        """Of the whole model; a token's training takes three times as many."""
+        return sum(part.forward_flops for part in self.parts.values()) / self.layout.tokens_per_microbatch
+
     def to_json(self) -> dict[str, Any]:
         """The plan as numbers and names: seconds, bytes, FLOPs."""
         layout = self.layout
@@ -88,8 +93,7 @@ class Plan:
             "model": {
                 "parameters": self.parameters,
                 "active_parameters": self.active_parameters,
-                "forward_flops_per_token": sum(p.forward_flops for p in self.parts.values())
-                / layout.tokens_per_microbatch,
+                "forward_flops_per_token": self.forward_flops_per_token,
                 "tokens_per_step": layout.tokens_per_step,
                 "tokens": layout.tokens_per_step * layout.steps,
             },
@@ -109,6 +113,7 @@ class Plan:
                     "rank": self._rank_of(stage),
                     "parts": list(names),
                     "parameters": sum(self.parts[n].dense + self.parts[n].experts for n in names),
+                    "active_parameters": sum(self.parts[n].active for n in names),
                     "seconds": {
                         "forward": cost.forward,
                         "input_gradient": cost.input_gradient,

@@ -47,7 +47,7 @@ def _headlines(plan: Plan) -> list[str]:
     return [
         f"{plan.recipe}: {_count(plan.parameters)} parameters, {_count(plan.active_parameters)} active, "
         f"{_count(layout.tokens_per_step * layout.steps)} tokens in {layout.steps:,} steps of "
-        f"{layout.tokens_per_step:,}",
+        f"{layout.tokens_per_step:,}; {3 * plan.forward_flops_per_token / 1e9:.3g} GFLOPs a token",
         f"{layout.world_size} x {cluster.accelerator.name} on {nodes} node(s), {how}",
         f"{words}{experts}; {layout.microbatches} microbatches of {layout.microbatch_size} x "
         f"{layout.seq_len}{lookahead}",
@@ -70,6 +70,7 @@ def _stages(plan: Plan) -> Table:
             "stage",
             "parts",
             "parameters",
+            "active",
             "forward",
             "backward",
             "of it weights",
@@ -91,6 +92,7 @@ def _stages(plan: Plan) -> Table:
             str(stage),
             _shortened(names),
             _count(sum(plan.parts[name].dense + plan.parts[name].experts for name in names)),
+            _count(sum(plan.parts[name].active for name in names)),
             *(f"{1e3 * value:.2f}" for value in seconds),
         )
     return table

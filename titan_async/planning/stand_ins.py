@@ -8,7 +8,6 @@ which save the same tensors whichever implementation runs.
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torchtitan.config import derive, override
 from torchtitan.models.common.attention import FlexAttention
@@ -16,6 +15,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.trainer import Trainer
 
+from titan_async.planning._torch_internals import flash_attention, fused_rms_norm
 from titan_async.training.cpu_overrides import LoopGroupedExperts
 
 __all__ = ["causal_attention", "fused_norm", "overrides_of", "spread_experts"]
@@ -32,8 +32,7 @@ class CausalAttention(FlexAttention):
         self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, scale: float | None = None, **unused: Any
     ) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
-        out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True, scale=scale)
-        return out[0].transpose(1, 2)
+        return flash_attention(q, k, v, scale).transpose(1, 2)
 
 
 class FusedNorm(RMSNorm):
@@ -44,7 +43,7 @@ class FusedNorm(RMSNorm):
         pass
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.aten._fused_rms_norm(x, self.normalized_shape, self.weight, self.eps)[0]
+        return fused_rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
 class SpreadLoopExperts(LoopGroupedExperts):
@@ -72,7 +71,6 @@ def fused_norm(cfg: RMSNorm.Config) -> FusedNorm.Config:
 @override(target=GroupedExperts.Config, exact=True, description="experts in a loop, tokens spread evenly")
 def spread_experts(cfg: GroupedExperts.Config) -> SpreadLoopExperts.Config:
     return derive(cfg, SpreadLoopExperts.Config)
-
 
 
 def overrides_of(config: Trainer.Config, on_cpu: bool) -> list[str]:

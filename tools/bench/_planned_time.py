@@ -1,7 +1,8 @@
 """Step times of stages that sleep: measured, and predicted from the sleeps and a few overheads.
 
-The overheads are measured with one rank, where nothing is waited for, and with two that exchange a message;
-they are the same constants for every schedule and shape.
+The overheads are measured with one rank, where nothing is waited for, and with two: that exchange a message,
+or that are kept busy where backwards come in two halves. A first stage has no first half, so that one rank
+alone would show too little. They are the same constants for every schedule and shape.
 """
 
 import statistics
@@ -77,14 +78,17 @@ def _send_and_return(rank: int, group: dist.ProcessGroup) -> float:
     return (min(seconds) - 0.002) / 2
 
 
-def _alone(pool: Pool, schedule: str, repeats: int) -> tuple[float, float]:
-    """Seconds of a microbatch and of the rest of a step on one rank."""
+def _growth(pool: Pool, schedule: str, ranks: int, repeats: int) -> tuple[float, float]:
+    """Seconds of one more microbatch, and of what is left of a step without any."""
     seconds = {}
     for microbatches in (_FEW, _MANY):
-        case = sleeping.Utilization(schedule, 1, microbatches)
-        pool.run(1, sleeping._prepare, case)
-        runs = [pool.run(1, sleeping._repeat, case, 2, None)[0][1] / 2 for _ in range(repeats)]
-        pool.run(1, sleeping._forget)
+        case = sleeping.Utilization(schedule, ranks, microbatches)
+        pool.run(ranks, sleeping._prepare, case)
+        runs = [
+            max(seconds for _, seconds in pool.run(ranks, sleeping._repeat, case, 2, None)) / 2
+            for _ in range(repeats)
+        ]
+        pool.run(ranks, sleeping._forget)
         seconds[microbatches] = min(runs)  # what else the machine does only adds to it
     each = (seconds[_MANY] - seconds[_FEW]) / (_MANY - _FEW)
     return each, seconds[_FEW] - _FEW * each
@@ -93,8 +97,8 @@ def _alone(pool: Pool, schedule: str, repeats: int) -> tuple[float, float]:
 def measure_overheads(pool: Pool, repeats: int) -> Overheads:
     """Measure what the predictions need to know."""
     asked = sleeping.FORWARD_SECONDS + sleeping.BACKWARD_SECONDS
-    whole, step = _alone(pool, "GPipe", repeats)
-    halves, _ = _alone(pool, "InterleavedZeroBubble", repeats)
+    whole, step = _growth(pool, "GPipe", 1, repeats)
+    halves, _ = _growth(pool, "InterleavedZeroBubble", 2, repeats)
     return Overheads(
         forward_and_backward=whole - asked,
         forward_and_halves=(halves - asked) / SCHEDULES["InterleavedZeroBubble"].stages_per_rank,
