@@ -46,6 +46,8 @@ WORKER = """
         failures.report_failure("error", "RuntimeError: boom\\nsecond line")
         sys.exit(3)
     elif case == "user":
+        while not os.path.exists(f"{folder}/pid-{1 - rank}"):
+            time.sleep(0.01)  # who is stopped before it has begun leaves no number behind
         failures.report_failure("user", "lower the batch size")
         sys.exit(2)
     elif case == "silent":

@@ -256,7 +256,7 @@ FLAGS = [
     ("--hf_assets_path folder", ["hf_assets_path", "folder", "tokenizer.json"]),
     ("--hf_assets_path assets/SmolLM2-135M", ["hf download HuggingFaceTB/SmolLM2-135M", "assets/SmolLM2"]),
     ("--hf_assets_path large", ["large", "3000", "2048", "hf_assets_path"]),
-    ("--hf_assets_path broken", ["broken/tokenizer.json", "cannot read"]),
+    ("--hf_assets_path broken", ["broken/tokenizer.json", "can't be read"]),
     ("--dump_folder file.txt/run", ["cannot write", "file.txt/run", "--dump_folder"]),
     ("--checkpoint.load_step 7", ["checkpoint.load_step is 7", "run/checkpoint", "there is none"]),
     ("--dataloader.dataset_path folder", ["folder", "holds no file", ".txt"]),
