@@ -61,7 +61,8 @@ class Part:
     """"tok_embeddings", "layers.0", ..., "head"."""
     weights: tuple[Weight, ...]
     active: int
-    """Parameters that take part in computing one token: of the experts, those it is sent to."""
+    """Parameters that take part in computing one token: of the experts, those it is sent to. An embedding
+    counts whole, as is usual."""
     forward_flops: float
     input_flops: float
     """Of the gradient of the input; forward_flops for matrix products, more for attention."""
@@ -196,7 +197,7 @@ def _trace(maker: PartMaker, plain: PartMaker, name: str, on_cpu: bool) -> Part:
     return Part(
         name=name,
         weights=(),
-        active=0 if name == "tok_embeddings" else active,
+        active=active,
         forward_flops=without.forward,
         input_flops=without.backward - without.weights,
         weight_flops=without.weights,

@@ -77,7 +77,7 @@ class Plan:
 
     @property
     def active_parameters(self) -> int:
-        """Those that compute on one token."""
+        """Those that one token needs, the embedding among them."""
         return sum(part.active for part in self.parts.values())
 
     @property

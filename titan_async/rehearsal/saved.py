@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import logging
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,7 @@ def expected_entries(config: Trainer.Config, world: int, *, divisor: int) -> Ent
         world: ranks of the run, each of which saves its random generators.
         divisor: of all widths, as in the rehearsal.
     """
+    logging.disable(logging.WARNING)  # torchtitan's remarks about a configuration
     with tempfile.TemporaryDirectory() as folder:
         config = narrowed(prepared(config, steps=1, folder=folder), divisor)
     config.model_spec.model.update_from_config(config=config)
