@@ -65,7 +65,7 @@ def _table(title: str, headings: Sequence[str]) -> Table:
 
 def _stages(plan: Plan) -> Table:
     table = _table(
-        "Stages; milliseconds of a microbatch, and of a batch",
+        "Stages; milliseconds of a microbatch (weights: of the backward), and of a batch",
         [
             "stage",
             "parts",
@@ -73,7 +73,7 @@ def _stages(plan: Plan) -> Table:
             "active",
             "forward",
             "backward",
-            "of it weights",
+            "weights",
             "gather",
             "reduce",
             "update",
