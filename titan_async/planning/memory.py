@@ -19,9 +19,10 @@ from titan_async.pipelining.actions import in_flight, slots
 from titan_async.pipelining.programs import schedule_programs
 from titan_async.pipelining.simulation import Task
 from titan_async.planning.layout import Layout
+from titan_async.planning.optimizer_groups import feeds_back, group_of, groups_of
 from titan_async.planning.parts import Part, Weight
 from titan_async.training.optimizer import AsyncOptimizers
-from titan_async.training.optimizer_config import MuonConfig, match_group
+from titan_async.training.optimizer_config import MuonConfig
 
 __all__ = ["RESERVED_SHARE", "Memory", "Shards", "memory_of", "shards_of"]
 
@@ -299,17 +300,15 @@ def _optimizer_bytes(
     Error feedback around another optimizer than Muon remembers its parameters during the step.
     """
     own = isinstance(config.optimizer, AsyncOptimizers.Config)
-    groups = config.optimizer.resolved_groups() if own else config.optimizer.param_groups
-    feedback = config.optimizer.error_feedback if own else None
-    corrects = layout.delayed and feedback is not None and feedback.enable and feedback.strength != 0
+    groups, corrects = groups_of(config), feeds_back(config, layout)
     state: Counter[str] = Counter()
     snapshot, of_muon = 0, []
     for weight in weights:
-        group, size = groups[match_group(weight.name, groups)], shards[weight.name].sharded
+        group, size = group_of(weight.name, groups), shards[weight.name].sharded
         for name, count, dtype in _state_of(group):
             state[name] += size * count * _itemsize(dtype, config)
         if corrects:
-            state["error feedback"] += size * _itemsize(feedback.dtype, config)
+            state["error feedback"] += size * _itemsize(config.optimizer.error_feedback.dtype, config)
         if group.optimizer_name == "Muon":
             of_muon.append(weight)
         elif corrects:

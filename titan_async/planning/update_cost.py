@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.components.optimizer import ParamGroupConfig
 from torchtitan.trainer import Trainer
 
 from titan_async.optim.coefficients import resolve_coefficients
@@ -19,9 +18,8 @@ from titan_async.optim.orthogonalization import orthogonalization_cost
 from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH
 from titan_async.planning.layout import Layout
 from titan_async.planning.network import Network
+from titan_async.planning.optimizer_groups import feeds_back, group_of, groups_of
 from titan_async.planning.parts import Weight
-from titan_async.training.optimizer import AsyncOptimizers
-from titan_async.training.optimizer_config import match_group
 
 __all__ = ["UpdateCost", "update_cost"]
 
@@ -53,14 +51,13 @@ def update_cost(
     config: Trainer.Config, layout: Layout, network: Network, weights: Sequence[Weight]
 ) -> UpdateCost:
     """Clip and update of a stage that holds these weights."""
-    accelerator, feedback = network.cluster.accelerator, _feeds_back(config, layout)
-    groups = _groups_of(config)
-    patterns = tuple(group.pattern for group in groups)
+    accelerator, feedback = network.cluster.accelerator, feeds_back(config, layout)
+    groups = groups_of(config)
     moved = total = dearest = 0.0
     products = 0.0  # seconds of all matrices, over all ranks
     sent = {False: 0.0, True: 0.0}
     for weight in weights:
-        group = groups[_first_match(weight.name, patterns)]
+        group = group_of(weight.name, groups)
         held = weight.size / (layout.dp_shard * layout.tp)  # with expert parallelism too
         moved += held * (_PASS_BYTES.get(group.optimizer_name, 28) + _CLIP_BYTES + feedback * _FEEDBACK_BYTES)
         if group.optimizer_name == "Muon":
@@ -76,24 +73,6 @@ def update_cost(
     longer = max(products * most / total if total else 0.0, travelling)
     passes = moved / (accelerator.memory_bandwidth * ACHIEVABLE_BANDWIDTH)
     return UpdateCost(longer + passes, most, sent[False] + sent[True])
-
-
-def _feeds_back(config: Trainer.Config, layout: Layout) -> bool:
-    optimizer = config.optimizer
-    if not (layout.delayed and isinstance(optimizer, AsyncOptimizers.Config)):
-        return False
-    return optimizer.error_feedback.enable and optimizer.error_feedback.strength > 0
-
-
-def _groups_of(config: Trainer.Config) -> list[ParamGroupConfig]:
-    optimizer = config.optimizer
-    own = isinstance(optimizer, AsyncOptimizers.Config)
-    return list(optimizer.resolved_groups() if own else optimizer.param_groups)
-
-
-@functools.lru_cache(maxsize=100_000)
-def _first_match(name: str, patterns: tuple[str, ...]) -> int:
-    return match_group(name, [ParamGroupConfig(pattern=p, optimizer_name="") for p in patterns])
 
 
 def _orthogonalization(weight: Weight, options: dict[str, Any]) -> tuple[float, int]:
