@@ -30,6 +30,8 @@ WORKER = """
     failures.end_with_launcher()
     case, folder, rank = sys.argv[1], sys.argv[2], int(os.environ["RANK"])
     open(f"{folder}/pid-{rank}", "w").write(str(os.getpid()))
+    while not os.path.exists(f"{folder}/pid-{1 - rank}"):
+        time.sleep(0.01)  # who is stopped before it has begun leaves no number behind
     if case == "fine":
         sys.stdout.write(f"rank {rank} of {os.environ['WORLD_SIZE']}\\n")
     elif case == "killed":
@@ -46,8 +48,6 @@ WORKER = """
         failures.report_failure("error", "RuntimeError: boom\\nsecond line")
         sys.exit(3)
     elif case == "user":
-        while not os.path.exists(f"{folder}/pid-{1 - rank}"):
-            time.sleep(0.01)  # who is stopped before it has begun leaves no number behind
         failures.report_failure("user", "lower the batch size")
         sys.exit(2)
     elif case == "silent":
