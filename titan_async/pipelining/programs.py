@@ -13,9 +13,17 @@ from titan_async.pipelining._order_internals import TorchAction, torch_order
 from titan_async.pipelining.actions import drain_actions, step_actions
 from titan_async.pipelining.simulation import Task
 
-__all__ = ["Norm", "async_programs", "schedule_programs", "stages_of_ranks", "synchronous_programs"]
+__all__ = [
+    "V_SHAPED",
+    "Norm",
+    "async_programs",
+    "schedule_programs",
+    "stages_of_ranks",
+    "synchronous_programs",
+]
 
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+"""Schedules whose stages run down the ranks and up again; others with several stages start over."""
 ONE_STAGE = ("GPipe", "1F1B", "Async2BW")
 
 Norm = Literal["deferred", "end of step", "boundary"]

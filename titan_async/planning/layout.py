@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from torchtitan.config import ParallelismConfig
 from torchtitan.trainer import Trainer
 
+from titan_async.pipelining.programs import V_SHAPED, schedule_programs
+from titan_async.pipelining.simulation import Task
 from titan_async.training._titan_internals import split_layers
 from titan_async.training.balance import count_stages
 from titan_async.training.pipeline import ASYNC_SCHEDULE, accumulation_of, delays_gradients
 
-__all__ = ["V_SHAPED", "Layout", "layout_of", "split_of"]
-
-V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-"""Schedules whose stages run down the ranks and up again; others with several stages start over."""
+__all__ = ["Layout", "layout_of", "microbatch_size_of", "ranks_without_shards", "split_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +74,15 @@ class Layout:
             return (pp_rank, 2 * self.pp - 1 - pp_rank)
         return tuple(range(pp_rank, len(self.stages), self.pp))
 
+    def programs(self, microbatches: int, batches: int) -> list[list[Task]]:
+        """What each rank of a pipeline does in so many batches of so many microbatches.
+
+        Raises:
+            ValueError: if the schedule does not go together with these numbers.
+        """
+        schedule = self.schedule if self.pp > 1 else "1F1B"  # one stage knows no difference
+        return schedule_programs(schedule, self.pp, microbatches, batches, self.lookahead, self.passes)
+
 
 def layout_of(config: Trainer.Config, world_size: int) -> Layout:
     """The layout that a configuration describes, which has passed `preflight.check`.
@@ -84,17 +92,11 @@ def layout_of(config: Trainer.Config, world_size: int) -> Layout:
         world_size: ranks of the run; decides `data_parallel_shard_degree` where that is -1.
     """
     parallelism, training = config.parallelism, config.training
-    rest = (
-        parallelism.pipeline_parallel_degree
-        * parallelism.data_parallel_replicate_degree
-        * parallelism.tensor_parallel_degree
-    )
     shards = parallelism.data_parallel_shard_degree
     if shards == -1:
-        shards = max(world_size // rest, 1)
+        shards = max(world_size // ranks_without_shards(parallelism), 1)
     passes = accumulation_of(training, shards * parallelism.data_parallel_replicate_degree)
-    pipelined = parallelism.pipeline_parallel_degree > 1
-    size = parallelism.pipeline_parallel_microbatch_size if pipelined else training.local_batch_size
+    size = microbatch_size_of(config)
     pipeline = getattr(config, "pipeline", None)  # torchtitan's own trainer has no such section
     name = parallelism.pipeline_parallel_schedule
     return Layout(
@@ -111,6 +113,22 @@ def layout_of(config: Trainer.Config, world_size: int) -> Layout:
         lookahead=pipeline.lookahead if pipeline is not None and delays_gradients(parallelism) else 0,
         steps=training.steps,
         stages=split_of(parallelism, len(config.model_spec.model.layers)),
+    )
+
+
+def microbatch_size_of(config: Trainer.Config) -> int:
+    """Sequences of a microbatch. Without a pipeline one is all that a rank computes at a time."""
+    parallelism, training = config.parallelism, config.training
+    pipelined = parallelism.pipeline_parallel_degree > 1
+    return parallelism.pipeline_parallel_microbatch_size if pipelined else training.local_batch_size
+
+
+def ranks_without_shards(parallelism: ParallelismConfig) -> int:
+    """What the degrees multiply to, but for that of FSDP."""
+    return (
+        parallelism.pipeline_parallel_degree
+        * parallelism.data_parallel_replicate_degree
+        * parallelism.tensor_parallel_degree
     )
 
 

@@ -13,9 +13,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_async.planning._torch_internals import TorchDispatchMode, address_of, tree_iter
+from titan_async.planning._torch_internals import (
+    TorchDispatchMode,
+    address_of,
+    telling_of_resized_storages,
+    tree_iter,
+)
 
-__all__ = ["StorageTracker"]
+__all__ = ["StorageTracker", "peak_of_training"]
 
 
 class StorageTracker(TorchDispatchMode):
@@ -112,3 +117,13 @@ class StorageTracker(TorchDispatchMode):
                 self._origin = before
 
         return call
+
+
+def peak_of_training(config: Any) -> int:
+    """The most bytes that this rank holds while it builds a trainer of torchtitan and trains."""
+    torch.autograd.set_multithreading_enabled(False)  # the tracker sees this thread alone
+    with StorageTracker() as tracker, telling_of_resized_storages(tracker.resized):
+        trainer = config.build()
+        trainer.train()
+    trainer.close()
+    return tracker.peak

@@ -15,8 +15,8 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.trainer import Trainer
 
 from titan_async.optim.distribution import ELEMENTS_STAYING
+from titan_async.optim.muon_options import DTYPES
 from titan_async.pipelining.actions import in_flight, slots
-from titan_async.pipelining.programs import schedule_programs
 from titan_async.pipelining.simulation import Task
 from titan_async.planning.layout import Layout
 from titan_async.planning.optimizer_groups import feeds_back, group_of, groups_of
@@ -98,21 +98,8 @@ def memory_of(
         for stage in layout.stages_of(pp_rank)
     }
     account = _Account(stages, layout)
-    if layout.pp == 1:
-        account.run(_single_program(layout.microbatches))
-    else:
-        programs = schedule_programs(
-            layout.schedule, layout.pp, layout.microbatches, _BATCHES, layout.lookahead, layout.passes
-        )
-        account.run(programs[pp_rank])
+    account.run(layout.programs(layout.microbatches, _BATCHES)[pp_rank])
     return Memory({name: size for name, size in account.fullest.items() if size}, account.moment)
-
-
-def _single_program(microbatches: int) -> list[Task]:
-    program = [Task("G", 0, 0, 0)]
-    for microbatch in range(microbatches):
-        program += [Task("F", 0, 0, microbatch), Task("B", 0, 0, microbatch)]
-    return [*program, Task("R", 0, 0, 0), Task("U", 0, 0, 0)]
 
 
 class _Stage:
@@ -357,4 +344,4 @@ def _state_of(group: ParamGroupConfig) -> list[tuple[str, int, str]]:
 def _itemsize(dtype: str, config: Trainer.Config) -> int:
     if dtype == "auto":
         return max(4, TORCH_DTYPE_MAP[config.training.dtype].itemsize)
-    return {"bfloat16": 2, "float32": 4, "float64": 8}[dtype]
+    return DTYPES[dtype].itemsize

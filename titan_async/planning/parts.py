@@ -22,6 +22,7 @@ from torchtitan.trainer import Trainer
 
 from titan_async.planning import stand_ins
 from titan_async.planning._torch_internals import FLOP_FORMULAS, FakeTensorMode, input_backward
+from titan_async.planning.layout import microbatch_size_of
 from titan_async.planning.live_tensors import StorageTracker
 from titan_async.training import cpu_overrides
 from titan_async.training.model_parts import PartInputs, PartMaker, alike_layers
@@ -156,8 +157,7 @@ def _alone(config: Trainer.Config) -> Any:
     """A copy for one process, with the microbatch of a stage."""
     config = copy.deepcopy(config)
     parallelism = config.parallelism
-    if parallelism.pipeline_parallel_degree == 1:
-        parallelism.pipeline_parallel_microbatch_size = config.training.local_batch_size
+    parallelism.pipeline_parallel_microbatch_size = microbatch_size_of(config)
     for degree in ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "expert_parallel"):
         setattr(parallelism, f"{degree}_degree", 1)
     config.compile = dataclasses.replace(config.compile, enable=False)

@@ -9,7 +9,7 @@ from torchtitan.trainer import Trainer
 
 from titan_async.errors import UserError
 from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH, Cluster
-from titan_async.planning.layout import Layout, layout_of
+from titan_async.planning.layout import Layout, layout_of, microbatch_size_of
 from titan_async.planning.measured import AS_ASSUMED, Calibration
 from titan_async.planning.memory import RESERVED_SHARE, Memory, memory_of
 from titan_async.planning.parts import Part, trace_parts
@@ -252,10 +252,7 @@ class Planner:
 
 def _microbatch(config: Trainer.Config) -> tuple[int, int]:
     """Sequences and their length."""
-    training, parallelism = config.training, config.parallelism
-    pipelined = parallelism.pipeline_parallel_degree > 1
-    size = parallelism.pipeline_parallel_microbatch_size if pipelined else training.local_batch_size
-    return size, training.seq_len
+    return microbatch_size_of(config), config.training.seq_len
 
 
 _OF_ANY_SIZE = ("name", "weights", "active", "gradient_bytes")

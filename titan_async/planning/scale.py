@@ -11,6 +11,7 @@ from torchtitan.config import ParallelismConfig
 from torchtitan.trainer import Trainer
 
 from titan_async.errors import UserError
+from titan_async.planning.layout import ranks_without_shards
 from titan_async.training.pipeline import ASYNC_SCHEDULE
 from titan_async.training.preflight import check_layout
 
@@ -42,7 +43,7 @@ def on_own_ranks(config: Trainer.Config, per_node: int) -> Trainer.Config:
     parallelism = config.parallelism
     if parallelism.data_parallel_shard_degree != -1:
         return config
-    shards = max(per_node // _without_shards(config), 1)
+    shards = max(per_node // ranks_without_shards(config.parallelism), 1)
     return _replaced(config, parallelism=dataclasses.replace(parallelism, data_parallel_shard_degree=shards))
 
 
@@ -54,7 +55,7 @@ def on_nodes(config: Trainer.Config, nodes: int, per_node: int) -> Trainer.Confi
     """
     if nodes < 1:
         raise UserError(f"--nodes is {nodes}: set it to at least 1")
-    world_size, fixed = nodes * per_node, _without_shards(config)
+    world_size, fixed = nodes * per_node, ranks_without_shards(config.parallelism)
     if world_size % fixed:
         raise UserError(
             f"--nodes {nodes} makes {world_size} ranks ({per_node} a node), which pipeline, replicate and "
@@ -109,7 +110,7 @@ def with_schedule(config: Trainer.Config, schedule: str) -> Trainer.Config:
 
 def world_size_of(config: Trainer.Config) -> int:
     """The ranks of a configuration whose shard degree is a number."""
-    return _without_shards(config) * int(config.parallelism.data_parallel_shard_degree)
+    return ranks_without_shards(config.parallelism) * int(config.parallelism.data_parallel_shard_degree)
 
 
 def sequences_of(config: Trainer.Config) -> int:
@@ -117,15 +118,6 @@ def sequences_of(config: Trainer.Config) -> int:
     parallelism = config.parallelism
     return _sequences(
         config, parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
-    )
-
-
-def _without_shards(config: Trainer.Config) -> int:
-    parallelism = config.parallelism
-    return (
-        parallelism.pipeline_parallel_degree
-        * parallelism.data_parallel_replicate_degree
-        * parallelism.tensor_parallel_degree
     )
 
 

@@ -16,6 +16,7 @@ reduces in each backward, all of it while the part computes, so that the longer 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.trainer import Trainer
 
 from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH
@@ -24,9 +25,8 @@ from titan_async.planning.network import Network
 from titan_async.planning.parts import Part
 from titan_async.planning.update_cost import update_cost
 
-__all__ = ["PARAM_BYTES", "StageCost", "message_bytes", "stage_cost"]
+__all__ = ["StageCost", "message_bytes", "stage_cost"]
 
-PARAM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _REDUCED_BYTES = 4
 _OVERLAPPED_GATHERS = ("1F1B", "GPipe")
 
@@ -55,7 +55,7 @@ def stage_cost(
     """The cost of one stage of a layout, whose parts are those of a microbatch of its size."""
     own = [parts[name] for name in layout.stages[stage]]
     times = [_PartTimes(config, layout, part, network) for part in own]
-    each = PARAM_BYTES[config.training.mixed_precision_param]
+    each = TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize
     update = update_cost(config, layout, network, [weight for part in own for weight in part.weights])
     gathers = [_over_units(layout, part, network, each) for part in own]
     reductions = [_over_units(layout, part, network, _REDUCED_BYTES) for part in own]
@@ -89,7 +89,7 @@ def stage_cost(
 
 def message_bytes(config: Trainer.Config, layout: Layout) -> float:
     """What a stage sends the next one for one microbatch."""
-    each = PARAM_BYTES[config.training.mixed_precision_param]
+    each = TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize
     return layout.tokens_per_microbatch * config.model_spec.model.dim * each / layout.tp
 
 
@@ -100,7 +100,7 @@ class _PartTimes:
         accelerator, tp = network.cluster.accelerator, layout.tp
         speed = accelerator.peak(config.training.mixed_precision_param) * accelerator.achievable
         memory = accelerator.memory_bandwidth * ACHIEVABLE_BANDWIDTH
-        each = PARAM_BYTES[config.training.mixed_precision_param]
+        each = TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize
         local = part.dense / tp + part.experts / layout.ep
         # Of an embedding only the rows that are looked up are read, which are part of what it saves.
         read = 0.0 if part.name == "tok_embeddings" else local * each
@@ -109,7 +109,7 @@ class _PartTimes:
         exchanged = part.dispatched_bytes / tp
         exchange = 2 * network.all_to_all_seconds(network.groups.experts, exchanged)
         collectives = 4 if part.name.startswith("layers.") else 1
-        hidden = layout.tokens_per_microbatch * config.model_spec.model.dim * each
+        hidden = message_bytes(config, layout)
         inside = collectives * network.gather_seconds(network.groups.tensor, hidden)
 
         self.forward = max(part.forward_flops / tp / speed, moved / memory) + exchange + inside

@@ -16,7 +16,7 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.trainer import Trainer
 
 from titan_async.planning._torch_internals import flash_attention, fused_rms_norm
-from titan_async.training.cpu_overrides import LoopGroupedExperts
+from titan_async.training.cpu_overrides import LoopGroupedExperts, applying
 
 __all__ = ["causal_attention", "fused_norm", "overrides_of", "spread_experts"]
 
@@ -75,14 +75,9 @@ def spread_experts(cfg: GroupedExperts.Config) -> SpreadLoopExperts.Config:
 
 def overrides_of(config: Trainer.Config, on_cpu: bool) -> list[str]:
     """The names, for `override.imports`, of the stand-ins that apply to the model of `config`."""
-    model = config.model_spec.model
-    chosen = (
-        {GroupedExperts.Config: spread_experts}
+    replacements: dict[type, str] = (
+        {GroupedExperts.Config: "spread_experts"}
         if on_cpu
-        else {FlexAttention.Config: causal_attention, RMSNorm.Config: fused_norm}
+        else {FlexAttention.Config: "causal_attention", RMSNorm.Config: "fused_norm"}
     )
-    return [
-        f"{__name__}.{function.__name__}"
-        for target, function in chosen.items()
-        if any(type(node) is target for _, node, _, _ in model.traverse(target))
-    ]
+    return [f"{__name__}.{name}" for name in applying(replacements, config)]

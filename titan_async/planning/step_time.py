@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from torchtitan.trainer import Trainer
 
-from titan_async.pipelining.programs import schedule_programs
 from titan_async.pipelining.simulation import Timing, simulate
 from titan_async.planning.hardware import Cluster
 from titan_async.planning.layout import Layout
@@ -133,15 +132,7 @@ def _step_seconds(layout: Layout, timing: Timing) -> float:
 def _simulated(layout: Layout, microbatches: int, timing: Timing) -> float:
     # A synchronous step begins where the one before has ended, everywhere; Async2BW takes some to settle.
     batches = 6 if layout.delayed else 3
-    programs = schedule_programs(
-        layout.schedule if layout.pp > 1 else "1F1B",
-        layout.pp,
-        microbatches,
-        batches,
-        layout.lookahead,
-        passes=layout.passes,
-    )
-    return simulate(programs, timing).step_seconds
+    return simulate(layout.programs(microbatches, batches), timing).step_seconds
 
 
 def _used(layout: Layout, parts: Mapping[str, Part]) -> list[Part]:

@@ -14,6 +14,7 @@ from typing import Any
 from torchtitan.trainer import Trainer
 
 from titan_async.optim.coefficients import resolve_coefficients
+from titan_async.optim.muon_options import DTYPES
 from titan_async.optim.orthogonalization import orthogonalization_cost
 from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH
 from titan_async.planning.layout import Layout
@@ -32,8 +33,6 @@ _CLIP_BYTES = 12
 
 _FEEDBACK_BYTES = 20
 """Error feedback: the displacement, the one before, and the correction of the weights."""
-
-_MATRIX_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def update_cost(
             cost, matrices = _orthogonalization(weight, group.optimizer_kwargs)
             total, dearest = total + cost * matrices, max(dearest, cost)
             products += cost * matrices / (accelerator.peak(dtype) * accelerator.achievable)
-            sent[weight.expert] += _sent_bytes(layout, weight, _MATRIX_BYTES[dtype])
+            sent[weight.expert] += _sent_bytes(layout, weight, DTYPES[dtype].itemsize)
     most = max(total / (layout.data_parallel * layout.tp), dearest)
     travelling = network.exchange_seconds(network.groups.holders, sent[False])
     travelling += network.exchange_seconds(network.groups.expert_holders, sent[True])

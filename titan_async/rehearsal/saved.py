@@ -1,6 +1,5 @@
 """Whether the parts of a checkpoint that all ranks would write make up all that there is, once each."""
 
-import dataclasses
 import itertools
 import logging
 import tempfile
@@ -45,8 +44,7 @@ def expected_entries(config: Trainer.Config, world: int, *, divisor: int) -> Ent
     delayed = delays_gradients(config.parallelism)
     optimizer = config.optimizer
     if isinstance(optimizer, AsyncOptimizers.Config) and not delayed:
-        off = dataclasses.replace(optimizer.error_feedback, enable=False)
-        optimizer = dataclasses.replace(optimizer, error_feedback=off)
+        optimizer = optimizer.without_feedback()
     optimizers = optimizer.build(model_parts=[model])
     weights = model.state_dict()
     trainer = {"step": 0, "ntokens_seen": 0}

@@ -3,7 +3,7 @@
 Imported through `override.imports`, by torchtitan, and only where there is no accelerator.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ __all__ = [
     "DenseFlexAttention",
     "GlooTokenDispatcher",
     "LoopGroupedExperts",
+    "applying",
     "dense_attention",
     "gloo_dispatch",
     "loop_experts",
@@ -111,16 +112,22 @@ def gloo_dispatch(cfg: AllToAllTokenDispatcher.Config) -> GlooTokenDispatcher.Co
 
 def override_imports(config) -> list[str]:
     """The names, for `override.imports`, of the replacements that apply to the model of `config`."""
+    replacements = {
+        FlexAttention.Config: "dense_attention",
+        GroupedExperts.Config: "loop_experts",
+        AllToAllTokenDispatcher.Config: "gloo_dispatch",
+    }
+    return [f"{__name__}.{name}" for name in applying(replacements, config)]
+
+
+def applying(replacements: Mapping[type, str], config) -> list[str]:
+    """Of replacements of exactly these kinds of modules the names that the model of `config` needs."""
     model = config.model_spec.model
-    found = []
-    for name, target in (
-        ("dense_attention", FlexAttention.Config),
-        ("loop_experts", GroupedExperts.Config),
-        ("gloo_dispatch", AllToAllTokenDispatcher.Config),
-    ):
-        if any(type(node) is target for _, node, _, _ in model.traverse(target)):
-            found.append(f"{__name__}.{name}")
-    return found
+    return [
+        name
+        for target, name in replacements.items()
+        if any(type(node) is target for _, node, _, _ in model.traverse(target))
+    ]
 
 
 def _create_attention_mask(

@@ -83,6 +83,12 @@ class AsyncOptimizers(OptimizersContainer):
             """The parameter groups: those given, else those that `name` stands for."""
             return self.param_groups or named_groups(self)
 
+        def without_feedback(self) -> "AsyncOptimizers.Config":
+            """A copy for training without a delay, where there is nothing to correct."""
+            return dataclasses.replace(
+                self, error_feedback=dataclasses.replace(self.error_feedback, enable=False)
+            )
+
         def __post_init__(self) -> None:
             for group in self.param_groups:
                 try:

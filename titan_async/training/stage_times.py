@@ -4,7 +4,6 @@
 then the stages are as they were, so that the rest of the run pays nothing.
 """
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torchtitan.distributed import ParallelDims
 from torchtitan.trainer import Trainer
 
+from titan_async.data.token_files import write_json
 from titan_async.training.pipeline import accumulation_of
 
 __all__ = ["MEASURED_FILE", "SKIPPED", "STEPS", "StageTimer", "write_measured"]
@@ -113,7 +113,7 @@ def write_measured(timer: StageTimer, config: Trainer.Config, dims: ParallelDims
     }
     folder = Path(config.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / MEASURED_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / MEASURED_FILE, record)
 
 
 def _timed(

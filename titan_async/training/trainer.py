@@ -71,8 +71,7 @@ class AsyncTrainer(Trainer):
         model_spec = balance_model_spec(config.model_spec, config.pipeline)
         config = dataclasses.replace(config, model_spec=adapt_model_spec(model_spec, config.pipeline))
         if isinstance(config.optimizer, AsyncOptimizers.Config) and not self.delayed:
-            feedback = dataclasses.replace(config.optimizer.error_feedback, enable=False)
-            config.optimizer = dataclasses.replace(config.optimizer, error_feedback=feedback)
+            config.optimizer = config.optimizer.without_feedback()
         super().__init__(config)
         self._grad_norm: torch.Tensor | None = None
         self.skipped = SkippedUpdates(config.max_skipped_updates)
