@@ -1,0 +1,192 @@
+"""The files in which ranks leave what they do, and how to read them.
+
+A run writes a folder of its own, `RUN_DIR/events/RUN_ID/`, so that a run that resumes another, or starts anew
+in the same folder, leaves the other's files alone. RUN_IDs sort by time. In it:
+
+    run.json            what the run is (`titan_async.monitor.run_folder.RunInfo`), written once by rank 0
+    journal.jsonl       what happens, a line of JSON each, by rank 0 (`titan_async.monitor.journal`)
+    rank-00000.ring     the latest spans of a rank: a ring buffer
+    rank-00000.summary  where a rank's time went, for each interval between two logged steps
+
+A ring file is a header, then room for `CAPACITY` records of 32 bytes (`RECORD`). Record number n, from 0, is
+at `HEADER_BYTES + 32 * (n % CAPACITY)`. The header is one `STATE`, which is written anew several times a
+second, after the records that it counts; between two headers there are at most `BURST` of them, so that a
+reader can rely on the `CAPACITY - BURST` records before those that the header counts. A summary file holds one
+`SUMMARY` after another. All numbers are little-endian. Times are nanoseconds since the epoch by the clock of the
+rank's host, which is read once when the run starts and counted on from there, so that they never go back within
+a file.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from titan_async.pipelining.recording import Kind
+
+__all__ = [
+    "BURST",
+    "CAPACITY",
+    "HEADER_BYTES",
+    "RECORD",
+    "STATE",
+    "SUMMARY",
+    "RankReader",
+    "RankState",
+    "ring_path",
+    "summary_path",
+]
+
+CAPACITY = 1 << 16
+"""Records that a ring holds: 2 MiB."""
+
+BURST = 4096
+"""Records that are written at most before the header says so."""
+
+HEADER_BYTES = 4096
+"""Where the first record is."""
+
+RECORD = np.dtype(
+    [
+        ("start", "<i8"),
+        ("end", "<i8"),  # 0 in the span that is under way
+        ("batch", "<i4"),  # training step whose batch it is, from 1; -1 for none
+        ("microbatch", "<i4"),  # of that batch, from 0; -1 if it is about the whole batch
+        ("version", "<i4"),  # updates that the weights in use have seen; -1 for none
+        ("stage", "<u2"),
+        ("kind", "u1"),  # a `titan_async.pipelining.recording.Kind`
+        ("depth", "u1"),  # spans that this one lies within
+    ]
+)
+"""One span. Records are in the order in which spans end: those within another come before it."""
+
+STATE = np.dtype(
+    [
+        ("serial", "<u8"),  # goes up with every write, and is at the end once more
+        ("count", "<u8"),  # records written so far
+        ("beat", "<i8"),  # when this was written; 0 before the first
+        ("closed", "<i8"),  # when the rank stopped recording in order; 0 as long as it goes on
+        ("memory", "<i8"),  # bytes in use: of the accelerator, or resident without one
+        ("memory_peak", "<i8"),  # the most so far
+        ("memory_limit", "<i8"),  # bytes that there are; 0 if unknown
+        ("current", RECORD),  # the innermost span under way; its start is 0 if there is none
+        ("serial_again", "<u8"),  # differs from `serial` in a header that is half-written
+    ]
+)
+"""What a rank is doing now."""
+
+SUMMARY = np.dtype(
+    [
+        ("first_step", "<i4"),
+        ("last_step", "<i4"),
+        ("start", "<i8"),
+        ("end", "<i8"),
+        ("stage", "<u2"),
+        (
+            "seconds",
+            "<f4",
+            (len(Kind),),
+        ),  # by kind, without those of spans within; IDLE is what is left of steps
+    ]
+)
+"""An interval of steps on one stage. What is no stage's own, such as the optimizer, counts for the rank's
+first."""
+
+
+def ring_path(folder: Path, rank: int) -> Path:
+    """The ring file of a rank."""
+    return folder / f"rank-{rank:05}.ring"
+
+
+def summary_path(folder: Path, rank: int) -> Path:
+    """The summary file of a rank."""
+    return folder / f"rank-{rank:05}.summary"
+
+
+@dataclass(frozen=True)
+class RankState:
+    """A rank's header as it was read: see `STATE`, whose times and bytes these are."""
+
+    count: int
+    beat: int
+    closed: int
+    memory: int
+    memory_peak: int
+    memory_limit: int
+    current: np.void
+    """One `RECORD`."""
+
+
+class RankReader:
+    """Reads the files of one rank while it may be writing them.
+
+    Args:
+        folder: the run's, `RUN_DIR/events/RUN_ID`.
+        rank: whose files.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.rank = rank
+        self._ring, self._summary = ring_path(folder, rank), summary_path(folder, rank)
+        self._read = 0  # records that `new_records` has returned or passed over
+
+    def state(self) -> RankState | None:
+        """What the header says; None if there is no whole header yet."""
+        try:
+            with open(self._ring, "rb") as file:
+                return _state(file.read(STATE.itemsize))
+        except OSError:
+            return None
+
+    def new_records(self) -> npt.NDArray[np.void]:
+        """The records since the last call, `RECORD`s in order; at first all that the ring holds.
+
+        Those that were overwritten before they could be read are missing.
+        """
+        try:
+            with open(self._ring, "rb") as file:
+                before = _state(file.read(STATE.itemsize))
+                if before is None:
+                    return np.empty(0, RECORD)
+                first = max(self._read, before.count - (CAPACITY - BURST))
+                records = _read_ring(file, first, before.count)
+                file.seek(0)
+                after = _state(file.read(STATE.itemsize)) or before
+        except OSError:
+            return np.empty(0, RECORD)
+        self._read = before.count
+        # The writer may have gone round meanwhile.
+        return records[max(after.count - (CAPACITY - BURST) - first, 0) :]
+
+    def summaries(self) -> npt.NDArray[np.void]:
+        """All intervals so far, `SUMMARY`s in order."""
+        try:
+            data = self._summary.read_bytes()
+        except OSError:
+            return np.empty(0, SUMMARY)
+        whole = len(data) // SUMMARY.itemsize * SUMMARY.itemsize
+        return np.frombuffer(data[:whole], SUMMARY)
+
+
+def _read_ring(file: BinaryIO, first: int, end: int) -> npt.NDArray[np.void]:
+    """The records of these numbers, `end` excluded."""
+    parts = [np.empty(0, RECORD)]
+    while first < end:
+        slot = first % CAPACITY
+        count = min(end - first, CAPACITY - slot)
+        file.seek(HEADER_BYTES + slot * RECORD.itemsize)
+        parts.append(np.frombuffer(file.read(count * RECORD.itemsize), RECORD))
+        first += count
+    return np.concatenate(parts)
+
+
+def _state(data: bytes) -> RankState | None:
+    if len(data) < STATE.itemsize:
+        return None
+    fields = np.frombuffer(data, STATE)[0]
+    if fields["serial"] != fields["serial_again"]:
+        return None
+    names = ("count", "beat", "closed", "memory", "memory_peak", "memory_limit")
+    return RankState(**{name: int(fields[name]) for name in names}, current=fields["current"])

@@ -1,0 +1,85 @@
+"""Which runs a folder holds, and what each of them is."""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from titan_async.errors import UserError
+
+__all__ = ["EVENTS_FOLDER", "RunInfo", "events_folder", "read_info", "runs_in", "write_info"]
+
+EVENTS_FOLDER = "events"
+"""In the `dump_folder` of a run."""
+
+_INFO = "run.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a run is, from its start to its end. In `run.json`, with `"format": 1`."""
+
+    run_id: str
+    model: str
+    """Name and flavor."""
+    started: float
+    """Seconds since the epoch."""
+    host: str
+    pid: int
+    """Of rank 0, on `host`."""
+    first_step: int
+    """Steps that were done before: 0, or that of the checkpoint from which the run goes on."""
+    steps: int
+    """The step that it is to reach."""
+    log_every: int
+    """Steps from one entry of the journal to the next."""
+    schedule: str
+    microbatches: int
+    """In a batch, of each pipeline."""
+    lookahead: int
+    stages: int
+    ranks: tuple[tuple[int, ...], ...]
+    """The indices of the stages on each rank; ranks of one pipeline and of its data-parallel copies."""
+    tokens_per_step: int
+    device: str
+    """What the ranks compute on: "cpu", or the name of the accelerator."""
+    versions: dict[str, str]
+    """Of torch and others."""
+
+
+def events_folder(run_dir: str | Path, run_id: str) -> Path:
+    """Where a run leaves its events."""
+    return Path(run_dir) / EVENTS_FOLDER / run_id
+
+
+def write_info(folder: Path, info: RunInfo) -> None:
+    """Write `run.json`, whole or not at all."""
+    path = folder / _INFO
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps({"format": _FORMAT} | asdict(info), indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def read_info(folder: Path) -> RunInfo:
+    """Read `run.json`.
+
+    Raises:
+        UserError: if it is missing, or of another version of this project.
+    """
+    path = folder / _INFO
+    try:
+        record: Any = json.loads(path.read_text(encoding="utf-8"))
+        if record["format"] != _FORMAT:
+            raise ValueError(f"its format is {record['format']}, and this version reads {_FORMAT}")
+        known = {field.name: record[field.name] for field in fields(RunInfo)}
+    except FileNotFoundError:
+        raise UserError(f"{folder} holds no {_INFO}: give the folder of a run that has begun") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} cannot be read ({error}): use the version that wrote it") from None
+    return RunInfo(**known | {"ranks": tuple(map(tuple, known["ranks"]))})
+
+
+def runs_in(run_dir: str | Path) -> list[Path]:
+    """The folders of events of the runs that a `dump_folder` has seen, oldest first; none without events."""
+    return sorted(path.parent for path in Path(run_dir).glob(f"{EVENTS_FOLDER}/*/{_INFO}"))

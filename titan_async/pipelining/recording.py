@@ -1,0 +1,69 @@
+"""What a rank does, one span after another, for whoever wants to watch: the interface of a recorder.
+
+The schedule tells a recorder when each of its actions begins and ends. `titan_async.monitor` has one that
+writes files; any object with these two methods will do.
+"""
+
+from enum import IntEnum
+from typing import Protocol
+
+__all__ = ["COMPUTE_KINDS", "Kind", "Recorder"]
+
+
+class Kind(IntEnum):
+    """What a span is about. The numbers are those of the event files and never change their meaning."""
+
+    IDLE = 0
+    """Nothing of the others, within a step. Never recorded: it is what spans leave over."""
+    STEP = 1
+    """A training step, in which the others but for the last two lie."""
+    FORWARD = 2
+    """Of one microbatch, on the last stage with its loss."""
+    BACKWARD = 3
+    """Of one microbatch, with what activation checkpointing computes once more."""
+    BACKWARD_INPUT = 4
+    """The half of a backward that the stage before waits for, where schedules take it apart."""
+    BACKWARD_WEIGHT = 5
+    """The other half."""
+    RECEIVE = 6
+    """Waiting for the input of a forward, or for the gradient that a backward starts from."""
+    SEND = 7
+    """Starting to send, and waiting for earlier messages if too many are on their way."""
+    SWAP = 8
+    """Putting the other version of the weights in place."""
+    GATHER = 9
+    """Reading the weights of a batch, which FSDP gathers."""
+    REDUCE = 10
+    """Reducing the gradient of a batch over the data-parallel ranks, and starting its norm."""
+    CLIP = 11
+    """Waiting for the norm of the gradient, and scaling by it."""
+    OPTIMIZER = 12
+    """An update."""
+    DATA = 13
+    """Waiting for the texts of a batch."""
+    SAVE = 14
+    """A checkpoint."""
+    VALIDATE = 15
+    """A validation."""
+
+
+COMPUTE_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+"""The kinds in which a stage is busy."""
+
+
+class Recorder(Protocol):
+    """Is told what a rank does. Spans may lie within each other and do not overlap otherwise."""
+
+    def begin(self, kind: Kind, stage: int, batch: int = -1, microbatch: int = -1, version: int = -1) -> None:
+        """A span begins.
+
+        Args:
+            kind: what it is about.
+            stage: the stage's index.
+            batch: the batch's number since the schedule was made; -1 for none.
+            microbatch: of that batch; -1 if the span is about the whole of it.
+            version: how many updates the weights that it uses have seen since then; -1 for none.
+        """
+
+    def end(self) -> None:
+        """The span that began last, of those that have not ended, ends."""
