@@ -12,7 +12,7 @@ from titan_async.monitor.journal import Journal
 from titan_async.monitor.run_folder import RunInfo, events_folder, write_info
 from titan_async.pipelining.programs import schedule_programs, stages_of_ranks
 from titan_async.pipelining.recording import Kind
-from titan_async.pipelining.simulation import COMPUTE, Timing, simulate
+from titan_async.pipelining.simulation import Timing, simulate
 
 __all__ = ["KIND_OF_TASK", "write_run"]
 

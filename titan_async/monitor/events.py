@@ -11,10 +11,10 @@ in the same folder, leaves the other's files alone. RUN_IDs sort by time. In it:
 A ring file is a header, then room for `CAPACITY` records of 32 bytes (`RECORD`). Record number n, from 0, is
 at `HEADER_BYTES + 32 * (n % CAPACITY)`. The header is one `STATE`, which is written anew several times a
 second, after the records that it counts; between two headers there are at most `BURST` of them, so that a
-reader can rely on the `CAPACITY - BURST` records before those that the header counts. A summary file holds one
-`SUMMARY` after another. All numbers are little-endian. Times are nanoseconds since the epoch by the clock of the
-rank's host, which is read once when the run starts and counted on from there, so that they never go back within
-a file.
+reader can rely on the `CAPACITY - BURST` records before those that the header counts. A summary file holds
+one `SUMMARY` after another. All numbers are little-endian. Times are nanoseconds since the epoch by the clock
+of the rank's host, which is read once when the run starts and counted on from there, so that they never go
+back within a file.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from titan_async.pipelining.recording import Kind
+from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
 
 __all__ = [
     "BURST",
@@ -37,6 +37,7 @@ __all__ = [
     "RankState",
     "ring_path",
     "summary_path",
+    "utilization_of",
 ]
 
 CAPACITY = 1 << 16
@@ -93,6 +94,22 @@ SUMMARY = np.dtype(
 )
 """An interval of steps on one stage. What is no stage's own, such as the optimizer, counts for the rank's
 first."""
+
+
+def utilization_of(rows: npt.NDArray[np.void]) -> dict[int, float]:
+    """The share of the time of steps that each stage of a rank was busy in an interval, or in several.
+
+    Args:
+        rows: `SUMMARY`s of the same rank, one for each of its stages and each interval.
+    """
+    outside = [int(Kind.SAVE), int(Kind.VALIDATE)]
+    seconds = rows["seconds"].astype(float)
+    of_steps = seconds.sum() - seconds[:, outside].sum()
+    busy = seconds[:, list(map(int, COMPUTE_KINDS))].sum(axis=1)
+    return {
+        int(stage): float(busy[rows["stage"] == stage].sum() / of_steps) if of_steps else 0.0
+        for stage in np.unique(rows["stage"])
+    }
 
 
 def ring_path(folder: Path, rank: int) -> Path:

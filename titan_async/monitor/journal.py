@@ -2,9 +2,9 @@
 
 Every line is an object with `time` (seconds since the epoch) and `kind`, which says what else it has:
 
-    step        step, loss, grad_norm (null before the first update), tokens_per_second (of the whole run, since
-                the last such line), learning_rate, skipped (updates so far), mfu (a share; null where the peak
-                is not known), utilization (a share for each stage, null where unknown)
+    step        step, loss, grad_norm (null before the first update), tokens_per_second (of the whole run,
+                since the last such line), learning_rate, skipped (updates so far), mfu (a share; null where
+                the peak is not known), utilization (a share for each stage, null where unknown)
     validation  step, loss
     checkpoint  step, seconds
     log         text: what the run says on the terminal

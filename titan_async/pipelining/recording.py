@@ -7,7 +7,7 @@ writes files; any object with these two methods will do.
 from enum import IntEnum
 from typing import Protocol
 
-__all__ = ["COMPUTE_KINDS", "Kind", "Recorder"]
+__all__ = ["COMPUTE_KINDS", "Kind", "NoRecorder", "Recorder"]
 
 
 class Kind(IntEnum):
@@ -54,16 +54,41 @@ COMPUTE_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD
 class Recorder(Protocol):
     """Is told what a rank does. Spans may lie within each other and do not overlap otherwise."""
 
-    def begin(self, kind: Kind, stage: int, batch: int = -1, microbatch: int = -1, version: int = -1) -> None:
+    def begin(
+        self,
+        kind: Kind,
+        stage: int,
+        batch: int | None = None,
+        microbatch: int | None = None,
+        version: int | None = None,
+    ) -> None:
         """A span begins.
 
         Args:
             kind: what it is about.
             stage: the stage's index.
-            batch: the batch's number since the schedule was made; -1 for none.
-            microbatch: of that batch; -1 if the span is about the whole of it.
-            version: how many updates the weights that it uses have seen since then; -1 for none.
+            batch: the batch's number since the schedule was made.
+            microbatch: of that batch, if the span is about one.
+            version: how many updates the weights that it uses have seen since then; -1 if the schedule was
+                given older ones than the module's to start from.
         """
 
     def end(self) -> None:
         """The span that began last, of those that have not ended, ends."""
+
+
+class NoRecorder:
+    """Records nothing."""
+
+    def begin(
+        self,
+        kind: Kind,
+        stage: int,
+        batch: int | None = None,
+        microbatch: int | None = None,
+        version: int | None = None,
+    ) -> None:
+        """See `Recorder`."""
+
+    def end(self) -> None:
+        """See `Recorder`."""

@@ -35,15 +35,28 @@ from titan_async.pipelining.actions import (
 )
 from titan_async.pipelining.clipping import Clipper
 from titan_async.pipelining.messages import Messages, most_pending
+from titan_async.pipelining.recording import Kind, NoRecorder, Recorder
 from titan_async.pipelining.versions import Gradient, Versions
 
 __all__ = ["ScheduleAsync2BW"]
+
+
+_KINDS = {
+    ("wait", "F"): Kind.RECEIVE,
+    ("wait", "B"): Kind.RECEIVE,
+    ("compute", "F"): Kind.FORWARD,
+    ("compute", "B"): Kind.BACKWARD,
+    ("send", "F"): Kind.SEND,
+    ("send", "B"): Kind.SEND,
+    ("finish", "B"): Kind.REDUCE,
+}
 
 
 class _Batch(NamedTuple):
     """What a batch needs until its last backward."""
 
     version: int  # of the weights and buffers that it uses
+    updates: int  # gradients that had been delivered when these weights were made
     losses: list[Tensor]  # one a microbatch, on the last stage
 
 
@@ -127,6 +140,12 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         self._versions: Versions | None = None
         self._messages = Messages(stage)
         self._number = 0  # batches since the pipeline was last empty
+        self._before = 0  # batches until then
+        self._delivered = 0  # gradients
+        self._behind = 0  # how many of these the weights of the next batch lack: 1 after a drain
+        self._delay = 0
+        self.recorder: Recorder = NoRecorder()
+        """Is told what the stage does; set it to watch."""
         self._batches: dict[int, _Batch] = {}
         self._complete: dict[int, Gradient] = {}  # batch -> its gradient, not yet delivered
         self._gradient_ready = False
@@ -138,6 +157,14 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
     def gradient_ready(self) -> bool:
         """Whether the last `step` or `drain` left a batch's gradient in `.grad`, so that an update is due."""
         return self._gradient_ready
+
+    @property
+    def delay(self) -> int:
+        """Updates between the weights that the gradient in `.grad` was computed at and those it is for.
+
+        0 for the very first batch, 1 for all others. Of the gradient that was delivered last.
+        """
+        return self._delay
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradient that `step` or `drain` has left in `.grad` by its norm over the whole model.
@@ -284,6 +311,8 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
                 self._messages.close()
             versions.hold()
             self._deliver(batch)
+            self._behind = 1
+            self._before += self._number
             self._number = 0
             self._batches.clear()
         return self._gradient_ready
@@ -309,6 +338,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
                 change.
         """
         self._idle_versions().set_next_values(state_dict)
+        self._behind = 1
 
     @property
     def _shape(self) -> tuple[int, int, int]:
@@ -399,12 +429,18 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
     def _train(self, forward: Callable[[int, int], None], losses: list[Tensor]) -> None:
         assert self._versions is not None
         versions, number = self._versions, self._number
-        batch = self._batches[number] = _Batch(versions.read(), losses)
+        updates, self._behind = self._delivered - self._behind, 0
+        stage = self._stage.stage_index
+        self.recorder.begin(Kind.GATHER, stage, self._before + number, version=updates)
+        batch = self._batches[number] = _Batch(versions.read(), updates, losses)
         if not self._tail:
             versions.release_other(batch.version)
+        self.recorder.end()
         self._run(step_program(*self._shape, number, self._lookahead), forward)
         if self._tail:
+            self.recorder.begin(Kind.SWAP, stage, self._before + number, version=updates)
             versions.preserve(batch.version)
+            self.recorder.end()
         self._number += 1
         self._gradient_ready = False
         if number:
@@ -425,19 +461,30 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         shown: int | None = None
         with self._versions.running():
             for kind, action in program:
-                if kind in ("wait", "compute", "finish"):
-                    version = self._batches[action.batch].version
-                    if version != shown:
-                        # Before backwards too: activation checkpointing computes the forward once more. And
-                        # before the wait for a message, where it takes no time.
-                        self._versions.show(version)
-                        shown = version
+                if kind == "receive":
+                    self._message(kind, action)
+                    continue
+                version = self._batches[action.batch].version
+                if kind != "send" and version != shown:
+                    # Before backwards too: activation checkpointing computes the forward once more. And
+                    # before the wait for a message, where it takes no time.
+                    self._begin(Kind.SWAP, action)
+                    self._versions.show(version)
+                    self.recorder.end()
+                    shown = version
+                self._begin(_KINDS[kind, action.kind], action)
                 if kind == "compute":
                     self._compute(action, forward)
                 elif kind == "finish":
                     self._finish(action.batch)
                 else:
                     self._message(kind, action)
+                self.recorder.end()
+
+    def _begin(self, kind: Kind, action: Action) -> None:
+        microbatch = None if kind is Kind.REDUCE else action.microbatch
+        batch, updates = self._before + action.batch, self._batches[action.batch].updates
+        self.recorder.begin(kind, self._stage.stage_index, batch, microbatch, updates)
 
     def _message(self, kind: str, action: Action) -> None:
         if kind == "wait":
@@ -481,4 +528,6 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         fresh = all(gradient is None for gradient in self._versions.gradients())
         self._versions.deliver(self._complete.pop(number))
         self._clipper.deliver(number, self._versions.gradients() if fresh else None)
+        self._delay = self._delivered - self._batches[number].updates
+        self._delivered += 1
         self._gradient_ready = True
