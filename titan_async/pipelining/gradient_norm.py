@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from titan_async._group_internals import joint_group
 from titan_async.pipelining._torch_internals import group_of, local_part
 
-__all__ = ["GradientNorm", "NormReducer", "clip_"]
+__all__ = ["GradientNorm", "NormReducer", "clip_", "share_of_squares"]
 
 
 class GradientNorm:
@@ -82,18 +82,31 @@ class NormReducer:
 
     def start(self, gradients: Sequence[Tensor | None]) -> GradientNorm:
         """Start reducing the norm of one batch's gradient, of which `gradients` are this rank's part."""
-        squares = torch.zeros((), dtype=torch.float64, device=self._device)
-        shares: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        for gradient in gradients:
-            part = local_part(gradient)
-            if gradient is not None and part is not None:
-                dtype = torch.promote_types(part.dtype, torch.float32)
-                shares.setdefault((_parts(gradient), dtype), []).append(part)
-        for (parts, dtype), tensors in shares.items():
-            norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).double()
-            # The other ranks of the stage hold the same parts, also those outside of the gradient's mesh.
-            squares += norms.square().sum() * parts / self._ranks_of_a_stage
+        squares = share_of_squares(gradients, self._ranks_of_a_stage, self._device)
         return GradientNorm(squares, self._group)
+
+
+def share_of_squares(tensors: Sequence[Tensor | None], ranks_of_a_stage: int, device: torch.device) -> Tensor:
+    """What this rank has to add for the sum over all ranks to be that of the squares of all stages' tensors.
+
+    Args:
+        tensors: of this rank's stage, plain ones or DTensors.
+        ranks_of_a_stage: ranks that hold a stage, of which each tensor is split over some and the same on
+            the others.
+        device: of the result, a float64 scalar.
+    """
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    shares: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        part = local_part(tensor)
+        if tensor is not None and part is not None:
+            dtype = torch.promote_types(part.dtype, torch.float32)
+            shares.setdefault((_parts(tensor), dtype), []).append(part)
+    for (parts, dtype), alike in shares.items():
+        norms = torch.stack(torch._foreach_norm(alike, 2, dtype=dtype)).double()
+        # The other ranks of the stage hold the same parts, also those outside of the tensor's mesh.
+        squares += norms.square().sum() * parts / ranks_of_a_stage
+    return squares
 
 
 def clip_(gradients: Sequence[Tensor | None], max_norm: float, norm: Tensor) -> None:

@@ -4,10 +4,16 @@
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineSchedule
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _PipelineSchedule,
+    _wait_batch_p2p,
+)
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part, _split_module
@@ -21,6 +27,7 @@ __all__ = [
     "saves_at",
     "split_layers",
     "stages_of",
+    "telling_waits",
     "wrap_initializers",
 ]
 
@@ -43,6 +50,14 @@ def stages_of(schedule: _PipelineSchedule) -> list[_PipelineStageBase]:
     if isinstance(schedule, PipelineScheduleSingle):
         return [schedule._stage]
     return list(schedule._stages)
+
+
+def telling_waits(around: Callable[[Callable[[], None]], None]) -> None:
+    """Let torch's schedules call `around` for each of their waits for messages, with what waits.
+
+    For all schedules of this process, until the next call.
+    """
+    schedules._wait_batch_p2p = lambda works: around(partial(_wait_batch_p2p, works))
 
 
 def saves_at(checkpointer: Any, step: int, last_step: bool) -> bool:

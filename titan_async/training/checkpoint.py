@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
+
+from titan_async.pipelining.recording import Kind
+from titan_async.training._titan_internals import saves_at
+from titan_async.training.recording import Recording
 
 __all__ = ["NEXT_WEIGHTS", "RANDOM_STATE", "AsyncCheckpointer", "complete_steps", "save_for_resuming"]
 
@@ -30,6 +35,18 @@ class AsyncCheckpointer(CheckpointManager):
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
         pass
+
+    recording: Recording = Recording()
+
+    def save(self, curr_step: int, last_step: bool = False) -> bool:
+        if not saves_at(self, curr_step, last_step):
+            return super().save(curr_step, last_step)
+        start = time.perf_counter()
+        with self.recording.span(Kind.SAVE, curr_step):
+            saved = super().save(curr_step, last_step)
+        if saved:
+            self.recording.write("checkpoint", step=curr_step, seconds=time.perf_counter() - start)
+        return saved
 
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool

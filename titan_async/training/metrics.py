@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
 
+from titan_async.training.recording import Recording
 from titan_async.training.reporter import Reporter, StepReport
 
 __all__ = ["AsyncMetrics", "share_loss"]
@@ -31,6 +32,7 @@ class AsyncMetrics(MetricsProcessor):
         pass
 
     reporter: Reporter | None = None
+    recording: Recording = Recording()
     has_last_stage: bool = True
     validation_loss: float | None = None
     """The latest validation loss in nats a token, on every rank."""
@@ -46,14 +48,23 @@ class AsyncMetrics(MetricsProcessor):
         """As torchtitan's; `grad_norm` is None as long as no update has been made."""
         seconds = time.perf_counter() - self.time_last_log
         tokens = self.ntokens_since_last_log * self._data_parallel_degree()
-        rates = {k: v for k, v in (extra_metrics or {}).items() if k.startswith("lr/")}
+        extra = extra_metrics or {}
+        rate = next((value for key, value in extra.items() if key.startswith("lr/")), float("nan"))
         norm = float("nan") if grad_norm is None else grad_norm
         super().log(step, global_avg_loss, global_max_loss, norm, extra_metrics)
         if self.reporter is not None:
-            report = StepReport(
-                step, global_avg_loss, grad_norm, tokens / seconds, next(iter(rates.values()), float("nan"))
-            )
-            self.reporter.step(report)
+            self.reporter.step(StepReport(step, global_avg_loss, grad_norm, tokens / seconds, rate))
+        self.recording.write(
+            "step",
+            step=step,
+            loss=global_avg_loss,
+            grad_norm=grad_norm,
+            tokens_per_second=tokens / seconds,
+            learning_rate=rate,
+            skipped=extra.get("skipped_updates", 0),
+            mfu=self._mfu(tokens / seconds),
+            utilization=[v for k, v in extra.items() if k.startswith("pipeline/utilization/")] or None,
+        )
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         """As torchtitan's, with the loss of the last stage on all stages."""
@@ -64,6 +75,14 @@ class AsyncMetrics(MetricsProcessor):
         self.validation_loss = loss
         if self.reporter is not None:
             self.reporter.say(f"validation at step {step}: loss {loss:.4f}")
+        self.recording.write("validation", step=step, loss=loss)
+
+    def _mfu(self, tokens_per_second: float) -> float | None:
+        """Model FLOPS utilization, a share; None on a CPU, whose peak is not known."""
+        if self.device_memory_monitor.device.type == "cpu" or self.has_quantization:
+            return None
+        operations = self.num_flops_per_token * tokens_per_second / self.parallel_dims.world_size
+        return operations / self.gpu_peak_flops
 
     def _data_parallel_degree(self) -> int:
         dims = self.parallel_dims

@@ -14,6 +14,7 @@ from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfi
 
 from titan_async.errors import UserError
 from titan_async.optim import ErrorFeedback, Lion, Muon
+from titan_async.optim.correction import history_key
 from titan_async.training.optimizer_config import (
     AdamWConfig,
     ErrorFeedbackConfig,
@@ -104,6 +105,7 @@ class AsyncOptimizers(OptimizersContainer):
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         self._groups = config.resolved_groups()
         feedback = config.error_feedback
+        self._feedback_key = history_key(feedback.level)
         strength = feedback.strength if feedback.enable else 0.0
         for_muon = {
             "bucket_mb": config.muon.bucket_mb,
@@ -176,6 +178,15 @@ class AsyncOptimizers(OptimizersContainer):
         Known on the ranks that share these parameters; other stages of a pipeline do not hear of it.
         """
         return any(getattr(optimizer, "step_was_skipped", False) for optimizer in self.optimizers)
+
+    def feedback_histories(self) -> list[torch.Tensor]:
+        """What error feedback remembers of each parameter of this rank; nothing where it is off."""
+        return [
+            entries[self._feedback_key]
+            for optimizer in self.optimizers
+            for entries in optimizer.state.values()
+            if self._feedback_key in entries
+        ]
 
     def learning_rates(self) -> dict[str, float]:
         """The current learning rates, as "lr/Muon", or "lr/AdamW/0" where an optimizer has several groups."""

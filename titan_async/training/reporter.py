@@ -1,10 +1,13 @@
 """What a run says on the terminal: one line a logged step from rank 0, and a progress bar if it is one."""
 
+import sys
 import time
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from titan_async.monitor.journal import Journal
 
 __all__ = ["Reporter", "StepReport", "format_duration"]
 
@@ -42,6 +45,8 @@ class Reporter:
         self._speaks, self._steps = speaks, steps
         self._console = Console(highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
+        self.journal: Journal | None = None
+        """Gets every line too, while a run is recorded."""
         self._first_step = 0
         self._start = time.perf_counter()
 
@@ -73,8 +78,23 @@ class Reporter:
 
     def say(self, line: str) -> None:
         """Write any other line."""
+        self._write("log", line)
+
+    def warn(self, line: str) -> None:
+        """Write a line that deserves attention."""
+        self._write("warning", line)
+
+    def warn_from_any_rank(self, line: str) -> None:
+        """Write a warning that other ranks do not have, on stderr. Any thread may."""
+        print(line, file=sys.stderr, flush=True)
+        if self.journal is not None:
+            self.journal.write("warning", text=line)
+
+    def _write(self, kind: str, line: str) -> None:
         if self._speaks:
             self._console.print(line, markup=False)
+        if self.journal is not None:
+            self.journal.write(kind, text=line)
 
     def stop(self) -> None:
         """Take the progress bar away. Harmless to call again."""

@@ -44,6 +44,7 @@ class StageTimer:
         self._stages, self._device = stages, device
         self._steps = 0
         self._spans: dict[tuple[int, str], list[Callable[[], float]]] = {}
+        self._before: dict[tuple[int, str], Callable[..., Any]] = {}  # what others have put on a stage
 
     @property
     def timed(self) -> bool:
@@ -60,8 +61,7 @@ class StageTimer:
                 self._watch(stage)
         if self.timed:
             for stage in self._stages:
-                for name in _KINDS:
-                    vars(stage).pop(name, None)
+                self._restore(stage)
         return self.timed
 
     def seconds(self) -> list[dict[str, Any]]:
@@ -86,8 +86,16 @@ class StageTimer:
 
     def _watch(self, stage: Any) -> None:
         for name in _KINDS:
+            if name in vars(stage):
+                self._before[stage.stage_index, name] = vars(stage)[name]
             spans = self._spans.setdefault((stage.stage_index, name), [])
             setattr(stage, name, _timed(getattr(stage, name), spans, self._device))
+
+    def _restore(self, stage: Any) -> None:
+        for name in _KINDS:
+            vars(stage).pop(name, None)
+            if (stage.stage_index, name) in self._before:
+                setattr(stage, name, self._before[stage.stage_index, name])
 
 
 def write_measured(timer: StageTimer, config: Trainer.Config, dims: ParallelDims) -> None:

@@ -11,7 +11,9 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import Validator
 
 from titan_async.data import unigram_entropy
+from titan_async.pipelining.recording import Kind
 from titan_async.training.data import TextDataLoader
+from titan_async.training.recording import Recording
 
 __all__ = ["AsyncValidator"]
 
@@ -26,6 +28,8 @@ class AsyncValidator(Validator):
         )
         """DataLoader configuration for validation"""
 
+    recording: Recording = Recording()
+
     last_step: int | None = None
     """A step after which to validate, whatever `freq` says."""
 
@@ -34,7 +38,8 @@ class AsyncValidator(Validator):
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         self._counts: torch.Tensor | None = None
-        super().validate(model_parts, step)
+        with self.recording.span(Kind.VALIDATE, step):
+            super().validate(model_parts, step)
 
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, model_parts: list[nn.Module]

@@ -1,0 +1,187 @@
+"""A run's record of itself: the spans of every rank, and rank 0's journal."""
+
+import contextlib
+import os
+import resource
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torchtitan
+
+from titan_async import __version__
+from titan_async.monitor.clocks import clock_of
+from titan_async.monitor.event_files import EventWriter
+from titan_async.monitor.journal import Journal
+from titan_async.monitor.recorder import EventRecorder
+from titan_async.monitor.run_folder import RunInfo, events_folder, write_info
+from titan_async.pipelining.recording import Kind, NoRecorder, Recorder
+
+__all__ = ["Recording", "Shape", "start_recording"]
+
+RUN_ID = "TITAN_ASYNC_RUN_ID"
+"""The environment variable by which a launcher names a run."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a run its `RunInfo` says; see there."""
+
+    model: str
+    first_step: int
+    steps: int
+    log_every: int
+    schedule: str
+    microbatches: int
+    lookahead: int
+    stages: int
+    tokens_per_step: int
+
+
+@dataclass
+class Recording:
+    """What a rank records. Without files, nothing; with a journal on rank 0 alone."""
+
+    events: EventRecorder | None = None
+    journal: Journal | None = None
+    _first_step: int = 0
+    """Of the next interval."""
+
+    @property
+    def recorder(self) -> Recorder:
+        """For a schedule."""
+        return self.events or NoRecorder()
+
+    def span(self, kind: Kind, step: int) -> AbstractContextManager[None]:
+        """Record what happens inside as part of a training step, from 1."""
+        return contextlib.nullcontext() if self.events is None else self.events.span(kind, step)
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Add an entry to the journal."""
+        if self.journal is not None:
+            self.journal.write(kind, **fields)
+
+    def end_interval(self, step: int) -> dict[int, float]:
+        """Summarize the steps up to this one since the last call.
+
+        Returns:
+            The share of their time that each stage of this rank was busy; see `EventRecorder.utilization`.
+        """
+        if self.events is None:
+            return {}
+        self.events.end_interval(self._first_step, step)
+        self._first_step = step + 1
+        return self.events.utilization()
+
+    def close(self, reason: Literal["finished", "stopped", "failed"]) -> None:
+        """Write what is left. Harmless to call again."""
+        self.write("end", reason=reason)
+        if self.events is not None:
+            self.events.close()
+        if self.journal is not None:
+            self.journal.close()
+        self.events = self.journal = None
+
+
+def start_recording(
+    dump_folder: str | os.PathLike[str],
+    shape: Shape,
+    stages: Sequence[int],
+    device: torch.device,
+    warn: Callable[[str], None],
+) -> Recording:
+    """Start to record a run. A collective over all ranks.
+
+    A rank whose files cannot be written, from the start or at some time, goes on without recording.
+
+    Args:
+        dump_folder: the run's.
+        shape: of the run.
+        stages: the indices of this rank's stages.
+        device: on which it computes.
+        warn: is told what is wrong.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = (_new_run_id(), socket.gethostname(), os.getpid(), tuple(stages))
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, mine)
+    run_id, host, pid, _ = everyone[0]
+    folder = events_folder(dump_folder, run_id)
+
+    def failed(error: OSError) -> None:
+        warn(
+            f"rank {rank} no longer records events in {folder}: {error.strerror}; training goes on "
+            "(monitor.no-events turns them off)"
+        )
+
+    journal = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # nodes may have disks of their own
+            info = RunInfo(
+                run_id=run_id,
+                started=time.time(),
+                host=host,
+                pid=pid,
+                ranks=tuple(of for *_, of in everyone),
+                device=_name_of(device),
+                versions={
+                    "titan_async": __version__,
+                    "torch": str(torch.__version__),
+                    "torchtitan": torchtitan.__version__,
+                },
+                **vars(shape),
+            )
+            write_info(folder, info)
+        if rank == 0:
+            journal = Journal(folder)
+        events = EventRecorder(
+            EventWriter(folder, rank),
+            clock_of(device),
+            stages,
+            first_step=shape.first_step,
+            memory=_memory_of(device),
+            failed=failed,
+        )
+    except OSError as error:
+        failed(error)
+        return Recording()
+    return Recording(events, journal, shape.first_step + 1)
+
+
+def _new_run_id() -> str:
+    given = os.environ.get(RUN_ID)
+    return given or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def _name_of(device: torch.device) -> str:
+    return device.type if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
+
+
+def _memory_of(device: torch.device) -> Callable[[], tuple[int, int, int]]:
+    """Tells bytes in use, at most so far, and in all."""
+    if device.type == "cpu":
+        page = os.sysconf("SC_PAGE_SIZE")
+        everything = page * os.sysconf("SC_PHYS_PAGES")
+        unit = 1 if sys.platform == "darwin" else 1024
+
+        def resident() -> tuple[int, int, int]:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+            try:
+                now = int(Path("/proc/self/statm").read_text().split()[1]) * page
+            except OSError:  # not on Linux
+                now = peak
+            return now, max(peak, now), everything
+
+        return resident
+    module = torch.get_device_module(device)
+    limit = module.get_device_properties(device).total_memory
+    return lambda: (module.memory_allocated(device), module.max_memory_allocated(device), limit)
