@@ -64,9 +64,19 @@ WORKER = """
         time.sleep(300)
     elif case == "saves":
         signal.signal(signal.SIGTERM, lambda *_: requests.append(rank))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         requests = []
         open(f"{folder}/ready-{rank}", "w").close()
         while not requests:
+            time.sleep(0.01)
+        time.sleep(1 + rank)
+        open(f"{folder}/saved-{rank}", "w").close()
+    elif case in ("ctrl_c", "ctrl_c_hangs"):
+        signal.signal(signal.SIGINT, lambda *_: requests.append(rank))
+        requests = []
+        open(f"{os.environ[failures.ERROR_DIR]}/stops-cleanly-{rank}", "w").close()
+        open(f"{folder}/ready-{rank}", "w").close()
+        while not requests or case == "ctrl_c_hangs":
             time.sleep(0.01)
         time.sleep(1 + rank)
         open(f"{folder}/saved-{rank}", "w").close()
@@ -76,6 +86,8 @@ WORKER = """
             failures.report_failure("error" if rank else "lost_peer", "OSError: the disk is full")
             sys.exit(1)
         signal.signal(signal.SIGTERM, fail)
+        signal.signal(signal.SIGINT, fail)
+        open(f"{os.environ[failures.ERROR_DIR]}/stops-cleanly-{rank}", "w").close()
         open(f"{folder}/ready-{rank}", "w").close()
         time.sleep(300)
     elif case == "never_saves":
@@ -152,6 +164,10 @@ def test_outcomes(case: str, status: int, message: str, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("titan_async_*")), "the folder of reports is left over"
 
 
+STOPPING = "stopping after this step and saving; press Ctrl-C again to stop at once\n"
+
+
+# No worker has said yet that it stops cleanly at SIGINT.
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_the_launcher_ends_every_worker(number: signal.Signals, tmp_path: Path) -> None:
     launcher = start("endless", tmp_path)
@@ -174,16 +190,67 @@ def test_after_sigterm_workers_may_save_and_end_with_0(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
 
 
-def test_a_save_that_fails_after_sigterm_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "before"), [(signal.SIGTERM, ""), (signal.SIGINT, STOPPING)])
+def test_a_save_that_fails_after_a_request_is_told(
+    number: signal.Signals, before: str, tmp_path: Path
+) -> None:
     launcher = start("fails_to_save", tmp_path)
     pids = wait_for_ready(tmp_path)
-    launcher.send_signal(signal.SIGTERM)
+    launcher.send_signal(number)
     _, err = launcher.communicate(timeout=30)
     assert (launcher.returncode, err) == (
-        143,
-        "stopped by SIGTERM; rank 1 failed: OSError: the disk is full\n",
+        128 + number,
+        f"{before}stopped by {number.name}; rank 1 failed: OSError: the disk is full\n",
     )
     assert_gone(pids)
+
+
+def test_after_ctrl_c_workers_may_save_and_the_status_is_130(tmp_path: Path) -> None:
+    launcher = start("ctrl_c", tmp_path)
+    wait_for_ready(tmp_path)
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    launcher.send_signal(signal.SIGINT)  # the same press, come by another way
+    assert launcher.communicate(timeout=30) == ("", STOPPING)
+    assert launcher.returncode == 130
+    assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    launcher = start("ctrl_c_hangs", tmp_path)
+    pids = wait_for_ready(tmp_path)
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(0.6)
+    assert launcher.poll() is None
+    launcher.send_signal(signal.SIGINT)
+    _, err = launcher.communicate(timeout=5)
+    assert (launcher.returncode, err) == (130, f"{STOPPING}stopped by SIGINT\n")
+    assert_gone(pids)
+
+
+def test_ctrl_c_ends_at_once_while_one_worker_does_not_stop_cleanly_yet(tmp_path: Path) -> None:
+    launcher = start("ctrl_c_hangs", tmp_path)
+    pids = wait_for_ready(tmp_path)
+    (mark,) = tmp_path.glob("titan_async_*/stops-cleanly-1")
+    mark.unlink()
+    launcher.send_signal(signal.SIGINT)
+    _, err = launcher.communicate(timeout=5)
+    assert (launcher.returncode, err) == (130, "stopped by SIGINT\n")
+    assert_gone(pids)
+
+
+def test_sigterm_and_then_ctrl_c_is_the_first_of_each(tmp_path: Path) -> None:
+    launcher = start("saves", tmp_path)
+    wait_for_ready(tmp_path)
+    for name in ("0", "1"):
+        (reports,) = tmp_path.glob("titan_async_*")
+        (reports / f"stops-cleanly-{name}").touch()
+    launcher.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.communicate(timeout=30) == ("", STOPPING)
+    assert launcher.returncode == 130
+    assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
 
 
 def test_workers_that_do_not_save_are_killed(tmp_path: Path) -> None:

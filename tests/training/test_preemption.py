@@ -1,8 +1,10 @@
-"""SIGTERM, as schedulers send it: all ranks stop after the same step, save, and end with status 0."""
+"""SIGTERM, as schedulers send it, and Ctrl-C: all ranks stop after the same step, save, and end."""
 
 from __future__ import annotations
 
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
@@ -17,25 +19,33 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.support.processes import WorkerPool
 from tests.support.training import command, environment, processes_of, train
+from titan_async.training.checkpoint import complete_steps
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 FLAGS = ("--dump_folder", "run", "--training.steps", 12, "--metrics.log_freq", 1, "--validator.no-enable",
          "--lr_scheduler.warmup_steps", 3, "--checkpoint.last_save_model_only")  # fmt: skip
-"""A run whose last checkpoint holds the model alone, which the one after SIGTERM must not."""
+"""A run whose last checkpoint holds the model alone, which the one after a signal must not."""
+
+TERM, INT = signal.SIGTERM, signal.SIGINT
+NAMES = {TERM: "SIGTERM", INT: "Ctrl-C"}
+STOPPING = "stopping after this step and saving; press Ctrl-C again to stop at once\n"
 
 
-def agree(rank: int, group: object, asked: dict[int, tuple[int, str]], steps: int) -> list[bool]:
-    """What `end_step` says in each step, with `asked` naming the step and the place of a rank's SIGTERM."""
+def agree(
+    rank: int, group: object, asked: dict[int, tuple[int, str, signal.Signals]], steps: int
+) -> list[signal.Signals | None]:
+    """What `end_step` says in each step, with `asked` naming step, place and number of a rank's signal."""
     from titan_async.training.preemption import Preemption
 
     preemption = Preemption()
     preemption.listen()
+    preemption.listen_to_interrupts()
     said = []
     for step in range(steps):
         for place in ("before", "within"):
-            if asked.get(rank) == (step, place):
-                signal.raise_signal(signal.SIGTERM)
+            if rank in asked and asked[rank][:2] == (step, place):
+                signal.raise_signal(asked[rank][2])
             if place == "before":
                 preemption.begin_step()
         said.append(preemption.end_step())
@@ -52,20 +62,46 @@ def pool() -> Iterator[WorkerPool]:
 @pytest.mark.parametrize(
     ("asked", "stop"),
     [
-        ({}, None),
-        ({0: (1, "before")}, 1),
-        ({1: (1, "before")}, 1),
+        ({}, [None, None, None, None]),
+        ({0: (1, "before", TERM)}, [None, TERM, TERM, TERM]),
+        ({1: (1, "before", INT)}, [None, INT, INT, INT]),
         # Too late for the exchange that is on its way; all learn of it in the next step.
-        ({1: (1, "within")}, 2),
-        ({0: (1, "within"), 1: (3, "before")}, 2),
-        ({0: (1, "before"), 1: (1, "within")}, 1),
+        ({1: (1, "within", TERM)}, [None, None, TERM, TERM]),
+        ({0: (1, "within", INT), 1: (3, "before", INT)}, [None, None, INT, INT]),
+        ({0: (1, "before", TERM), 1: (1, "within", TERM)}, [None, TERM, TERM, TERM]),
+        ({0: (1, "before", INT), 1: (2, "before", TERM)}, [None, INT, INT, INT]),
+        ({0: (1, "before", TERM), 1: (2, "before", INT)}, [None, TERM, INT, INT]),
     ],
 )
 def test_all_ranks_stop_after_the_same_step(
-    pool: WorkerPool, asked: dict[int, tuple[int, str]], stop: int | None
+    pool: WorkerPool,
+    asked: dict[int, tuple[int, str, signal.Signals]],
+    stop: list[signal.Signals | None],
 ) -> None:
-    expected = [stop is not None and step >= stop for step in range(4)]
-    assert pool.run(2, agree, asked, 4) == [expected, expected]
+    assert pool.run(2, agree, asked, 4) == [stop, stop]
+
+
+@pytest.mark.parametrize("second", [INT, TERM])
+def test_without_our_launcher_a_process_ends_at_its_second_signal(second: signal.Signals) -> None:
+    program = (
+        "import signal, sys, time\n"
+        "import torch.distributed as dist\n"
+        "from titan_async.training.preemption import Preemption\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "preemption = Preemption()\n"
+        "preemption.listen()\n"
+        "preemption.listen_to_interrupts()\n"
+        "signal.raise_signal(signal.SIGINT)\n"
+        "signal.raise_signal(signal.SIGINT)\n"  # the same press
+        "time.sleep(0.4)\n"
+        "preemption.begin_step()\n"
+        "print(preemption.end_step().name, flush=True)\n"
+        f"signal.raise_signal({int(second)})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment()
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-second, "SIGINT\n", STOPPING)
 
 
 def test_only_its_parent_ends_a_data_worker() -> None:
@@ -77,7 +113,7 @@ def test_only_its_parent_ends_a_data_worker() -> None:
         "    shield_data_worker(0)\n"
         "    while True: time.sleep(0.1)\n"
         "time.sleep(0.5)\n"
-        "subprocess.run(['kill', '-TERM', str(child)], check=True)\n"
+        "for name in ('-INT', '-TERM'): subprocess.run(['kill', name, str(child)], check=True)\n"
         "time.sleep(0.5)\n"
         "alive = os.waitpid(child, os.WNOHANG) == (0, 0)\n"
         "os.kill(child, signal.SIGTERM)\n"
@@ -93,6 +129,7 @@ def start(folder: Path, *flags: object, argv: list[str] | None = None) -> subpro
     return subprocess.Popen(
         argv or command(*FLAGS, *flags),
         cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
     )  # fmt: skip
 
 
@@ -109,11 +146,12 @@ def descendants(pid: int) -> list[int]:
     return children + [pid for child in children for pid in descendants(child)]
 
 
-def stopped_at(out: str) -> int:
-    (line,) = [line for line in out.splitlines() if line.startswith("SIGTERM")]
-    before, after = "SIGTERM: saved step ", " of 12 in run/checkpoint; resume with the same command"
+def stopped_at(out: str, number: signal.Signals = TERM) -> int:
+    (line,) = [line for line in out.splitlines() if line.startswith(NAMES[number])]
+    before = f"{NAMES[number]}: saved step "
+    after = " of 12 in run/checkpoint; resume with the same command"
     assert line.startswith(before) and line.endswith(after)
-    assert out.splitlines()[-1] == line
+    assert out.rstrip().splitlines()[-1] == line
     return int(line.removeprefix(before).removesuffix(after))
 
 
@@ -148,17 +186,82 @@ def test_sigterm_to_the_launcher_saves_and_the_resumed_run_is_the_undisturbed_on
     assert (run.returncode, err) == (0, "")
     step = stopped_at(out)
     assert 3 < step < 12
-    assert_resumable(tmp_path, step)
-    resumed = train(tmp_path, *FLAGS)
+    assert_the_resumed_run_is_the_undisturbed_one(tmp_path, step, undisturbed)
+
+
+def assert_the_resumed_run_is_the_undisturbed_one(
+    folder: Path, step: int, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    assert_resumable(folder, step)
+    resumed = train(folder, *FLAGS)
     assert (resumed.status, resumed.err) == (0, "")
     assert resumed.steps[0] == step + 1
-    mine = weights(tmp_path, 12)
+    mine = weights(folder, 12)
     assert mine.keys() == undisturbed.keys()
     for name, value in undisturbed.items():
         assert torch.equal(mine[name], value), name
 
 
-def test_sigterm_to_every_process_of_a_job_step(tmp_path: Path) -> None:
+def in_a_terminal(folder: Path, *flags: object) -> tuple[int, int]:
+    """Start a run in a terminal of its own, through a shell script's exec; its pid and the terminal."""
+    pid, terminal = pty.fork()
+    if not pid:
+        os.chdir(folder)
+        program = ["bash", "-c", 'exec "$@"', "bash", *command(*FLAGS, *flags)]
+        os.execvpe("bash", program, environment() | {"TERM": "dumb"})
+    return pid, terminal
+
+
+def read_until(terminal: int, text: str | None, seconds: float = 60) -> str:
+    """What a terminal shows up to `text`, or up to the end of the processes in it."""
+    shown, deadline = b"", time.monotonic() + seconds
+    while text is None or text.encode() not in shown:
+        assert time.monotonic() < deadline, shown.decode()
+        if select.select([terminal], [], [], 0.1)[0]:
+            try:
+                shown += os.read(terminal, 4096)
+            except OSError:  # Linux's way to say that nobody has it open any more
+                break
+    return shown.decode().replace("\r\n", "\n")
+
+
+def test_ctrl_c_saves_and_the_resumed_run_is_the_undisturbed_one(
+    tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    pid, terminal = in_a_terminal(tmp_path)
+    read_until(terminal, "step  3/12")
+    os.write(terminal, b"\x03")
+    out = read_until(terminal, None)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert f"^C\n{STOPPING}" in out
+    step = stopped_at(out, INT)
+    assert 3 < step < 12
+    assert_the_resumed_run_is_the_undisturbed_one(tmp_path, step, undisturbed)
+
+
+def test_a_second_ctrl_c_ends_at_once_and_leaves_no_half_checkpoint(tmp_path: Path) -> None:
+    # Steps of seconds, of which the second press cuts off the one that the first would have let finish.
+    flags = ("--training.seq_len", 256, "--training.local_batch_size", 64, "--checkpoint.interval", 2)
+    pid, terminal = in_a_terminal(tmp_path, *flags)
+    read_until(terminal, "step  3/12")
+    ranks = processes_of(pid)
+    os.write(terminal, b"\x03")
+    read_until(terminal, STOPPING.strip())
+    time.sleep(0.4)
+    pressed = time.monotonic()
+    os.write(terminal, b"\x03")
+    out = read_until(terminal, None)
+    assert time.monotonic() - pressed < 10
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert out.endswith("stopped by SIGINT\n")
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks.values())
+    assert complete_steps(tmp_path / "run/checkpoint") == [2]
+
+
+@pytest.mark.parametrize(("number", "status", "err"), [(TERM, 0, ""), (INT, 130, STOPPING)])
+def test_a_signal_to_every_process_of_a_job_step(
+    number: signal.Signals, status: int, err: str, tmp_path: Path
+) -> None:
     run = start(
         tmp_path, "--parallelism.pipeline_parallel_schedule", "1F1B", "--dataloader.num_workers", 1,
         "--checkpoint.async_mode", "async", "--checkpoint.interval", 2,
@@ -167,23 +270,26 @@ def test_sigterm_to_every_process_of_a_job_step(tmp_path: Path) -> None:
     everyone = descendants(run.pid)
     assert len(everyone) >= 4, "two ranks, and a data worker for each"
     for pid in (run.pid, *everyone):
-        os.kill(pid, signal.SIGTERM)
-    out, err = run.communicate(timeout=60)
-    assert (run.returncode, err) == (0, "")
-    assert_resumable(tmp_path, stopped_at(out))
+        os.kill(pid, number)
+    out, said = run.communicate(timeout=60)
+    assert (run.returncode, said) == (status, err)
+    assert_resumable(tmp_path, stopped_at(out, number))
 
 
-def test_sigterm_to_torchrun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [TERM, INT])
+def test_a_signal_to_torchrun(number: signal.Signals, tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--rdzv-backend", "c10d",
             "--rdzv-endpoint", "localhost:0", "-m", "titan_async.training.worker",
-            *command(*FLAGS, "--parallelism.pipeline_parallel_degree", 1)[4:]]  # fmt: skip
+            *command(*FLAGS, "--parallelism.pipeline_parallel_degree", 1)[4:],
+            "--dataloader.num_workers", "1"]  # fmt: skip
     run = start(tmp_path, argv=argv)
     wait_for_step(run, 3)
-    run.send_signal(signal.SIGTERM)
+    os.killpg(run.pid, number)
     out, err = run.communicate(timeout=60)
-    # torchrun's own status and traceback are about itself; a worker that did not end with 0 is named there.
+    # torchrun's own status and traceback are about itself; a worker that failed is named there.
     assert "exitcode" not in err
-    assert_resumable(tmp_path, stopped_at(out))
+    assert (STOPPING in err) == (number == INT)
+    assert_resumable(tmp_path, stopped_at(out, number))
 
 
 def test_sigterm_without_checkpoints_stops_and_says_that_nothing_was_saved(tmp_path: Path) -> None:
@@ -199,7 +305,8 @@ def test_sigterm_without_checkpoints_stops_and_says_that_nothing_was_saved(tmp_p
     assert out.endswith(" of 500 without saving, because of checkpoint.no-enable\n")
 
 
-def test_sigterm_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [TERM, INT])
+def test_a_signal_before_the_first_step_ends_at_once(number: signal.Signals, tmp_path: Path) -> None:
     run = start(tmp_path)
     deadline = time.monotonic() + 60
     while len(processes_of(run.pid)) < 2:
@@ -207,8 +314,8 @@ def test_sigterm_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
         time.sleep(0.1)
     time.sleep(1)
     sent = time.monotonic()
-    run.send_signal(signal.SIGTERM)
+    run.send_signal(number)
     out, err = run.communicate(timeout=60)
     assert time.monotonic() - sent < 8
-    assert (run.returncode, out, err) == (143, "", "stopped by SIGTERM\n")
+    assert (run.returncode, out, err) == (128 + number, "", f"stopped by {number.name}\n")
     assert not (tmp_path / "run/checkpoint").exists()

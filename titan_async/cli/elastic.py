@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from titan_async.training.failures import ERROR_DIR
+from titan_async.training.preemption import SAME_PRESS_SECONDS, STOPPING, ranks_that_stop_cleanly
 
 __all__ = ["Outcome", "WorkerExit", "run_workers"]
 
@@ -34,7 +35,10 @@ GRACE_SECONDS = 10
 SAVE_SECONDS = 60
 """How long processes may take to finish a step, save and end after SIGTERM."""
 
-_SAME_REQUEST_SECONDS = 1.0
+_SAME_REQUEST_SECONDS = {
+    signal.SIGTERM: 1.0,  # `timeout` sends it to its child, and then to the child's group
+    signal.SIGINT: SAME_PRESS_SECONDS,
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Outcome:
     exits: list[WorkerExit] = field(default_factory=list)
     """The processes that ended badly and were not stopped by us; empty after success."""
     interrupted: signal.Signals | None = None
-    """The signal that the launcher itself was sent."""
+    """The signal that the launcher itself was sent; if the processes then saved and ended, SIGINT alone."""
     failed: bool = False
     """Whether any process did not end with status 0."""
     killed_after: float | None = None
@@ -62,19 +66,25 @@ class Outcome:
 
 @dataclass
 class _Request:
-    """The SIGTERM that was passed on to the workers."""
+    """What was passed on to the workers."""
 
-    at: float | None = None
-    """When, by `time.monotonic`; None as long as there was none."""
+    at: dict[int, float] = field(default_factory=dict)
+    """When each signal first came, by `time.monotonic`."""
     killed_after: float | None = None
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The signal that says how the run ends."""
+        return next((number for number in (signal.SIGINT, signal.SIGTERM) if number in self.at), None)
 
 
 def run_workers(command: Sequence[str], nproc: int, rendezvous: dict[str, Any]) -> Outcome:
     """Runs `nproc` copies of `command` and returns when all have ended.
 
-    They write to this process's own terminal. When one fails, or this process gets SIGINT, SIGHUP or
-    SIGQUIT, the others are killed. SIGTERM is passed on, as a request to save and end with status 0; after
-    `SAVE_SECONDS`, or at a second SIGTERM, they are killed.
+    They write to this process's own terminal. When one fails, or this process gets SIGHUP or SIGQUIT, the
+    others are killed. SIGTERM is passed on, as a request to save and end with status 0; after `SAVE_SECONDS`,
+    or at a second SIGTERM, they are killed. So is SIGINT, without a limit of time, once all of them stop
+    cleanly at it (`ranks_that_stop_cleanly`); before, or at a second SIGINT, they are killed.
 
     Args:
         command: the program and its arguments.
@@ -93,7 +103,7 @@ def run_workers(command: Sequence[str], nproc: int, rendezvous: dict[str, Any]) 
     with (
         _silent(),
         _ending_at_once_before_workers(),
-        _passing_sigterm_on(request),
+        _passing_requests_on(request, nproc),
         _noting_stops(request) as stopped,
     ):
         try:
@@ -105,11 +115,10 @@ def run_workers(command: Sequence[str], nproc: int, rendezvous: dict[str, Any]) 
                 for rank, failure in error.failures.items()
                 if failure.pid not in stopped
             ]
-            interrupted = None if request.at is None else signal.SIGTERM
-            return Outcome(exits, interrupted, failed=True, killed_after=request.killed_after)
+            return Outcome(exits, request.signal, failed=True, killed_after=request.killed_after)
         except SignalException as error:
             return Outcome(interrupted=error.sigval, failed=True, killed_after=request.killed_after)
-    return Outcome()
+    return Outcome(interrupted=signal.SIGINT if signal.SIGINT in request.at else None)
 
 
 @contextlib.contextmanager
@@ -168,38 +177,54 @@ def _ending_at_once_before_workers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _passing_sigterm_on(request: _Request) -> Iterator[None]:
-    """Lets the workers themselves answer a SIGTERM to this process, and the agent watch them do it."""
+def _passing_requests_on(request: _Request, nproc: int) -> Iterator[None]:
+    """Lets the workers themselves answer a SIGTERM or SIGINT to this process, and the agent watch them."""
     start = PContext.start
     timers: list[threading.Timer] = []
+    before = {number: signal.getsignal(number) for number in _SAME_REQUEST_SECONDS}
 
     def passing_on(self: PContext) -> None:
         start(self)
         processes = [handler.proc for handler in self.subprocess_handlers.values()]  # type: ignore[attr-defined]
 
-        def kill() -> None:
-            for process in processes:
-                if process.poll() is None:
-                    request.killed_after = SAVE_SECONDS
-                    process.kill()
+        def kill() -> bool:
+            alive = [process for process in processes if process.poll() is None]
+            for process in alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # and its data loader, of the same group
+            return bool(alive)
+
+        def kill_late() -> None:
+            if kill():
+                request.killed_after = SAVE_SECONDS
+
+        def end_at_once(number: int) -> None:
+            kill()
+            raise SignalException(f"got {signal.Signals(number).name}", sigval=signal.Signals(number))
 
         def pass_on(number: int, frame: object) -> None:
-            if request.at is None:
-                request.at = time.monotonic()
-                for process in processes:
-                    process.send_signal(signal.SIGTERM)
-                timer = threading.Timer(SAVE_SECONDS, kill)
+            now = time.monotonic()
+            if number in request.at:
+                if now - request.at[number] > _SAME_REQUEST_SECONDS[number]:
+                    end_at_once(number)
+                return
+            if number == signal.SIGINT and ranks_that_stop_cleanly(os.environ[ERROR_DIR]) < nproc:
+                end_at_once(number)
+            request.at[number] = now
+            for process in processes:
+                process.send_signal(number)
+            if number == signal.SIGINT:
+                # Not print, whose buffer the signal may have found in use. A terminal shows a ^C before it.
+                os.write(2, ("\n" * os.isatty(2) + STOPPING + "\n").encode())
+            else:
+                timer = threading.Timer(SAVE_SECONDS, kill_late)
                 timer.daemon = True
                 timer.start()
                 timers.append(timer)
-            elif time.monotonic() - request.at > _SAME_REQUEST_SECONDS:
-                # Not a repetition such as `timeout` sends, to its child and then to the child's group.
-                for process in processes:
-                    process.kill()
-                raise SignalException(f"got {signal.Signals(number).name}", sigval=signal.Signals(number))
 
-        # In place of the agent's handler, which would end the watching.
-        signal.signal(signal.SIGTERM, pass_on)
+        # In place of the agent's handlers, which would end the watching.
+        for number in before:
+            signal.signal(number, pass_on)
 
     PContext.start = passing_on  # type: ignore[method-assign]
     try:
@@ -208,6 +233,8 @@ def _passing_sigterm_on(request: _Request) -> Iterator[None]:
         PContext.start = start  # type: ignore[method-assign]
         for timer in timers:
             timer.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -226,7 +253,7 @@ def _noting_stops(request: _Request) -> Iterator[set[int]]:
         for handler in getattr(self, "subprocess_handlers", {}).values():
             if handler.proc.poll() is None:
                 stopped.add(handler.proc.pid)
-        asked = request.at is not None and death_sig in (None, signal.SIGTERM)
+        asked = request.signal is not None and death_sig in (None, signal.SIGTERM)
         close(self, signal.SIGTERM if asked else signal.SIGKILL, GRACE_SECONDS)
 
     PContext.close = noting_close  # type: ignore[method-assign]

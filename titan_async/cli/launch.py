@@ -182,7 +182,7 @@ def launch(nproc: int, command: Sequence[str]) -> int:
 
     After a failure one line on stderr names the cause: 1, or 2 if a worker reported a user's mistake.
     After a signal to this process the status is 128 plus its number; after SIGTERM it is 0 if all copies
-    ended with 0, having saved.
+    ended with 0, having saved. After SIGINT it is 130 in any case, without a line if they have.
 
     Raises:
         UserError: the environment does not say how several machines find each other.
@@ -204,6 +204,9 @@ def launch(nproc: int, command: Sequence[str]) -> int:
         finally:
             del os.environ[failures.ERROR_DIR], os.environ["TITAN_ASYNC_LAUNCHER_PID"]
         status, line = _judge(outcome, failures.read_failures(folder))
+    if outcome.failed and sys.stdout.isatty():
+        sys.stdout.write("\x1b[?25h")  # the cursor, which the progress bar of a killed worker has hidden
+        sys.stdout.flush()
     if line:
         print(line, file=sys.stderr, flush=True)
     return status
@@ -212,7 +215,7 @@ def launch(nproc: int, command: Sequence[str]) -> int:
 def _judge(outcome: Outcome, reports: list[failures.Failure]) -> tuple[int, str | None]:
     """Returns the exit status and the sentence for the way a run ended."""
     if not outcome.failed:
-        return 0, None
+        return (0 if outcome.interrupted is None else 128 + outcome.interrupted), None
     cause = failures.root_cause(reports)
     if outcome.interrupted is not None:
         line = f"stopped by {outcome.interrupted.name}"

@@ -5,6 +5,7 @@ ready after every batch.
 """
 
 import dataclasses
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -97,10 +98,10 @@ class AsyncTrainer(Trainer):
     def train(self) -> None:
         """Train up to `training.steps`, resuming from the latest checkpoint, and say what came out.
 
-        After SIGTERM all ranks stop after the same step and save.
+        After SIGTERM or Ctrl-C all ranks stop after the same step and save.
 
         Raises:
-            PreemptedError: after SIGTERM, if the settings allow no save.
+            PreemptedError: after such a request, if the settings allow no save.
         """
         self._first_step: int | None = None
         self._data_ended = False
@@ -109,8 +110,8 @@ class AsyncTrainer(Trainer):
             super().train()
             if self._data_ended:
                 self._save_at_the_end_of_data()
-        except PreemptedError:
-            self._save_after_sigterm()
+        except PreemptedError as stopped:
+            self._save_after(stopped.request)
             return
         finally:
             self.reporter.stop()
@@ -153,8 +154,11 @@ class AsyncTrainer(Trainer):
         self.reporter.advance(self.step)
         if self.metrics_processor.should_log(self.step) or last_step:
             self._log(loss, local_valid_tokens, global_valid_tokens, rates)
-        if self.preemption.end_step() and not last_step:
-            raise PreemptedError
+        if self.step == self._first_step + 1:
+            self.preemption.listen_to_interrupts()
+        request = self.preemption.end_step()
+        if request and not last_step:
+            raise PreemptedError(request)
 
     @property
     def _gradient_ready(self) -> bool:
@@ -238,18 +242,19 @@ class AsyncTrainer(Trainer):
             "dataloader.infinite"
         )
 
-    def _save_after_sigterm(self) -> None:
+    def _save_after(self, request: signal.Signals) -> None:
         self._drain_and_update()
+        name = "Ctrl-C" if request == signal.SIGINT else request.name
         steps, checkpoint = self.config.training.steps, self.config.checkpoint
         if not save_for_resuming(self.checkpointer, self.step):
             self.reporter.say(
-                f"SIGTERM: stopped after step {self.step} of {steps} without saving, because of "
+                f"{name}: stopped after step {self.step} of {steps} without saving, because of "
                 f"checkpoint.{'load_only' if checkpoint.enable else 'no-enable'}"
             )
-            raise PreemptedError
+            raise PreemptedError(request)
         folder = Path(self.config.dump_folder) / checkpoint.folder
         self.reporter.say(
-            f"SIGTERM: saved step {self.step} of {steps} in {folder}; resume with the same command"
+            f"{name}: saved step {self.step} of {steps} in {folder}; resume with the same command"
         )
 
     def _learning_rates(self) -> dict[str, float]:

@@ -2,8 +2,9 @@
 
 Errors leave in three ways. A mistake of the user is one sentence, printed by the launcher for all ranks.
 Any other exception is printed here, with its traceback, before this process's connections close; the
-ranks that fail because it is gone stay silent. The exit status is 0, 2 for a mistake, 143 after a SIGTERM
-for which nothing could be saved, 1 otherwise.
+ranks that fail because it is gone stay silent. The exit status is 0, 2 for a mistake, 128 plus the signal's
+number after a SIGTERM or Ctrl-C for which nothing could be saved, 1 otherwise. Without a launcher of ours,
+which itself ends with 130 then, it is 130 after a Ctrl-C in any case.
 """
 
 import logging
@@ -91,8 +92,10 @@ def _train(argv: list[str]) -> int:
             trainer.checkpointer.save(curr_step=0, last_step=True)
         else:
             trainer.train()
-    except PreemptedError:
-        status = 128 + signal.SIGTERM
+        if trainer.preemption.interrupted and failures.ERROR_DIR not in os.environ:
+            status = 128 + signal.SIGINT
+    except PreemptedError as stopped:
+        status = 128 + stopped.request
     except (CheckpointException, FileNotFoundError) as error:
         mistake = _checkpoint_mistake(error, config)
         if mistake is None:
