@@ -31,7 +31,7 @@ def poison_two_batches(trainer: Any, trained: Trained) -> None:
     log = trainer.metrics_processor.log
     skipped = trained.extra["skipped"] = []
     said = trained.extra["said"] = []
-    say = trainer.reporter.say
+    warn = trainer.reporter.warn
 
     def logged(*args: Any, **kwargs: Any) -> None:
         skipped.append(kwargs["extra_metrics"]["skipped_updates"])
@@ -39,9 +39,9 @@ def poison_two_batches(trainer: Any, trained: Trained) -> None:
 
     def heard(text: str) -> None:
         said.append(text)
-        say(text)
+        warn(text)
 
-    trainer.metrics_processor.log, trainer.reporter.say = logged, heard
+    trainer.metrics_processor.log, trainer.reporter.warn = logged, heard
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])

@@ -24,18 +24,24 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.moe import MoE
 from torchtitan.trainer import Trainer
 
+from titan_async.pipelining.recording import Kind
 from titan_async.training import cpu, random_state
 from titan_async.training._titan_internals import saves_at, stages_of
 from titan_async.training.balance import balance_model_spec
 from titan_async.training.checkpoint import NEXT_WEIGHTS, RANDOM_STATE, AsyncCheckpointer, save_for_resuming
 from titan_async.training.data import TextDataLoader
 from titan_async.training.metrics import AsyncMetrics, share_loss
+from titan_async.training.monitor_config import MonitorConfig
 from titan_async.training.optimizer import AsyncOptimizers
 from titan_async.training.pipeline import adapt_model_spec, check_microbatches, delays_gradients
 from titan_async.training.pipeline_config import PipelineConfig
+from titan_async.training.pipeline_metrics import pipeline_metrics
 from titan_async.training.preemption import PreemptedError, Preemption
+from titan_async.training.record_run import record
+from titan_async.training.recording import Recording
 from titan_async.training.reporter import Reporter, format_duration
 from titan_async.training.skipped_updates import SkippedUpdates
+from titan_async.training.stage_spans import Passing, no_spans
 from titan_async.training.stage_times import StageTimer, write_measured
 from titan_async.training.validator import AsyncValidator
 
@@ -55,6 +61,7 @@ class AsyncTrainer(Trainer):
         validator: Validator.Config = field(default_factory=AsyncValidator.Config)
         checkpoint: BaseCheckpointManager.Config = field(default_factory=AsyncCheckpointer.Config)
         pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+        monitor: MonitorConfig = field(default_factory=MonitorConfig)
 
         max_skipped_updates: int = 10
         """A gradient that holds an infinity or a NaN anywhere makes no update on any rank. The run stops
@@ -84,6 +91,8 @@ class AsyncTrainer(Trainer):
         pipelined = self.parallel_dims.pp_enabled
         self.stage_timer = StageTimer(stages_of(self.pp_schedule), self.device) if pipelined else None
         self.preemption = Preemption()
+        self.recording = Recording()
+        self._passing: Passing = no_spans
         self.reporter = Reporter(speaks=dist.get_rank() == 0, steps=config.training.steps)
         if isinstance(self.metrics_processor, AsyncMetrics):
             self.metrics_processor.reporter = self.reporter
@@ -105,17 +114,20 @@ class AsyncTrainer(Trainer):
         """
         self._first_step: int | None = None
         self._data_ended = False
-        start = time.perf_counter()
+        start, reason = time.perf_counter(), "failed"
         try:
             super().train()
             if self._data_ended:
                 self._save_at_the_end_of_data()
+            self.reporter.stop()
+            self._summarize(time.perf_counter() - start)
+            reason = "finished"
         except PreemptedError as stopped:
+            reason = "stopped"
             self._save_after(stopped.request)
-            return
         finally:
             self.reporter.stop()
-        self._summarize(time.perf_counter() - start)
+            self.recording.close(reason)
 
     def train_step(self, data_iterator: Iterator[Microbatch]) -> None:
         """One batch, and the update from whichever batch's gradient it completes."""
@@ -123,11 +135,26 @@ class AsyncTrainer(Trainer):
             self._first_step = self.step - 1
             self._start()
             self.preemption.listen()
+        with self.recording.span(Kind.STEP, self.step):
+            figures = self._train_on_batch(data_iterator)
+        self.reporter.advance(self.step)
+        last_step = self.step == self.config.training.steps
+        if self.metrics_processor.should_log(self.step) or last_step:
+            self._log(*figures)
+        if self.step == self._first_step + 1:
+            self.preemption.listen_to_interrupts()
+        request = self.preemption.end_step()
+        if request and not last_step:
+            raise PreemptedError(request)
+
+    def _train_on_batch(self, data_iterator: Iterator[Microbatch]) -> tuple:
+        """One step without its report, for which it returns loss, valid tokens and learning rates."""
         config, dims = self.config, self.parallel_dims
         self.optimizers.zero_grad(set_to_none=config.training.disable_cuda_graphs)
         rates = self._learning_rates()
         try:
-            groups, local_valid_tokens = self._next_batch(data_iterator)
+            with self.recording.span(Kind.DATA, self.step):
+                groups, local_valid_tokens = self._next_batch(data_iterator)
         except DataloaderExhaustedError:
             self._data_ended = True
             raise  # torchtitan then leaves its loop
@@ -140,25 +167,18 @@ class AsyncTrainer(Trainer):
             # The weights of the next batch, which a checkpoint holds too, are valid until now.
             self.checkpointer.maybe_wait_for_staging()
         loss = torch.zeros(1, device=self.device)
-        for microbatches in groups:
-            loss += self._run(microbatches, global_valid_tokens).detach()
+        for number, microbatches in enumerate(groups):
+            with self._passing(self.step - 1 - self._first_step, number * len(microbatches)):
+                loss += self._run(microbatches, global_valid_tokens).detach()
         if self._gradient_ready:
             self._update()
         last_step = self.step == config.training.steps
         validates = config.validator.enable and self.validator.should_validate(self.step)
         if validates or saves_at(self.checkpointer, self.step, last_step):
             self._drain_and_update()
-
         if self.stage_timer is not None and self.stage_timer.end_step():
             write_measured(self.stage_timer, config, dims)
-        self.reporter.advance(self.step)
-        if self.metrics_processor.should_log(self.step) or last_step:
-            self._log(loss, local_valid_tokens, global_valid_tokens, rates)
-        if self.step == self._first_step + 1:
-            self.preemption.listen_to_interrupts()
-        request = self.preemption.end_step()
-        if request and not last_step:
-            raise PreemptedError(request)
+        return loss, local_valid_tokens, global_valid_tokens, rates
 
     @property
     def _gradient_ready(self) -> bool:
@@ -187,33 +207,38 @@ class AsyncTrainer(Trainer):
         return loss if self._has_last_stage else torch.zeros_like(loss)
 
     def _update(self) -> None:
-        max_norm = self.config.training.max_norm
-        if self.delayed:
-            self._grad_norm = self.pp_schedule.clip_grad_norm_(max_norm)
-            finite = self.pp_schedule.gradient_is_finite()
-        else:
-            self._grad_norm = dist_utils.clip_grad_norm_(
-                [p for part in self.model_parts for p in part.parameters()],
-                max_norm,
-                foreach=True,
-                pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
-                ep_enabled=self.parallel_dims.ep_enabled,
-            )
-            finite = bool(self._grad_norm.isfinite())
+        with self.recording.span(Kind.CLIP, self.step):
+            finite = self._clip()
         self.checkpointer.maybe_wait_for_staging()
         if finite:
-            self.optimizers.step()
+            with self.recording.span(Kind.OPTIMIZER, self.step):
+                self.optimizers.step()
             # Only what changes gradients in between, such as a hook, makes Muon find one that is not finite.
             finite = not getattr(self.optimizers, "step_was_skipped", False)
         else:
             self._drop_token_counts()
         self.skipped.note(finite, self.step)
         if not finite:
-            self.reporter.say(
+            self.reporter.warn(
                 f"step {self.step}: the gradient is not finite, so its update is skipped "
                 f"({self.skipped.total} so far)"
             )
         self.lr_schedulers.step()
+
+    def _clip(self) -> bool:
+        """Clip the gradient of the whole model; whether it is finite."""
+        max_norm = self.config.training.max_norm
+        if self.delayed:
+            self._grad_norm = self.pp_schedule.clip_grad_norm_(max_norm)
+            return self.pp_schedule.gradient_is_finite()
+        self._grad_norm = dist_utils.clip_grad_norm_(
+            [p for part in self.model_parts for p in part.parameters()],
+            max_norm,
+            foreach=True,
+            pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
+            ep_enabled=self.parallel_dims.ep_enabled,
+        )
+        return bool(self._grad_norm.isfinite())
 
     def _drop_token_counts(self) -> None:
         """Forget how the routers have spread a batch's tokens, as if there had been no such batch.
@@ -284,10 +309,31 @@ class AsyncTrainer(Trainer):
             average,
             largest,
             None if norm is None else float(norm.item()),
-            extra_metrics={"n_tokens_seen": tokens_seen, "skipped_updates": self.skipped.total, **rates},
+            extra_metrics={
+                "n_tokens_seen": tokens_seen,
+                "skipped_updates": self.skipped.total,
+                **rates,
+                **self._pipeline_metrics(),
+            },
         )
 
+    def _pipeline_metrics(self) -> dict[str, float]:
+        """How busy the stages were since the last report, and what the delay makes of updates."""
+        metrics = pipeline_metrics(
+            self.recording.end_interval(self.step),
+            self.optimizers.feedback_histories() if isinstance(self.optimizers, AsyncOptimizers) else [],
+            stages=stages_of(self.pp_schedule)[0].num_stages if self.parallel_dims.pp_enabled else 1,
+            degree=self.parallel_dims.pp,
+            device=self.device,
+        )
+        return metrics | ({"pipeline/delay": self.pp_schedule.delay} if self.delayed else {})
+
     def _start(self) -> None:
+        self.recording, self._passing = record(self, first_step=self._first_step or 0)
+        self.reporter.journal = self.recording.journal
+        for part in (self.metrics_processor, self.checkpointer, getattr(self, "validator", None)):
+            if isinstance(part, AsyncMetrics | AsyncCheckpointer | AsyncValidator):
+                part.recording = self.recording
         resumed = f", resumed at step {self._first_step}" if self._first_step else ""
         stages = self.config.parallelism.pipeline_parallel_degree
         how = f"{stages} stages under {self.config.parallelism.pipeline_parallel_schedule}"
@@ -307,7 +353,7 @@ class AsyncTrainer(Trainer):
             )
         else:
             steps = self.step - self._first_step
-            tokens = steps * config.training.seq_len * self._sequences_per_step()
+            tokens = steps * config.training.seq_len * self.sequences_per_step
             say(
                 f"trained {steps} steps in {format_duration(seconds)}: {tokens / seconds:,.0f} tokens/s, "
                 f"{seconds / max(steps, 1):.2f} s/step"
@@ -344,7 +390,9 @@ class AsyncTrainer(Trainer):
             random_state.restore(state_dict[RANDOM_STATE][self.random_key], self.device)
         self.resumes_delay = self.resumes_random_state = True
 
-    def _sequences_per_step(self) -> int:
+    @property
+    def sequences_per_step(self) -> int:
+        """Of a batch, over all data-parallel ranks."""
         degree = self.parallel_dims.get_mesh("batch").size() if self.parallel_dims.dp_enabled else 1
         return self.config.training.local_batch_size * self.gradient_accumulation_steps * degree
 

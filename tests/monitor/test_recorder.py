@@ -1,0 +1,208 @@
+"""A recorder writes what it is told: each span once, with its own time; and never stops training."""
+
+import errno
+import itertools
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from titan_async.monitor import clocks
+from titan_async.monitor.clocks import HostClock, StreamClock
+from titan_async.monitor.event_files import EventWriter
+from titan_async.monitor.events import CAPACITY, RankReader
+from titan_async.monitor.recorder import EventRecorder
+from titan_async.pipelining.recording import Kind
+
+
+class TickClock:
+    """Every mark is a second after the one before; those from `known` on are not known yet."""
+
+    def __init__(self) -> None:
+        self._ticks = itertools.count(1)
+        self.known = 10**9
+
+    def mark(self) -> int:
+        return next(self._ticks)
+
+    def nanoseconds(self, mark: int) -> int | None:
+        return mark * 10**9 if mark < self.known else None
+
+
+def start(folder: Path, clock, stages=(0,), first_step=0, failed=lambda error: None) -> EventRecorder:
+    return EventRecorder(
+        EventWriter(folder, 0), clock, stages, first_step=first_step, memory=lambda: (1, 2, 3), failed=failed
+    )
+
+
+def test_spans_become_records(tmp_path: Path) -> None:
+    recorder = start(tmp_path, TickClock(), stages=(2,), first_step=100)
+    with recorder.span(Kind.STEP, step=103):
+        recorder.begin(Kind.FORWARD, 2, batch=2, microbatch=1, version=-1)
+        recorder.end()
+        recorder.begin(Kind.REDUCE, 2, batch=1)
+        recorder.end()
+    recorder.close()
+    records = RankReader(tmp_path, 0).new_records()
+    assert records.tolist() == [
+        (2 * 10**9, 3 * 10**9, 103, 1, 99, 2, Kind.FORWARD, 1),
+        (4 * 10**9, 5 * 10**9, 102, -1, -1, 2, Kind.REDUCE, 1),
+        (1 * 10**9, 6 * 10**9, 103, -1, -1, 2, Kind.STEP, 0),
+    ]
+    state = RankReader(tmp_path, 0).state()
+    assert (state.count, state.memory, state.memory_peak, state.memory_limit) == (3, 1, 2, 3)
+    assert state.closed == state.beat > 0
+
+
+def test_summaries_count_each_second_once(tmp_path: Path) -> None:
+    clock = TickClock()
+    recorder = start(tmp_path, clock, stages=(0, 4))
+    for step in (1, 2):
+        with recorder.span(Kind.STEP, step):  # takes 11 seconds
+            recorder.begin(Kind.SWAP, 0, 0)
+            recorder.begin(Kind.GATHER, 0, 0)
+            recorder.end()
+            recorder.end()
+            for stage in (0, 4):
+                recorder.begin(Kind.FORWARD, stage, 0, 0)
+                recorder.end()
+            clock.mark()
+            clock.mark()
+    recorder.end_interval(1, 2)
+    with recorder.span(Kind.SAVE, 2):
+        pass
+    with recorder.span(Kind.STEP, 3):
+        pass
+    assert recorder.utilization() == pytest.approx({0: 1 / 11, 4: 1 / 11})
+    recorder.end_interval(3, 3)
+    assert recorder.utilization() == {0: 0.0, 4: 0.0}
+    recorder.close()
+    first, other, second, _ = RankReader(tmp_path, 0).summaries()
+    assert (first["first_step"], first["last_step"], first["stage"], other["stage"]) == (1, 2, 0, 4)
+    assert (first["end"] - first["start"]) / 1e9 == 23
+    spent = {kind: float(first["seconds"][kind]) for kind in Kind if first["seconds"][kind]}
+    assert spent == {Kind.IDLE: 12, Kind.FORWARD: 2, Kind.SWAP: 4, Kind.GATHER: 2}
+    assert other["seconds"].sum() == other["seconds"][Kind.FORWARD] == 2
+    assert second["seconds"][Kind.SAVE] == 1 and second["seconds"][Kind.IDLE] == 1
+
+
+def test_what_is_not_known_yet_is_written_when_it_is(tmp_path: Path) -> None:
+    clock, reader = TickClock(), RankReader(tmp_path, 0)
+    clock.known = 4
+    recorder = start(tmp_path, clock)
+    for microbatch in range(3):
+        recorder.begin(Kind.FORWARD, 0, 0, microbatch)
+        recorder.end()
+    recorder.begin(Kind.CLIP, 0)
+    recorder.flush()
+    assert reader.new_records()["microbatch"].tolist() == [0]
+    # The device has begun the second, while the process has long been at what follows.
+    current = reader.state().current
+    assert (current["kind"], current["microbatch"], current["start"]) == (Kind.FORWARD, 1, 3 * 10**9)
+    clock.known = 100
+    recorder.flush()
+    assert reader.new_records()["microbatch"].tolist() == [1, 2]
+    assert reader.state().current["kind"] == Kind.CLIP
+    recorder.close()
+
+
+def test_a_waiting_process_is_seen_to_wait(tmp_path: Path) -> None:
+    recorder, reader = start(tmp_path, HostClock()), RankReader(tmp_path, 0)
+    before = time.time_ns()
+    recorder.begin(Kind.RECEIVE, 0, 4, 2, 3)
+    time.sleep(0.6)
+    state = reader.state()
+    assert (state.current["kind"], state.current["batch"], state.current["microbatch"]) == (
+        Kind.RECEIVE,
+        5,
+        2,
+    )
+    assert 0 <= state.current["start"] - before < 10**8
+    assert time.time_ns() - state.beat < 5 * 10**8
+    recorder.end()
+    recorder.close()
+
+
+def test_what_cannot_be_written_costs_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = []
+    recorder = start(tmp_path, HostClock(), failed=errors.append)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(EventWriter, "write", full)
+    for _ in range(3):
+        with recorder.span(Kind.STEP, 1):
+            pass
+        recorder.flush()
+    assert recorder.utilization() == {}
+    recorder.close()
+    recorder.close()
+    assert [error.errno for error in errors] == [errno.ENOSPC]
+
+
+def test_more_spans_than_can_be_written_cost_the_oldest(tmp_path: Path) -> None:
+    recorder = start(tmp_path, HostClock())
+    with recorder._lock:  # as if the disk had no time
+        for microbatch in range(CAPACITY + 10):
+            recorder.begin(Kind.FORWARD, 0, 0, microbatch)
+            recorder.end()
+    recorder.close()
+    assert RankReader(tmp_path, 0).new_records()["microbatch"][-1] == CAPACITY + 9
+
+
+class Stream:
+    """A device whose events are times, passed once `now` has come by."""
+
+    def __init__(self) -> None:
+        self.now, self.queued = 0.0, 0.0
+
+    def event(self, *args, **kwargs):
+        stream = self
+
+        class Event:
+            def record(self, _) -> None:
+                self.at = stream.queued
+
+            def query(self) -> bool:
+                return self.at <= stream.now
+
+            def elapsed_time(self, other) -> float:
+                return float(np.float32(1e3 * (other.at - self.at)))  # what CUDA computes in
+
+        return Event()
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    stream = Stream()
+    monkeypatch.setattr(clocks.torch, "Event", stream.event)
+    monkeypatch.setattr(clocks.torch.accelerator, "synchronize", lambda device: None)
+    monkeypatch.setattr(clocks.torch.accelerator, "current_stream", lambda device: None)
+    return stream
+
+
+def test_a_stream_is_not_waited_for(stream: Stream) -> None:
+    clock = StreamClock(torch.device("cuda"))
+    origin = clock.nanoseconds(clock.mark())
+    stream.queued = 0.5
+    mark = clock.mark()
+    assert clock.nanoseconds(mark) is None
+    stream.now = 0.5
+    assert clock.nanoseconds(mark) - origin == 500_000_000
+
+
+def test_a_stream_clock_stays_exact_for_days(stream: Stream) -> None:
+    clock = StreamClock(torch.device("cuda"))
+    origin = clock.nanoseconds(clock.mark())
+    for second in range(1, 100_000):
+        stream.now = stream.queued = second * 3.0
+        told = clock.nanoseconds(clock.mark()) - origin
+    assert abs(told - stream.now * 1e9) < 1e6  # a millisecond in three and a half days
+
+
+def test_clocks_begin_now() -> None:
+    clock = HostClock()
+    assert abs(clock.nanoseconds(clock.mark()) - time.time_ns()) < 5 * 10**7

@@ -1,0 +1,129 @@
+"""What the schedule tells a recorder is what it does: each action once, in order, with the right weights."""
+
+import pytest
+import torch
+from torch.distributed.pipelining import PipelineStage
+
+from tests.support.processes import WorkerPool
+from tests.support.recurrence import build_blocks, build_data, loss_fn
+from titan_async.pipelining import ScheduleAsync2BW
+from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = WorkerPool(3)
+    yield pool
+    pool.close()
+
+
+class Told:
+    """Keeps what it is told, and the sum of the weights that the module shows when a span begins."""
+
+    def __init__(self, module):
+        self.module, self.open, self.spans = module, [], []
+
+    def begin(self, kind, stage, batch=None, microbatch=None, version=None):
+        weights = sum(p.detach().double().sum() for p in self.module.parameters()).item()
+        self.open.append((kind, stage, batch, microbatch, version, weights))
+
+    def end(self):
+        self.spans.append(self.open.pop())
+
+
+def watched(rank, group, m, drained_after, shards):
+    """Six batches; the weights get another version's number with each update, and are drained at times."""
+    module = build_blocks(group.size())[rank]
+    if shards:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(module, mesh=DeviceMesh("cpu", [rank]), reshard_after_forward=False)
+    stage = PipelineStage(module, rank, group.size(), torch.device("cpu"), group=group)
+    schedule = ScheduleAsync2BW(stage, m, loss_fn=loss_fn)
+    schedule.recorder = told = Told(module)
+    inputs, targets = build_data(6, m)
+    delays, versions = [], []
+
+    def update():
+        if schedule.gradient_ready:
+            delays.append(schedule.delay)
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.add_(1.0)
+                    parameter.grad = None
+            versions.append(sum(p.detach().sum() for p in module.parameters()).item())
+
+    versions.append(sum(p.detach().sum() for p in module.parameters()).item())
+    for b in range(6):
+        args = (inputs[b].flatten(0, 1),) if stage.is_first else ()
+        schedule.step(*args, target=targets[b].flatten(0, 1) if stage.is_last else None)
+        update()
+        if b in drained_after and schedule.drain():
+            update()
+    if schedule.drain():
+        update()
+    assert told.open == []
+    return told.spans, delays, versions
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["plain", "fsdp"])
+@pytest.mark.parametrize("drained_after", [(), (1, 4)], ids=["", "drained"])
+def test_spans_are_what_the_stage_did(pool, drained_after, shards):
+    d, m = 3, 4
+    for rank, (spans, delays, versions) in enumerate(pool.run(d, watched, m, drained_after, shards)):
+        compute = [(kind, batch, micro) for kind, _, batch, micro, _, _ in spans if kind in COMPUTE_KINDS]
+        forwards = [(batch, micro) for kind, batch, micro in compute if kind is Kind.FORWARD]
+        backwards = [(batch, micro) for kind, batch, micro in compute if kind is Kind.BACKWARD]
+        assert forwards == backwards == [(b, micro) for b in range(6) for micro in range(m)]
+        for kind, stage, batch, _, version, weights in spans:
+            assert stage == rank
+            # The recurrence, in the weights that the module really shows.
+            assert version == max(batch - 1, 0)
+            if kind in COMPUTE_KINDS and not shards:
+                assert weights == pytest.approx(versions[version], abs=1e-9)
+        assert delays == [0, 1, 1, 1, 1, 1]
+        reduced = [batch for kind, _, batch, _, _, _ in spans if kind is Kind.REDUCE]
+        gathered = [batch for kind, _, batch, _, _, _ in spans if kind is Kind.GATHER]
+        assert reduced == gathered == list(range(6))
+        waits = [(batch, micro) for kind, _, batch, micro, _, _ in spans if kind is Kind.RECEIVE]
+        # A stage in the middle waits for an activation and for a gradient of each microbatch.
+        expected = [(b, micro) for b in range(6) for micro in range(m)] * (2 if rank == 1 else 1)
+        assert sorted(waits) == sorted(expected)
+
+
+def resumed(rank, group):
+    """A schedule that is given older weights than the module's says that they are one update behind."""
+    module = build_blocks(group.size())[rank]
+    stage = PipelineStage(module, rank, group.size(), torch.device("cpu"), group=group)
+    schedule = ScheduleAsync2BW(stage, 2, loss_fn=loss_fn)
+    inputs, targets = build_data(3, 2)
+    schedule.recorder = told = Told(module)
+    older = {name: value.detach() - 1.0 for name, value in module.named_parameters()}
+    schedule.load_state_dict(older)
+    for b in range(3):
+        args = (inputs[b].flatten(0, 1),) if stage.is_first else ()
+        schedule.step(*args, target=targets[b].flatten(0, 1) if stage.is_last else None)
+    schedule.drain()
+    return {(batch, version) for _, _, batch, _, version, _ in told.spans}
+
+
+def test_weights_from_before_the_schedule_are_an_update_behind(pool):
+    for versions in pool.run(2, resumed):
+        assert versions == {(0, -1), (1, 0), (2, 1)}
+
+
+def evaluated(rank, group):
+    module = build_blocks(group.size())[rank]
+    stage = PipelineStage(module, rank, group.size(), torch.device("cpu"), group=group)
+    schedule = ScheduleAsync2BW(stage, 2, loss_fn=loss_fn)
+    schedule.recorder = told = Told(module)
+    inputs, targets = build_data(1, 2)
+    with torch.no_grad():
+        args = (inputs[0].flatten(0, 1),) if stage.is_first else ()
+        schedule.eval(*args, target=targets[0].flatten(0, 1) if stage.is_last else None)
+    return told.spans
+
+
+def test_evaluations_are_no_training(pool):
+    assert pool.run(2, evaluated) == [[], []]
