@@ -42,3 +42,15 @@ def test_error_feedback_is_compared_with_the_optimizer_alone(tmp_path):
     medians = json.loads(path.read_text())
     assert len(medians) == 4 and all(median > 0 for median in medians.values())
     assert all(name in done.stdout for name in medians)
+
+
+def test_recording_is_compared_with_not_recording(tmp_path):
+    path = tmp_path / "results.json"
+    done = run("--quick", "--json", path, script="events.py")
+    assert done.returncode == 0, done.stderr
+    record = json.loads(path.read_text())
+    ours, theirs = record["spans"]
+    assert 0 < ours["caller"] and 0 < theirs["caller"]
+    # Two forwards and backwards with their messages, and what a batch has once.
+    assert [step["rank"] for step in record["steps"]] == [0, 1]
+    assert all(10 < step["spans"] < 30 for step in record["steps"])
