@@ -16,6 +16,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_async.errors import UserError
@@ -43,6 +44,8 @@ def train(argv: Sequence[str]) -> int:
 
     from titan_async.training.recipe_file import resolve_recipe
 
+    live = "--live" in argv
+    argv = [word for word in argv if word != "--live"]
     with _without_warnings():
         resolved = resolve_recipe(argv)
     if resolved.dry_run:
@@ -58,7 +61,8 @@ def train(argv: Sequence[str]) -> int:
     if gpus == 0:
         # Threads of several processes on the same few cores only get in each other's way.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    return launch(nproc, [sys.executable, "-m", "titan_async.training.worker", *argv])
+    command = [sys.executable, "-m", "titan_async.training.worker", *argv]
+    return launch(nproc, command, watch=Path(resolved.config.dump_folder) if live else None)
 
 
 @contextlib.contextmanager
@@ -177,15 +181,21 @@ def _rendezvous(environ: Mapping[str, str]) -> dict[str, Any]:
     return config
 
 
-def launch(nproc: int, command: Sequence[str]) -> int:
+def launch(nproc: int, command: Sequence[str], watch: Path | None = None) -> int:
     """Runs `nproc` copies of `command` on this machine, waits, and returns the exit status.
 
     After a failure one line on stderr names the cause: 1, or 2 if a worker reported a user's mistake.
     After a signal to this process the status is 128 plus its number; after SIGTERM it is 0 if all copies
     ended with 0, having saved. After SIGINT it is 130 in any case, without a line if they have.
 
+    Args:
+        nproc: the number of processes on this machine.
+        command: the program and its arguments.
+        watch: the folder of the run's files, to show a view of them if there is a terminal.
+
     Raises:
-        UserError: the environment does not say how several machines find each other.
+        UserError: the environment does not say how several machines find each other, or what the run says
+            under a view cannot be written.
     """
     rendezvous = _rendezvous(os.environ)
 
@@ -193,9 +203,11 @@ def launch(nproc: int, command: Sequence[str]) -> int:
         where, nodes = rendezvous["rdzv_endpoint"], rendezvous["max_nodes"]
         print(f"waiting for all {nodes} machines to meet at {where} ...", file=sys.stderr, flush=True)
 
+    from titan_async.cli import live
     from titan_async.cli.elastic import run_workers
 
-    with tempfile.TemporaryDirectory(prefix="titan_async_") as folder:
+    view = contextlib.nullcontext() if watch is None or not live.has_terminal() else live.watched(watch)
+    with tempfile.TemporaryDirectory(prefix="titan_async_") as folder, view:
         # Workers inherit the environment.
         os.environ[failures.ERROR_DIR] = folder
         os.environ["TITAN_ASYNC_LAUNCHER_PID"] = str(os.getpid())

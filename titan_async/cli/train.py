@@ -40,9 +40,14 @@ flags:
   --section.key a,b       a list
   --section.key none      no value, where the field allows it
   --dry-run               print the resulting configuration as a recipe file, and do not train
+  --live                  on a terminal, show the run full screen, as `titan-async watch` does; what it
+                          prints goes to output.log in its folder. q closes the view, and the run goes on.
   --module MODULE         take the recipe function from this Python module: your own, or a torchtitan
                           model such as llama3
   -h, --help              this text
+
+Ctrl-C lets the ranks finish the step, save, and end with status 130; the same command then goes on from
+there. A second Ctrl-C ends them at once.
 
 environment:
   NGPU                    processes on this machine (default: what the degrees ask for)

@@ -52,10 +52,15 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
             if words:
                 raise UserError(f"--dry-run takes no value, not {words[0]}")
             dry_run = True
+        elif flag == "--live":
+            raise UserError(
+                "--live is for titan-async train where it starts the processes itself, and takes no value; "
+                "elsewhere use titan-async watch RUN_DIR in another terminal"
+            )
         else:
             path = tuple(flag[2:].replace("-", "_").split("."))
             origin = FlagOrigin(flag=flag)
-            close = nearest(flag, ("--dry-run", "--module"), cutoff=0.8)
+            close = nearest(flag, ("--dry-run", "--module", "--live"), cutoff=0.8)
             if close:
                 raise UserError(f"unknown flag {flag}; did you mean {close}?")
             edits.append(Edit(path=path, value=words, origin=origin))

@@ -1,0 +1,246 @@
+"""`--live`: who has the terminal, where the lines go, and how both are left.
+
+The processes here are small scripts in a terminal of their own: two workers, and a stand-in for the view that
+takes the alternate screen and single keys as a real one does.
+"""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import termios
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.training import RECIPE, environment
+from titan_async.cli import launch, live
+from titan_async.errors import UserError
+from titan_async.training.recipe_flags import parse_arguments
+
+WORKER = """
+    import os, signal, sys, time
+    from titan_async.training import failures
+    failures.end_with_launcher()
+    folder, rank = sys.argv[1], int(os.environ["RANK"])
+    requests = []
+    signal.signal(signal.SIGINT, lambda *_: requests.append(rank))
+    open(f"{os.environ[failures.ERROR_DIR]}/stops-cleanly-{rank}", "w").close()
+    print("worker is ready", file=sys.stderr, flush=True)
+    while not os.path.exists(f"{folder}/finish") and not requests:
+        time.sleep(0.01)
+    if rank:
+        sys.exit(0)
+    if os.path.exists(f"{folder}/fail"):
+        failures.report_failure("error", "RuntimeError: boom")
+        raise RuntimeError("boom")
+    print("step 9/9", flush=True)
+    print("Ctrl-C: saved step 9" if requests else "trained 9 steps", flush=True)
+    print("files of the run: here", flush=True)
+"""
+
+VIEW = """
+    import os, select, signal, sys, termios, time, tty
+    folder, launcher = sys.argv[1], int(sys.argv[2])
+    def alive():
+        return os.getppid() == launcher
+    stays = os.path.exists(f"{folder}/stubborn")
+    modes = termios.tcgetattr(0)
+    signal.signal(signal.SIGINT, lambda *_: print("view: stopping", flush=True))
+    if stays:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    tty.setcbreak(0)
+    print("\\x1b[?1049h\\x1b[?25lview: up", flush=True)
+    while alive() and (stays or not os.path.exists(f"{folder}/view-ends")):
+        if select.select([0], [], [], 0.05)[0] and os.read(0, 1) == b"q":
+            break
+    print("\\x1b[?1049l\\x1b[?25hview: gone", flush=True)
+    termios.tcsetattr(0, termios.TCSADRAIN, modes)
+"""
+
+LAUNCHER = """
+    import os, sys
+    from pathlib import Path
+    from titan_async.cli import launch, live, main
+    folder = Path(sys.argv[1])
+    live.view_command = lambda _: [sys.executable, f"{folder}/view.py", str(folder), str(os.getpid())]
+    live.VIEW_SECONDS = 0.5
+    command = [sys.executable, str(folder / "worker.py"), str(folder)]
+    main._run = lambda argv: launch.launch(2, command, watch=folder)
+    sys.exit(main.main([]))
+"""
+
+
+class Terminal:
+    """A launcher in a terminal of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.shown = folder, ""
+        for name, text in (("worker", WORKER), ("view", VIEW), ("launcher", LAUNCHER)):
+            (folder / f"{name}.py").write_text(textwrap.dedent(text))
+        command = [sys.executable, str(folder / "launcher.py"), str(folder)]
+        self.pid, self.terminal = pty.fork()
+        if not self.pid:
+            os.execvpe(command[0], command, environment())
+        self.modes = termios.tcgetattr(self.terminal)
+
+    def press(self, key: str) -> None:
+        os.write(self.terminal, key.encode())
+
+    def wait_for(self, text: str | None, seconds: float = 60) -> None:
+        """Until the terminal has shown `text`, or up to the end of the launcher."""
+        deadline = time.monotonic() + seconds
+        while text is None or text not in self.shown:
+            assert time.monotonic() < deadline, self.shown
+            if select.select([self.terminal], [], [], 0.05)[0]:
+                try:
+                    self.shown += os.read(self.terminal, 4096).decode().replace("\r\n", "\n")
+                except OSError:  # Linux's way to say that nobody has it open any more
+                    assert text is None, self.shown
+                    return
+
+    def wait_for_log(self, text: str) -> None:
+        deadline = time.monotonic() + 60
+        while text not in self.log():
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.02)
+
+    def wait_for_ready_workers(self) -> None:
+        self.wait_for_log("worker is ready\nworker is ready\n")
+
+    def log(self) -> str:
+        path = self.folder / "output.log"
+        return path.read_text() if path.exists() else ""
+
+    def touch(self, name: str) -> None:
+        (self.folder / name).touch()
+
+    def status(self) -> int:
+        """The launcher's exit status, once it has ended."""
+        self.wait_for(None)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+ENDING = "trained 9 steps\nfiles of the run: here\n"
+
+
+def test_the_view_has_the_terminal_and_the_file_the_lines(tmp_path: Path) -> None:
+    (tmp_path / "output.log").write_text("of an earlier run\ntrained 1 steps\n")
+    run = Terminal(tmp_path)
+    run.wait_for("view: up")
+    run.wait_for_ready_workers()
+    run.touch("finish")
+    run.wait_for_log("files of the run")
+    run.touch("view-ends")
+    assert run.status() == 0
+    before, after = run.shown.split("view: gone\n")
+    assert before == "\x1b[?1049h\x1b[?25lview: up\n\x1b[?1049l\x1b[?25h"
+    assert after == ENDING
+    lines = run.log().splitlines()
+    assert lines[:2] == ["of an earlier run", "trained 1 steps"]
+    assert re.fullmatch(r"--- \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", lines[2])
+    assert lines[3:] == ["worker is ready"] * 2 + ["step 9/9", *ENDING.splitlines()]
+
+
+def test_a_view_that_does_not_end_is_ended_and_the_terminal_left_in_order(tmp_path: Path) -> None:
+    (tmp_path / "stubborn").touch()
+    run = Terminal(tmp_path)
+    run.wait_for("view: up")
+    assert termios.tcgetattr(run.terminal) != run.modes
+    run.wait_for_ready_workers()
+    run.touch("finish")
+    run.wait_for(ENDING)
+    assert termios.tcgetattr(run.terminal) == run.modes
+    assert run.status() == 0
+    assert run.shown.endswith(f"view: up\n\x1b[?1049l\x1b[?25h{ENDING}")
+
+
+def test_after_q_the_run_goes_on_as_without_a_view(tmp_path: Path) -> None:
+    run = Terminal(tmp_path)
+    run.wait_for("view: up")
+    run.wait_for_ready_workers()
+    run.press("q")
+    run.wait_for("view: gone")
+    time.sleep(0.3)
+    assert termios.tcgetattr(run.terminal) == run.modes
+    run.touch("finish")
+    assert run.status() == 0
+    assert run.shown.endswith(f"view: gone\nstep 9/9\n{ENDING}")
+    assert run.shown.count("trained 9 steps") == 1 and "worker is ready" not in run.shown
+
+
+def test_ctrl_c_reaches_the_view_and_the_run_which_saves(tmp_path: Path) -> None:
+    run = Terminal(tmp_path)
+    run.wait_for("view: up")
+    run.wait_for_ready_workers()
+    run.press("\x03")
+    run.wait_for("view: stopping")
+    run.wait_for_log("Ctrl-C: saved")
+    run.touch("view-ends")
+    assert run.status() == 130
+    assert "stopping after this step and saving; press Ctrl-C again to stop at once\n" in run.log()
+    assert run.shown.endswith("view: gone\nCtrl-C: saved step 9\nfiles of the run: here\n")
+
+
+def test_an_error_is_shown_with_its_traceback_and_the_launchers_sentence(tmp_path: Path) -> None:
+    (tmp_path / "fail").touch()
+    run = Terminal(tmp_path)
+    run.wait_for("view: up")
+    run.wait_for_ready_workers()
+    run.touch("finish")
+    run.touch("view-ends")
+    assert run.status() == 1
+    shown = run.shown.split("view: gone\n")[1]
+    assert shown.startswith("Traceback (most recent call last):\n")
+    assert "\nRuntimeError: boom\n" in shown
+    assert shown.endswith("rank 0 failed (exit status 1): RuntimeError: boom\n")
+
+
+def test_output_that_cannot_be_written_is_one_sentence_and_nothing_starts(tmp_path: Path) -> None:
+    (tmp_path / "output.log").mkdir()
+    run = Terminal(tmp_path)
+    assert run.status() == 2
+    assert run.shown == (
+        f"--live cannot write {tmp_path}/output.log (Is a directory): choose another dump_folder, or leave "
+        "out --live\n"
+    )
+
+
+def test_without_a_terminal_lines_are_plain(tmp_path: Path) -> None:
+    for name, text in (("worker", WORKER), ("launcher", LAUNCHER)):
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+    (tmp_path / "finish").touch()
+    command = [sys.executable, tmp_path / "launcher.py", tmp_path]
+    run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stderr) == (0, "worker is ready\n" * 2)
+    assert run.stdout == f"step 9/9\n{ENDING}"
+    assert not (tmp_path / "output.log").exists()
+
+
+@pytest.mark.parametrize("flag", ["--live", "--live=yes"])
+def test_where_no_launcher_takes_it_the_flag_is_refused(flag: str) -> None:
+    with pytest.raises(UserError, match=r"^--live is for .* elsewhere use titan-async watch RUN_DIR"):
+        parse_arguments(["x.toml", flag])
+
+
+def test_the_flag_names_the_folder_to_watch_and_does_not_reach_the_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+    monkeypatch.setattr(launch, "launch", lambda *args, **kwargs: calls.append((args, kwargs)) or 0)
+    argv = [str(RECIPE), "--dump_folder", "outputs/x"]
+    assert launch.train([*argv, "--live"]) == 0
+    assert launch.train(argv) == 0
+    command = [sys.executable, "-m", "titan_async.training.worker", *argv]
+    assert calls == [((2, command), {"watch": Path("outputs/x")}), ((2, command), {"watch": None})]
+
+
+def test_the_view_is_the_verb_watch() -> None:
+    expected = ["-m", "titan_async.cli", "watch", "outputs/x", "--following", str(os.getpid())]
+    assert live.view_command(Path("outputs/x")) == [sys.executable, *expected]
