@@ -50,7 +50,7 @@ def test_recording_is_compared_with_not_recording(tmp_path):
     assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())
     ours, theirs = record["spans"]
-    assert 0 < ours["caller"] and 0 < theirs["caller"]
+    assert ours["caller"] > 0 and theirs["caller"] > 0
     # Two forwards and backwards with their messages, and what a batch has once.
     assert [step["rank"] for step in record["steps"]] == [0, 1]
     assert all(10 < step["spans"] < 30 for step in record["steps"])
