@@ -48,7 +48,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "message"),
     [
         (["trian"], "unknown verb trian; did you mean train?"),
-        (["frobnicate"], "unknown verb frobnicate; there are: train, plan, rehearse (and --help)"),
+        (["frobnicate"], f"unknown verb frobnicate; there are: {', '.join(main.VERBS)} (and --help)"),
         (["--versoin"], "unknown option --versoin; did you mean --version?"),
         (["a.toml"], "unknown verb a.toml; did you mean titan-async train a.toml?"),
         (["train", "absent.toml"], "absent.toml: no such file"),

@@ -19,6 +19,8 @@ VERBS = {
     "train": "train a model with a recipe file",
     "plan": "say what a run will need: time, memory, traffic",
     "rehearse": "try a run of many GPUs on this machine's CPU, rank by rank",
+    "trace": "write what a run's ranks did as a file for Perfetto",
+    "plot": "draw runs: loss, timeline of steps, utilization",
 }
 """Every verb, which is also the name of its module, and what it does."""
 

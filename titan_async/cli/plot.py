@@ -1,0 +1,164 @@
+"""`titan-async plot RUN_DIR [RUN_DIR ...]`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titan_async.cli.arguments import Arguments, step_range
+from titan_async.errors import UserError
+
+__all__ = ["run"]
+
+_STEPS = 3
+_FORMATS = ("png", "svg")
+_WIDTH = 7.2  # inches, the text width of a page
+
+_HELP = f"""\
+usage: titan-async plot RUN_DIR [RUN_DIR ...] [flags]
+
+Draw runs, or compare them: loss.png has the losses of all, and in a corner how far each is above the first;
+timeline.png what each stage did in a few steps; utilization.png how busy the stages were. A RUN_DIR is a
+run's dump_folder; runs that went on from each other in it are one curve. They may be going on.
+
+flags:
+  --out PATH      a folder for the files (default: plots in the first RUN_DIR), or one file for all three,
+                  whose name ends in .png or .svg
+  --format FORMAT png (default) or svg
+  --labels A,B    what to call the runs (default: the names of their folders, and schedules)
+  --steps A-B     of the timeline; or A, or A- (default: the latest {_STEPS})
+  -h, --help      this text
+
+examples:
+  titan-async plot outputs/debug_cpu
+  titan-async plot outputs/debug_cpu outputs/sync --labels Async2BW,1F1B --out compared.svg
+"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Draws pictures or prints help; returns the exit status.
+
+    Raises:
+        UserError: a flag is wrong, there is no such run or step, matplotlib is missing, or a file cannot be
+            written.
+    """
+    if "-h" in argv or "--help" in argv:
+        print(_HELP, end="")
+        return 0
+    arguments = Arguments("plot", argv, ("--out", "--format", "--labels", "--steps"))
+    if not arguments.words:
+        raise UserError("titan-async plot needs a RUN_DIR, the dump_folder of a run")
+    form = arguments.value("--format") or "png"
+    if form not in _FORMATS:
+        raise UserError(f"--format is {form}: use {' or '.join(_FORMATS)}")
+    out = Path(arguments.value("--out") or Path(arguments.words[0], "plots"))
+    if re.fullmatch(r"\.[A-Za-z]{2,4}", out.suffix) and out.suffix[1:] not in _FORMATS:
+        raise UserError(f"--out is {out}: name a folder, or a file that ends in .png or .svg")
+    if out.suffix[1:] in _FORMATS and arguments.value("--format") not in (None, out.suffix[1:]):
+        raise UserError(f"--out {out} is no {form}: leave out one of --out and --format")
+    labels = _given_labels(arguments)
+
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UserError("plots need matplotlib, which is not here: pip install titan-async[plots]") from None
+    _draw(arguments.words, labels, arguments.value("--steps"), out, form)
+    return 0
+
+
+def _given_labels(arguments: Arguments) -> list[str] | None:
+    text = arguments.value("--labels")
+    if text is None:
+        return None
+    labels = [label.strip() for label in text.split(",")]
+    if len(labels) != len(arguments.words):
+        raise UserError(
+            f"--labels names {len(labels)} runs, but there are {len(arguments.words)}: "
+            "give one label for each, with commas between them"
+        )
+    return labels
+
+
+class _Picture(NamedTuple):
+    """One of the three, and the runs of which there is something to show."""
+
+    name: str
+    draw: Callable[..., None]
+    runs: list[Any]
+    """Tuples that begin with the label, as `draw` wants them."""
+    height: float
+    """In inches."""
+
+
+def _draw(run_dirs: list[str], labels: list[str] | None, steps: str | None, out: Path, form: str) -> None:
+    from matplotlib.figure import Figure
+
+    from titan_async.monitor.figures import save, style
+
+    pictures = _pictures(run_dirs, labels, steps)
+    with style():
+        drawn: dict[Path, Figure] = {}
+        if out.suffix[1:] in _FORMATS:
+            heights = [picture.height for picture in pictures]
+            drawn[out] = Figure((_WIDTH, sum(heights)), layout="constrained")
+            parts = drawn[out].subfigures(len(pictures), squeeze=False, height_ratios=heights)[:, 0]
+            for part, picture in zip(parts, pictures, strict=True):
+                picture.draw(part, picture.runs)
+        else:
+            for picture in pictures:
+                figure = Figure((_WIDTH, picture.height), layout="constrained")
+                picture.draw(figure, picture.runs)
+                drawn[out / f"{picture.name}.{form}"] = figure
+        for path, figure in drawn.items():
+            save(figure, path)
+            print(path)
+
+
+def _pictures(run_dirs: list[str], labels: list[str] | None, steps: str | None) -> list[_Picture]:
+    """What there is to draw; a sentence on stderr for what there is not."""
+    from titan_async.monitor.curves import read_losses, read_utilization
+    from titan_async.monitor.figures import draw_losses, draw_timelines, draw_utilizations
+    from titan_async.monitor.spans import cut, folder_of, load_spans
+
+    loaded = [load_spans(folder_of(run_dir)) for run_dir in run_dirs]
+    names = labels or _labels(run_dirs, [run.info.schedule for run in loaded])
+    losses = [(name, *read_losses(run_dir)) for name, run_dir in zip(names, run_dirs, strict=True)]
+    losses = [(name, training, validation) for name, training, validation in losses if len(training)]
+    timelines = [
+        (name, cut(run, step_range(steps, run.steps, _STEPS)))
+        for name, run in zip(names, loaded, strict=True)
+        if run.steps
+    ]
+    utilizations = [(name, read_utilization(run_dir)) for name, run_dir in zip(names, run_dirs, strict=True)]
+    utilizations = [(name, found) for name, found in utilizations if found is not None]
+    rows = sum(len(set(run.info.ranks)) for _, run in timelines)
+    pictures = [
+        _Picture("loss", draw_losses, losses, 3.2),
+        _Picture("timeline", draw_timelines, timelines, 0.9 + 0.45 * len(timelines) + 0.22 * rows),
+        _Picture("utilization", draw_utilizations, utilizations, 0.5 + 1.3 * len(utilizations)),
+    ]
+    for picture in pictures:
+        lacking = [name for name in names if name not in [run[0] for run in picture.runs]]
+        if lacking:
+            print(f"no {picture.name} of {', '.join(lacking)}: nothing of it is recorded", file=sys.stderr)
+    pictures = [picture for picture in pictures if picture.runs]
+    if not pictures:
+        raise UserError(f"nothing is recorded yet of {', '.join(run_dirs)}: wait for the first steps")
+    return pictures
+
+
+def _labels(run_dirs: Sequence[str], schedules: Sequence[str]) -> list[str]:
+    """Names of folders, longer where they are alike, with schedules where these differ."""
+    names = [Path(run_dir).resolve().name for run_dir in run_dirs]
+    counts = Counter(names)
+    names = [run_dir if counts[name] > 1 else name for run_dir, name in zip(run_dirs, names, strict=True)]
+    if len(set(schedules)) == 1:
+        return names
+    return [
+        name if schedule in name else f"{name} ({schedule})"
+        for name, schedule in zip(names, schedules, strict=True)
+    ]

@@ -1,0 +1,157 @@
+"""What a run measured, step by step: losses from journals, utilization from summaries.
+
+A run that goes on from another's checkpoint takes its place from there on, so that the runs of a folder make
+one curve: that of the weights that there are now.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from titan_async.monitor.events import RankReader, utilization_of
+from titan_async.monitor.journal import JournalReader
+from titan_async.monitor.run_folder import RunInfo, read_info, runs_in
+
+__all__ = ["Curve", "Utilization", "gap", "read_losses", "read_utilization", "smoothed"]
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values at steps, which ascend."""
+
+    steps: npt.NDArray[np.int64]
+    values: Floats
+    """NaN where a value was not finite."""
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """How busy the ranks of a pipeline were, the mean over data-parallel copies, in intervals of steps."""
+
+    stages: list[tuple[int, ...]]
+    """Of each rank of the pipeline."""
+    first_steps: npt.NDArray[np.int64]
+    """Of each interval."""
+    last_steps: npt.NDArray[np.int64]
+    busy: Floats
+    """[ranks of the pipeline, intervals]: the share of the time of steps, from 0 to 1."""
+
+    @property
+    def mean(self) -> float:
+        """Over ranks and steps."""
+        weights = self.last_steps - self.first_steps + 1
+        return float(np.average(self.busy.mean(axis=0), weights=weights))
+
+
+def read_losses(run_dir: str | Path) -> tuple[Curve, Curve]:
+    """The losses of training and of validation, in nats a token, of all runs in a `dump_folder`.
+
+    Raises:
+        UserError: if a run's `run.json` cannot be read.
+    """
+    found: dict[str, dict[int, float]] = {"step": {}, "validation": {}}
+    for info, folder in _runs(run_dir):
+        entries = [entry for entry in JournalReader(folder).new_entries() if entry["kind"] in found]
+        if not entries:
+            continue
+        for values in found.values():
+            _forget_after(values, info.first_step)
+        for entry in entries:
+            loss = entry["loss"]
+            found[entry["kind"]][int(entry["step"])] = float("nan") if loss is None else float(loss)
+    training, validation = (_curve(values) for values in found.values())
+    return training, validation
+
+
+def _runs(run_dir: str | Path) -> Iterator[tuple[RunInfo, Path]]:
+    for folder in runs_in(run_dir):
+        yield read_info(folder), folder
+
+
+def _forget_after(values: dict[int, float], step: int) -> None:
+    for later in [known for known in values if known > step]:
+        del values[later]
+
+
+def _curve(values: dict[int, float]) -> Curve:
+    steps = sorted(values)
+    return Curve(np.array(steps, np.int64), np.array([values[step] for step in steps], np.float64))
+
+
+def gap(curve: Curve, base: Curve) -> Curve:
+    """How far a curve is above another one, at those of its steps that the other spans.
+
+    Between its steps, the other one is a straight line.
+    """
+    if not len(base):
+        return Curve(base.steps, base.values)
+    common = (curve.steps >= base.steps[0]) & (curve.steps <= base.steps[-1])
+    steps = curve.steps[common]
+    return Curve(steps, curve.values[common] - np.interp(steps, base.steps, base.values))
+
+
+def smoothed(curve: Curve, points: int) -> Curve:
+    """The mean over as many points around each one; fewer on both sides alike where the curve ends."""
+    reach = np.minimum(points // 2, np.minimum(np.arange(len(curve)), np.arange(len(curve))[::-1]))
+    sums = np.concatenate([[0.0], np.nancumsum(curve.values)])
+    counts = np.concatenate([[0], np.cumsum(~np.isnan(curve.values))])
+    low, high = np.arange(len(curve)) - reach, np.arange(len(curve)) + reach + 1
+    with np.errstate(invalid="ignore"):
+        return Curve(curve.steps, (sums[high] - sums[low]) / (counts[high] - counts[low]))
+
+
+def read_utilization(run_dir: str | Path) -> Utilization | None:
+    """How busy the pipeline was in all runs of a `dump_folder`; None if there are no summaries.
+
+    Runs on other numbers of stages than the latest are left out.
+
+    Raises:
+        UserError: if a run's `run.json` cannot be read.
+    """
+    of_interval: dict[tuple[int, int], Floats] = {}
+    stages: list[tuple[int, ...]] = []
+    for info, folder in _runs(run_dir):
+        found = _of_run(info, folder)
+        if not found:
+            continue
+        if sorted(set(info.ranks)) != stages:
+            of_interval.clear()
+        stages = sorted(set(info.ranks))
+        for interval in [known for known in of_interval if known[1] > info.first_step]:
+            del of_interval[interval]
+        of_interval |= found
+    if not of_interval:
+        return None
+    intervals = sorted(of_interval)
+    return Utilization(
+        stages,
+        np.array([first for first, _ in intervals], np.int64),
+        np.array([last for _, last in intervals], np.int64),
+        np.stack([of_interval[interval] for interval in intervals], axis=1),
+    )
+
+
+def _of_run(info: RunInfo, folder: Path) -> dict[tuple[int, int], Floats]:
+    """For each interval that all ranks have, a share for each rank of the pipeline."""
+    places = sorted(set(info.ranks))
+    shares: dict[tuple[int, int], list[list[float]]] = {}
+    for rank, stages in enumerate(info.ranks):
+        rows = RankReader(folder, rank).summaries()
+        borders = np.flatnonzero(np.diff(rows["first_step"])) + 1
+        for same in np.split(rows, borders) if len(rows) else []:
+            interval = int(same["first_step"][0]), int(same["last_step"][0])
+            known = shares.setdefault(interval, [[] for _ in places])
+            known[places.index(stages)].append(sum(utilization_of(same).values()))
+    return {
+        interval: np.array([np.mean(copies) for copies in known])
+        for interval, known in shares.items()
+        if all(known)
+    }

@@ -1,0 +1,217 @@
+"""Pictures of runs: their losses, a few of their steps, and how busy their stages were.
+
+Each function draws into a figure, or a part of one, what it is given; nothing here reads files. This needs
+matplotlib, and no display.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.ticker import PercentFormatter
+
+from titan_async.monitor.colours import RUN_COLOURS
+from titan_async.monitor.curves import Curve, Utilization, gap, smoothed
+from titan_async.monitor.gantt import Box, Chart, Mark, draw_charts, tint_of
+from titan_async.monitor.spans import RankSpans, RunSpans
+from titan_async.monitor.whole_files import writing_whole
+from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
+
+__all__ = ["draw_losses", "draw_timelines", "draw_utilizations", "save", "style"]
+
+_FEW = 50  # points, up to which a curve is drawn as it is
+_MOST_NAMED = 8  # ranks in a legend
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Draw and save within this: small type, text as text, the same file for the same numbers."""
+    wanted: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "titan_async",
+        "text.parse_math": False,  # labels are names of folders
+        "font.sans-serif": ["DejaVu Sans", "Arial"],  # not all that there might be, with every text
+        "font.size": 8,
+        "axes.titlesize": 8,
+        "axes.titlelocation": "left",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.linewidth": 0.6,
+        "savefig.dpi": 200,
+    }
+    with matplotlib.rc_context(wanted):
+        yield
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure in the format that the name ends in.
+
+    Raises:
+        UserError: if it cannot be written.
+    """
+    form = path.suffix[1:]
+    with writing_whole(path, "--out") as partial:
+        figure.savefig(partial, format=form, metadata={"Date": None} if form == "svg" else None)
+
+
+def draw_losses(figure: Figure | SubFigure, runs: Sequence[tuple[str, Curve, Curve]]) -> None:
+    """Losses over steps; with several runs, how far each is above the first one in an inset.
+
+    A curve of many points is drawn thin, with its running mean over it.
+
+    Args:
+        figure: to draw into.
+        runs: the label, the training losses and the validation losses of each.
+    """
+    axes = figure.subplots()
+    for (label, training, validation), colour in zip(runs, _colours(len(runs)), strict=True):
+        _draw_curve(axes, training, colour, label)
+        if len(validation):
+            axes.plot(
+                validation.steps, validation.values, "o", color=colour, markersize=4,
+                markeredgecolor="white", markeredgewidth=0.6, zorder=4,
+            )  # fmt: skip
+    if any(len(validation) for *_, validation in runs):
+        axes.plot([], [], "o", color="grey", markersize=4, label="validation")
+    axes.set(xlabel="step", ylabel="loss, nats a token")
+    axes.grid(alpha=0.25, linewidth=0.5)
+    # Losses fall from the top left to the bottom right, so that the other corners are free.
+    axes.legend(frameon=False, loc="lower left", fontsize=7)
+    if len(runs) > 1:
+        _draw_gaps(axes.inset_axes((0.56, 0.54, 0.43, 0.4)), runs)
+
+
+def _colours(count: int) -> list[str]:
+    return [RUN_COLOURS[i % len(RUN_COLOURS)] for i in range(count)]
+
+
+def _draw_curve(axes: Axes, curve: Curve, colour: str, label: str) -> Curve:
+    """Draw a curve and return the one that is drawn thick."""
+    if len(curve) > _FEW:
+        axes.plot(curve.steps, curve.values, color=colour, linewidth=0.4, alpha=0.35)
+        curve = smoothed(curve, max(len(curve) // _FEW, 5))
+    axes.plot(curve.steps, curve.values, color=colour, linewidth=1.2, label=label)
+    return curve
+
+
+def _draw_gaps(axes: Axes, runs: Sequence[tuple[str, Curve, Curve]]) -> None:
+    base_label, base, base_validation = runs[0]
+    axes.axhline(0, color=RUN_COLOURS[0], linewidth=0.8)
+    shown = [np.zeros(1)]
+    for (label, training, validation), colour in zip(runs[1:], _colours(len(runs))[1:], strict=True):
+        drawn = _draw_curve(axes, gap(training, base), colour, label)
+        # The first steps, where losses fall steeply, would hide all others.
+        shown.append(drawn.values[len(drawn) // 5 :])
+        if len(validation) and len(base_validation):
+            points = gap(validation, base_validation)
+            axes.plot(
+                points.steps, points.values, "o", color=colour, markersize=3,
+                markeredgecolor="white", markeredgewidth=0.5,
+            )  # fmt: skip
+            shown.append(points.values)
+    values = np.concatenate(shown)
+    low, high = np.nanmin(values), np.nanmax(values)
+    margin = 0.15 * (high - low) or 0.01
+    axes.set_ylim(low - margin, high + margin)
+    axes.set_title(f"loss above {base_label}", fontsize=7)
+    axes.tick_params(labelsize=6)
+    axes.grid(alpha=0.25, linewidth=0.5)
+
+
+def draw_timelines(figure: Figure | SubFigure, runs: Sequence[tuple[str, RunSpans]]) -> None:
+    """A few steps of each run as a Gantt chart, a row for each rank of its first pipeline.
+
+    All have the same scale; a line marks where a rank begins a step.
+
+    Args:
+        figure: to draw into.
+        runs: the label and the spans of each.
+    """
+    charts = [
+        Chart(
+            f"{label}: {_words(run.steps)}",
+            [_stages(spans.stages) for spans in _pipeline(run)],
+            _boxes(run),
+            _step_marks(run),
+        )
+        for label, run in runs
+    ]
+    until = max(box.end for chart in charts for box in chart.boxes)
+    draw_charts(figure, charts, "seconds", until)
+
+
+def _words(steps: range) -> str:
+    return f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+
+
+def _pipeline(run: RunSpans) -> list[RankSpans]:
+    """The ranks of the first pipeline, in the order of their first stages."""
+    return sorted((spans for spans in run.ranks if not spans.copy), key=lambda spans: spans.stages)
+
+
+def _seconds(run: RunSpans, nanoseconds: int) -> float:
+    origin = min(int(spans.records["start"].min()) for spans in _pipeline(run))
+    return (int(nanoseconds) - origin) / 1e9
+
+
+def _boxes(run: RunSpans) -> list[Box]:
+    boxes = []
+    for row, spans in enumerate(_pipeline(run)):
+        for record in spans.records[np.argsort(spans.records["depth"], kind="stable")]:
+            kind, microbatch = Kind(record["kind"]), int(record["microbatch"])
+            if kind == Kind.STEP:
+                continue
+            start, end = _seconds(run, record["start"]), _seconds(run, record["end"])
+            label, tint = "", 0.0
+            if kind in COMPUTE_KINDS:
+                label = str(microbatch)
+                tint = tint_of(int(record["batch"]), spans.stages.index(record["stage"]))
+            boxes.append(Box(row, start, end, kind, label, tint))
+    return boxes
+
+
+def _stages(stages: Sequence[int]) -> str:
+    return ("stage " if len(stages) == 1 else "stages ") + " and ".join(map(str, stages))
+
+
+def _step_marks(run: RunSpans) -> list[Mark]:
+    return [
+        Mark(row, _seconds(run, record["start"]), "" if row else f"step {record['batch']}")
+        for row, spans in enumerate(_pipeline(run))
+        for record in spans.of_kind(Kind.STEP)
+    ]
+
+
+def draw_utilizations(figure: Figure | SubFigure, runs: Sequence[tuple[str, Utilization]]) -> None:
+    """The share of time for which each rank of a pipeline was busy, over steps, and the mean of all.
+
+    Args:
+        figure: to draw into.
+        runs: the label and the utilization of each.
+    """
+    panels = figure.subplots(len(runs), squeeze=False, sharex=True)[:, 0]
+    for panel, (label, run) in zip(panels, runs, strict=True):
+        shades = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(run.stages)))
+        for stages, busy, shade in zip(run.stages, run.busy, shades, strict=True):
+            named = len(run.stages) <= _MOST_NAMED or stages in (run.stages[0], run.stages[-1])
+            name = _stages(stages) if named else None
+            _draw_intervals(panel, run, busy, color=shade, linewidth=0.9, label=name)
+        _draw_intervals(panel, run, run.busy.mean(axis=0), color="black", linewidth=1.8, label="mean")
+        panel.set_ylim(0, 1)
+        panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        panel.set_ylabel("busy")
+        panel.set_title(f"{label}: {run.mean:.1%}")
+        panel.grid(alpha=0.25, linewidth=0.5)
+        panel.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=7)
+    panels[-1].set_xlabel("step")
+
+
+def _draw_intervals(axes: Axes, run: Utilization, values: np.ndarray, **look: object) -> None:
+    """A step from each interval's first training step to its last one."""
+    edges = np.stack([run.first_steps - 1, run.last_steps], axis=1).ravel()
+    axes.plot(edges, np.repeat(values, 2), **look)  # type: ignore[arg-type]

@@ -1,0 +1,144 @@
+"""The spans of all ranks of a run, read from its ring files and cut to the same steps."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from titan_async.errors import UserError
+from titan_async.monitor.events import BURST, CAPACITY, RankReader
+from titan_async.monitor.run_folder import EVENTS_FOLDER, RunInfo, read_info, runs_in
+from titan_async.pipelining.recording import Kind
+
+__all__ = ["RankSpans", "RunSpans", "cut", "folder_of", "load_spans"]
+
+_BETWEEN_STEPS = (Kind.SAVE, Kind.VALIDATE)
+
+
+@dataclass(frozen=True)
+class RankSpans:
+    """What one rank did."""
+
+    rank: int
+    stages: tuple[int, ...]
+    copy: int
+    """Which of the ranks with the same stages, from 0: ranks of one pipeline have the same."""
+    records: npt.NDArray[np.void]
+    """`RECORD`s in the order in which they ended."""
+
+    def of_kind(self, *kinds: Kind) -> npt.NDArray[np.void]:
+        """The records of these kinds."""
+        return self.records[np.isin(self.records["kind"], kinds)]
+
+
+@dataclass(frozen=True)
+class RunSpans:
+    """What the ranks of a run did in the same steps."""
+
+    info: RunInfo
+    ranks: list[RankSpans]
+    """Those of which there are records."""
+    steps: range
+    """Training steps that all of them have from beginning to end; empty if there is none."""
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks of which there are no records."""
+        there = {spans.rank for spans in self.ranks}
+        return [rank for rank in range(len(self.info.ranks)) if rank not in there]
+
+
+def folder_of(run_dir: str | Path, run_id: str | None = None) -> Path:
+    """The folder of events of one run in a `dump_folder`: the latest, or the one of that name.
+
+    Raises:
+        UserError: if there is no such run.
+    """
+    folders = runs_in(run_dir)
+    if not Path(run_dir).is_dir():
+        raise UserError(f"{run_dir} is no folder: give the dump_folder of a run")
+    if not folders:
+        raise UserError(
+            f"{run_dir} holds no {EVENTS_FOLDER} of a run: give the dump_folder of a run that recorded them"
+        )
+    if run_id is None:
+        return folders[-1]
+    for folder in folders:
+        if folder.name == run_id:
+            return folder
+    there = ", ".join(folder.name for folder in folders)
+    raise UserError(f"{run_dir} has no run {run_id}: there are {there}")
+
+
+def load_spans(folder: Path) -> RunSpans:
+    """All the spans that a run's files hold.
+
+    Raises:
+        UserError: if `run.json` cannot be read.
+    """
+    info = read_info(folder)
+    places: Counter[tuple[int, ...]] = Counter()
+    ranks, steps = [], []
+    for rank, stages in enumerate(info.ranks):
+        reader = RankReader(folder, rank)
+        records = reader.new_records()
+        if len(records):
+            state = reader.state()
+            overwritten = state is None or state.count > CAPACITY - BURST
+            ranks.append(RankSpans(rank, stages, places[stages], records))
+            steps.append(_whole_steps(records, overwritten))
+        places[stages] += 1
+    first = max((each.start for each in steps), default=0)
+    stop = min((each.stop for each in steps), default=0)
+    return RunSpans(info, ranks, range(first, max(first, stop)))
+
+
+def _whole_steps(records: npt.NDArray[np.void], overwritten: bool) -> range:
+    batches = records["batch"][records["kind"] == Kind.STEP]
+    # Spans within a step come before it, so that the first step after a loss has lost some too.
+    batches = batches[overwritten:]
+    losses = np.flatnonzero(np.diff(batches) != 1)
+    if len(losses):
+        batches = batches[losses[-1] + 2 :]
+    return range(int(batches[0]), int(batches[-1]) + 1) if len(batches) else range(0)
+
+
+def cut(run: RunSpans, steps: range, *, what_follows: bool = False) -> RunSpans:
+    """The spans of these steps, each rank's from the begin of its first to the end of its last one.
+
+    Args:
+        run: with all of these steps.
+        steps: at least one.
+        what_follows: whether a checkpoint and a validation between the last and the next one belong to it.
+
+    Raises:
+        UserError: if the files do not hold one of them.
+    """
+    if not run.steps:
+        raise UserError(
+            f"run {run.info.run_id} holds no step that all its ranks have finished: "
+            "wait for its first steps, or give another run with --run"
+        )
+    if steps.start < run.steps.start or steps.stop > run.steps.stop:
+        raise UserError(
+            f"--steps is {_words(steps)}, but the files of run {run.info.run_id} hold "
+            f"{_words(run.steps)}: choose among these"
+        )
+    ranks = []
+    for spans in run.ranks:
+        of_steps = np.flatnonzero(spans.records["kind"] == Kind.STEP)
+        first, last = (
+            of_steps[spans.records["batch"][of_steps] == step][0] for step in (steps[0], steps[-1])
+        )
+        stop = last + 1
+        while what_follows and stop < len(spans.records) and spans.records["kind"][stop] in _BETWEEN_STEPS:
+            stop += 1
+        ended = spans.records[:stop]
+        ranks.append(replace(spans, records=ended[ended["start"] >= spans.records["start"][first]]))
+    return RunSpans(run.info, ranks, steps)
+
+
+def _words(steps: range) -> str:
+    return str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"

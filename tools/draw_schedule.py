@@ -1,0 +1,153 @@
+"""Draws schedules under each other on one time axis: what each rank computes when, from its list of actions.
+
+    python tools/draw_schedule.py 1F1B ZBVZeroBubble Async2BW --pp 4 --microbatches 8 --out schedules.svg
+
+Nothing is measured: a forward of one microbatch through all layers of a rank takes 1, a backward what
+--backward says, and each half of a divided one half of that. Where a rank has two stages, each takes half as
+long. Batches alternate between two shades. Every schedule goes on until the slowest has done its batches;
+the utilization in the titles is that of the steady state.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from titan_async.errors import UserError
+from titan_async.monitor.figures import save, style
+from titan_async.monitor.gantt import Box, Chart, draw_charts, tint_of
+from titan_async.pipelining.programs import ONE_STAGE, V_SHAPED, schedule_programs, stages_of_ranks
+from titan_async.pipelining.recording import Kind
+from titan_async.pipelining.simulation import COMPUTE, Run, Timing, simulate
+from titan_async.training.edit import unknown_name
+
+SCHEDULES = (*ONE_STAGE, "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *V_SHAPED)
+
+KINDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.BACKWARD_INPUT, "W": Kind.BACKWARD_WEIGHT}
+
+STEADY_BATCHES = 8  # of the simulation that the utilization is taken from
+
+
+def simulated(schedule: str, arguments: argparse.Namespace, batches: int) -> Run:
+    """Run some batches of a schedule.
+
+    Raises:
+        UserError: if the schedule is unknown, or does not go together with the numbers.
+    """
+    if schedule not in SCHEDULES:
+        raise UserError(unknown_name("the schedule", schedule, SCHEDULES))
+    ranks, microbatches, lookahead = arguments.pp, arguments.microbatches, arguments.lookahead
+    least = ranks + lookahead
+    if schedule == "Async2BW" and microbatches < least:
+        raise UserError(
+            f"Async2BW on {ranks} stages needs at least {least} microbatches, not {microbatches}: "
+            "raise --microbatches"
+        )
+    try:
+        programs = schedule_programs(schedule, ranks, microbatches, batches, lookahead)
+    except ValueError as error:
+        raise UserError(f"{schedule} does not go together with these numbers: {error}") from None
+    stages = stages_of_ranks(schedule, ranks)
+    total = sum(map(len, stages))
+    share = ranks / total
+    timing = Timing([share] * total, [share * arguments.backward] * total, latency=arguments.latency)
+    return simulate(programs, timing)
+
+
+def boxes_of(run: Run) -> list[Box]:
+    """What a chart shows of a simulation: a row for each rank."""
+    boxes = []
+    for rank, spans in enumerate(run.timelines):
+        first = min(span.task.stage for span in spans)
+        for (kind, stage, batch, microbatch), start, end in spans:
+            if kind in COMPUTE:
+                tint = tint_of(batch, int(stage != first))
+                boxes.append(Box(rank, start, end, KINDS[kind], str(microbatch), tint))
+    return boxes
+
+
+def draw(figure: Figure, schedules: Sequence[str], arguments: argparse.Namespace) -> None:
+    """Draw one chart for each schedule, until the slowest of them has done its batches."""
+    runs = [simulated(schedule, arguments, arguments.batches) for schedule in schedules]
+    until = max(run.makespan for run in runs)
+    rows = [f"rank {rank}" for rank in range(arguments.pp)]
+    charts = []
+    for schedule, run in zip(schedules, runs, strict=True):
+        boxes = [box for box in boxes_of(_going_on(schedule, arguments, run, until)) if box.start < until]
+        charts.append(Chart(title_of(schedule, arguments), rows, boxes))
+    draw_charts(figure, charts, "time, forwards of a microbatch", until)
+
+
+def _going_on(schedule: str, arguments: argparse.Namespace, run: Run, until: float) -> Run:
+    """A schedule with so many batches that it does not end before that time."""
+    batches = arguments.batches
+    if run.makespan == until:
+        return run
+    while run.makespan < until:
+        batches += 1
+        run = simulated(schedule, arguments, batches)
+    return simulated(schedule, arguments, batches + 1)  # Async2BW drains in the last one
+
+
+def title_of(schedule: str, arguments: argparse.Namespace) -> str:
+    """What a chart is of, and how busy the ranks are in the steady state."""
+    several = "" if schedule in ONE_STAGE else ", two stages a rank, the second darker"
+    busy = simulated(schedule, arguments, STEADY_BATCHES).utilization
+    return f"{schedule}, {arguments.microbatches} microbatches{several}: busy {busy:.1%} of the time"
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("schedules", nargs="+", metavar="SCHEDULE", help=", ".join(SCHEDULES))
+    parser.add_argument("--pp", type=_positive, default=4, help="ranks of the pipeline (default: 4)")
+    parser.add_argument("--microbatches", type=_positive, default=8, help="of a batch (default: 8)")
+    parser.add_argument("--batches", type=_positive, default=3, help="of the slowest schedule (default: 3)")
+    parser.add_argument("--lookahead", type=_from_zero, default=0, help="of Async2BW (default: 0)")
+    parser.add_argument("--backward", type=_time, default=2.0, help="its time (default: 2)")
+    parser.add_argument("--latency", type=_time, default=0.0, help="of a message (default: 0)")
+    parser.add_argument("--out", type=Path, default=Path("schedules.svg"), help="a .svg or .png file")
+    arguments = parser.parse_args(argv)
+    if arguments.out.suffix not in (".svg", ".png"):
+        parser.error(f"--out is {arguments.out}: its name must end in .svg or .png")
+    return arguments
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def _from_zero(text: str) -> int:
+    return _positive(f"{int(text) + 1}") - 1
+
+
+def _time(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise ValueError
+    return number
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    try:
+        with style():
+            height = 0.6 + len(arguments.schedules) * (0.5 + 0.24 * arguments.pp)
+            figure = Figure((9.5, height), layout="constrained")
+            draw(figure, arguments.schedules, arguments)
+            save(figure, arguments.out)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
