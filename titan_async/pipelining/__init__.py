@@ -3,7 +3,20 @@
 This layer needs torch alone (2.11 or newer).
 """
 
+from typing import TYPE_CHECKING, Any
+
 from titan_async.pipelining.actions import Action, drain_actions, step_actions
-from titan_async.pipelining.schedule import ScheduleAsync2BW
+
+if TYPE_CHECKING:
+    from titan_async.pipelining.schedule import ScheduleAsync2BW
 
 __all__ = ["Action", "ScheduleAsync2BW", "drain_actions", "step_actions"]
+
+
+def __getattr__(name: str) -> Any:
+    # Not before it is asked for: who simulates schedules, or reads what they recorded, needs no torch.
+    if name == "ScheduleAsync2BW":
+        from titan_async.pipelining.schedule import ScheduleAsync2BW
+
+        return ScheduleAsync2BW
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,8 +7,6 @@ when one is gone or means something else.
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from torch.distributed.pipelining.schedules import get_schedule_class
-
 from titan_async.pipelining.simulation import Kind
 
 __all__ = ["TorchAction", "torch_order"]
@@ -40,6 +38,9 @@ def torch_order(schedule: str, stages: list[list[int]], n_microbatches: int) -> 
     Raises:
         ValueError: if the schedule does not go together with these numbers; torch's own words.
     """
+    # Here, so that those who ask for none of torch's schedules need not wait for torch.
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
     build: Any = get_schedule_class(schedule)
     total = sum(map(len, stages))
     # The order depends on numbers alone, so that no process group is needed, and no module.

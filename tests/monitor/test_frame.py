@@ -1,0 +1,244 @@
+"""The picture of a run: it fits the terminal, whatever its size, and says what it must."""
+
+import io
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.support.events import write_run
+from tests.support.watching import going_on, with_copies, write_now
+from titan_async.monitor.frame import Frame, Shown, clean
+from titan_async.monitor.history import History
+from titan_async.monitor.journal import Journal
+from titan_async.monitor.snapshot import RunWatch, Snapshot
+from titan_async.pipelining.recording import Kind
+
+SIZES = [(80, 24), (100, 30), (200, 60), (40, 10), (120, 40), (80, 12), (20, 5), (10, 3), (5, 2), (1, 1)]
+
+
+def look(folder: Path) -> tuple[Snapshot, History]:
+    watch = RunWatch(folder)
+    watch.poll()
+    return watch.snapshot(), watch.history
+
+
+def draw(
+    seen: tuple[Snapshot, History],
+    width: int,
+    height: int,
+    shown: Shown | None = None,
+    environ: Mapping[str, str] | None = None,
+    encoding: str = "utf-8",
+) -> str:
+    """What is written to a terminal."""
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict")
+    environ = {"TERM": "xterm-256color"} if environ is None else environ
+    console = Console(file=file, width=width, height=height, force_terminal=True, _environ=environ)
+    console.print(Frame(console).render(*seen, shown or Shown(), width, height))
+    file.flush()
+    return file.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+
+
+def plain(written: str) -> list[str]:
+    """Without the escape sequences that set colors."""
+    text = re.sub(r"\x1b\[[\d;]*m", "", written)
+    assert "\x1b" not in text
+    assert text.endswith("\n")
+    return text[:-1].split("\n")
+
+
+@pytest.fixture
+def eight(tmp_path: Path) -> tuple[Snapshot, History]:
+    return look(write_run(tmp_path, stages=8, microbatches=8, steps=6))
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+@pytest.mark.parametrize("state", ["finished", "help", "many stages", "nothing yet", "stalled"])
+def test_a_frame_fits_exactly(tmp_path: Path, width: int, height: int, state: str) -> None:
+    shown = Shown(help=state == "help", paused=True, note="something to say that is rather long for this")
+    if state == "stalled":
+        folder = going_on(tmp_path, stages=4)
+        for rank in range(4):
+            write_now(folder, rank, Kind.RECEIVE, 20)
+    else:
+        folder = write_run(tmp_path, stages=32 if state == "many stages" else 3, microbatches=32, steps=4)
+    if state == "nothing yet":
+        for path in folder.glob("rank-*"):
+            path.unlink()
+        (folder / "journal.jsonl").unlink()
+    lines = plain(draw(look(folder), width, height, shown))
+    assert [len(line) for line in lines] == [width] * height
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (200, 60)])
+def test_a_frame_says_what_it_must(tmp_path: Path, width: int, height: int) -> None:
+    folder = write_run(tmp_path, stages=4, microbatches=8, steps=12)
+    journal = Journal(folder)
+    journal.write("validation", step=12, loss=3.25)
+    journal.write("warning", text="the disk is nearly full")
+    journal.write(
+        "step", step=12, loss=3.75, tokens_per_second=864184.2, learning_rate=5e-4, skipped=3, mfu=0.295
+    )
+    journal.close()
+    seen = look(folder)
+    lines = plain(draw(seen, width, height))
+    text = "\n".join(lines)
+    for words in (
+        "llama3 tiny", "Async2BW, 4 stages, 8 microbatches, cpu", "finished", "step 12 of 12", "100%",
+        "864,184 tokens/s", "MFU 29.5%", f"bubble {seen[0].bubble:.1%} (1F1B {seen[0].bubble_of_1f1b:.1%})",
+        "1 checkpoint, at 12", "3 updates skipped", "1 warning", "loss 3.7500, validation 3.2500 at 12",
+        "learning rate 5.00e-04", "step 12/12  loss  3.7500", "warning: the disk is nearly full", "q quit",
+    ):  # fmt: skip
+        assert words in text, words
+    assert "0 left" not in text
+    for row in seen[0].rows:
+        [line] = [line for line in lines if line.startswith(f" {row.stage} ")]
+        assert row.utilization is not None and row.average_utilization is not None
+        assert line.split()[:3] == [
+            str(row.stage),
+            f"{row.utilization:.0%}",
+            f"{row.average_utilization:.0%}",
+        ]
+        assert f"{row.in_flight} of {row.most_in_flight}  " in line and "v10" in line and "0.20 GiB" in line
+    assert any(0x2800 < ord(char) < 0x2900 for char in text)
+
+
+def test_a_run_that_goes_on_says_how_long_it_will(tmp_path: Path) -> None:
+    folder = going_on(tmp_path)
+    write_now(folder, 0, Kind.FORWARD, 0.1, microbatch=5)
+    run, history = look(folder)
+    lines = plain(draw((replace(run, remaining=3725, step=6), history), 100, 30))
+    assert "step 6 of 12" in lines[1] and "50%" in lines[1] and "1:02:05 left" in lines[1]
+    assert lines[0].rstrip().endswith(f"running  0:0{run.elapsed}")
+    assert "forward 5" in next(line for line in lines if line.startswith(" 0 "))
+
+
+def test_a_small_terminal_keeps_what_matters_most(eight: tuple[Snapshot, History]) -> None:
+    lines = plain(draw(eight, 40, 10))
+    assert "llama3 tiny" in lines[0] and "finished" in lines[0] and "step 6 of 6" in lines[1]
+    assert "stage last mean" in lines[4] and "q quit" in lines[-1]
+    assert lines[5].startswith(" 0 ") and "more stages" in lines[8]
+
+
+def test_stages_that_do_not_fit_are_summed_up(tmp_path: Path) -> None:
+    seen = look(write_run(tmp_path, stages=32, microbatches=32, steps=4, slow_stage=30))
+    lines = plain(draw(seen, 80, 24))
+    shown = [int(line.split()[0]) for line in lines if re.match(r" \d+ +\d+%", line)]
+    assert shown == list(range(len(shown))) and 6 <= len(shown) < 32
+    [rest] = [line for line in lines if "more stages" in line]
+    mean = sum(row.average_utilization for row in seen[0].rows[len(shown) :]) / (32 - len(shown))
+    assert rest.rstrip() == f" {32 - len(shown)} more stages, {mean:.0%} busy; s sorts by slowest"
+    lines = plain(draw(seen, 80, 24, Shown(by_slowest=True)))
+    assert next(line for line in lines if re.match(r" \d+ ", line)).startswith(" 30 ")
+    # On a screen that is high enough all are there.
+    assert sum(bool(re.match(r" \d+ ", line)) for line in plain(draw(seen, 80, 60))) == 32
+
+
+def test_a_stalled_stage_is_red_and_says_why(tmp_path: Path) -> None:
+    folder = going_on(tmp_path, stages=3)
+    write_now(folder, 0, Kind.FORWARD, 0.1)
+    write_now(folder, 1, Kind.RECEIVE, 12)
+    write_now(folder, 2, Kind.FORWARD, 0.1)
+    written = draw(look(folder), 80, 24)
+    lines = plain(written)
+    text = " ".join(line.strip() for line in lines)
+    assert "! stage 1 waits for the input of microbatch 3 of step 13 from stage 0, since" in text
+    assert "(12 s)" in text and "stalled" in lines[0]
+    [row] = [line for line in written.split("\n") if "!1 " in line]
+    assert re.search(r"\x1b\[1;31m!1 ", row)
+    [other] = [line for line in written.split("\n") if re.match(r"(\x1b\[[\d;]*m)* 0 ", line)]
+    assert "31m" not in other
+    # Stalled stages come first where the slowest do.
+    sorted_lines = plain(draw(look(folder), 80, 24, Shown(by_slowest=True)))
+    assert next(line for line in sorted_lines if re.match(r"[! ]\d ", line)).startswith("!1 ")
+
+
+def test_the_slowest_rank_is_named_where_several_hold_a_stage(tmp_path: Path) -> None:
+    folder = going_on(tmp_path, stages=2, microbatches=4)
+    assert "slowest" not in plain(draw(look(folder), 100, 24))[4]
+    with_copies(folder, slow=3)
+    lines = plain(draw(look(folder), 100, 24))
+    assert "2 stages, 2 copies, 4 microbatches" in lines[0]
+    assert "rank 3" in next(line for line in lines if line.startswith(" 1 "))
+    assert "3.0/80G" in next(line for line in lines if line.startswith(" 1 "))
+
+
+def test_no_color_means_none(eight: tuple[Snapshot, History]) -> None:
+    colored = draw(eight, 100, 30)
+    assert "38;5;" in colored and "▌" in colored
+    written = draw(eight, 100, 30, environ={"TERM": "xterm-256color", "NO_COLOR": "1"})
+    for codes in re.findall(r"\x1b\[([\d;]*)m", written):
+        assert set(codes.split(";")) <= {"0", "", "1", "2"}  # bold and dim are no colors
+    strips = "".join(line.split()[3] for line in plain(written) if re.match(r" \d ", line))
+    assert {"F", "B"} <= set(strips) <= set("FBU.")
+    assert "Forward Backward Update .wait" in "\n".join(plain(written))
+
+
+def test_a_terminal_without_unicode(eight: tuple[Snapshot, History]) -> None:
+    for shown in (Shown(), Shown(help=True, paused=True)):
+        lines = plain(draw(eight, 80, 24, shown, encoding="ascii"))  # strict: it would raise
+        assert [len(line) for line in lines] == [80] * 24
+    text = "\n".join(plain(draw(eight, 80, 24, encoding="ascii")))
+    assert "*" in text and re.search(r"[FB]{8}", text)
+
+
+def test_help_explains_every_column_and_key(eight: tuple[Snapshot, History]) -> None:
+    text = "\n".join(plain(draw(eight, 80, 24, Shown(help=True))))
+    for word in (
+        "quit",
+        "pause",
+        "last, mean",
+        "strip",
+        "in flight",
+        "weights",
+        "bubble",
+        "red, !",
+        "Ctrl-C",
+    ):
+        assert word in text
+    # The last line, too.
+    assert "Elsewhere" in text
+
+
+def test_the_log_shows_its_end_and_no_control_characters(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, stages=2, microbatches=4)
+    journal = Journal(folder)
+    journal.write("log", text="\x1b[31mred\x1b[0m and\tsome\x1b[2J more \x07\x9b" + "x" * 200)
+    journal.write("warning", text="a warning " * 15 + "is shown in full")
+    journal.close()
+    lines = plain(draw(look(folder), 80, 30))
+    assert any(re.match("red and +some more xxx", line) for line in lines)
+    whole = " ".join(map(str.strip, lines))
+    assert whole.count("a warning") == 15 and "a warning is shown in full" in whole
+    assert clean("a\x1b[1;2Hb\rc\x08\x9bd") == clean(clean("a\x1b[1;2Hb\rc\x08\x9bd"))
+    assert "\x1b" not in clean("a\x1b[1;2Hb\x1b7c\x1b(0") and "\x9b" not in clean("\x9b2J")
+
+
+def test_what_has_changed_is_drawn_anew(tmp_path: Path) -> None:
+    """The parts that are kept between two frames must not be kept for too long."""
+    folder = going_on(tmp_path, stages=2, microbatches=4)
+    watch = RunWatch(folder)
+    watch.poll()
+    console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True)
+    frame = Frame(console)
+
+    def draw_now(width: int = 80, height: int = 24) -> str:
+        with console.capture() as capture:
+            console.print(frame.render(watch.snapshot(), watch.history, Shown(), width, height))
+        return capture.get()
+
+    first = draw_now()
+    journal = Journal(folder)
+    journal.write("log", text="something new")
+    journal.write("step", step=12, loss=1.0, learning_rate=1e-5)
+    journal.close()
+    watch.poll()
+    second = draw_now()
+    assert "something new" in second and "something new" not in first
+    assert "learning rate 1.00e-05" in second
+    third = draw_now(80, 30)
+    assert "something new" in third and third.count("⠉") != second.count("⠉")

@@ -1,0 +1,235 @@
+"""What a view says of stages: against simulated schedules, whose truth is known, and a few spans by hand."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.events import write_run
+from titan_async.monitor.bubble import bubble_of_1f1b, stage_seconds
+from titan_async.monitor.events import RECORD, RankReader
+from titan_async.monitor.stages import RankFigures, own_seconds
+from titan_async.monitor.strip import Doing, strip
+from titan_async.pipelining.programs import schedule_programs
+from titan_async.pipelining.recording import Kind
+from titan_async.pipelining.simulation import COMPUTE, Timing, simulate
+
+FORWARD = 0.02
+
+
+def records(*rows: tuple[int, ...]) -> np.ndarray:
+    """start, end, batch, microbatch, version, stage, kind, depth; in seconds."""
+    return np.array([(int(a * 1e9), int(b * 1e9), *rest) for a, b, *rest in rows], RECORD)
+
+
+def figures_of(folder: Path, rank: int, stages: tuple[int, ...], chunk: int = 1 << 20) -> RankFigures:
+    figures, all_records = RankFigures(stages), RankReader(folder, rank).new_records()
+    for begin in range(0, len(all_records), chunk):
+        figures.add(all_records[begin : begin + chunk])
+    return figures
+
+
+def timing(stages: int, slow: int | None = None) -> Timing:
+    """As `write_run` has it."""
+    scale = [1.5 if stage == slow else 1.0 for stage in range(stages)]
+    return Timing(
+        forward=[FORWARD * s for s in scale],
+        backward=[2 * FORWARD * s for s in scale],
+        latency=FORWARD / 20,
+        update=[FORWARD / 2] * stages,
+        reduction=[FORWARD / 10] * stages,
+        gather=[FORWARD / 20] * stages,
+    )
+
+
+@pytest.mark.parametrize("schedule", ["Async2BW", "1F1B", "GPipe"])
+def test_utilization_is_that_of_the_simulation(tmp_path: Path, schedule: str) -> None:
+    folder = write_run(tmp_path, schedule=schedule, stages=3, microbatches=6, steps=9)
+    run = simulate(schedule_programs(schedule, 3, 6, 9), timing(3))
+    for rank, spans in enumerate(run.timelines):
+        stage = figures_of(folder, rank, (rank,)).stages[rank]
+        # Files hold nanoseconds.
+        assert stage.average_utilization == pytest.approx(run.busy[rank] / spans[-1].end, abs=1e-5)
+        begin, end = (next(s.end for s in spans if s.task.kind == "U" and s.task.batch == b) for b in (3, 4))
+        busy = sum(s.end - s.start for s in spans if s.task.kind in COMPUTE and begin <= s.start < end)
+        [step] = [step for step in stage.steps if step.step == 5]
+        assert step.seconds == pytest.approx(end - begin, abs=1e-6)
+        assert step.busy == pytest.approx(busy, abs=1e-6)
+
+
+def test_the_last_step_counts_alone_and_twenty_together(tmp_path: Path) -> None:
+    rows = []
+    for step in range(1, 31):
+        busy = 0.25 if step < 30 else 0.5
+        rows += [
+            (step, step + busy, step, 0, 0, 0, Kind.FORWARD, 1),
+            (step, step + 1, step, -1, -1, 0, Kind.STEP, 0),
+        ]
+    figures = RankFigures((0,))
+    figures.add(records(*rows))
+    stage = figures.stages[0]
+    assert stage.utilization == pytest.approx(0.5)
+    assert stage.average_utilization == pytest.approx((19 * 0.25 + 0.5) / 20)
+    assert figures.step == 30 and figures.step_seconds == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 50])
+def test_it_does_not_matter_in_which_portions_records_come(tmp_path: Path, chunk: int) -> None:
+    folder = write_run(tmp_path, stages=3, microbatches=6, steps=8)
+    whole, portions = (figures_of(folder, 1, (1,), size).stages[1] for size in (1 << 20, chunk))
+    assert [step.busy for step in portions.steps] == pytest.approx([step.busy for step in whole.steps])
+    # How much was in flight before the first step that is kept is known in both.
+    assert [step.most_in_flight for step in portions.steps] == [step.most_in_flight for step in whole.steps]
+    assert portions.in_flight == whole.in_flight
+
+
+def test_microbatches_in_flight_are_those_of_the_simulation(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, stages=4, microbatches=8, steps=8)
+    run = simulate(schedule_programs("Async2BW", 4, 8, 8), timing(4))
+    for rank in range(4):
+        figures = figures_of(folder, rank, (rank,)).stages[rank]
+        assert max(step.most_in_flight for step in figures.steps) == run.peak_in_flight()[rank] == 4 - rank
+        assert figures.in_flight == 0
+
+
+def test_microbatches_in_flight_after_some_spans() -> None:
+    figures = RankFigures((0,))
+    figures.add(records(*((i, i + 1, 1, i, 4, 0, Kind.FORWARD, 1) for i in range(3))))
+    stage = figures.stages[0]
+    assert stage.in_flight == 3 and stage.holds(1, 2) and not stage.holds(1, 3) and stage.version == 4
+    figures.add(records((3, 4, 1, 0, 4, 0, Kind.BACKWARD_INPUT, 1)))
+    assert stage.in_flight == 3  # what gradients of weights need is held until then
+    figures.add(records((4, 5, 1, 0, 4, 0, Kind.BACKWARD_WEIGHT, 1), (5, 6, 1, 1, 3, 0, Kind.BACKWARD, 1)))
+    assert stage.in_flight == 1 and not stage.holds(1, 0) and stage.version == 3
+    # A backward whose forward was not seen, and a validation's forward.
+    figures.add(records((6, 7, 0, 7, 3, 0, Kind.BACKWARD, 1), (7, 8, -1, 0, 4, 0, Kind.FORWARD, 1)))
+    assert stage.in_flight == 1
+
+
+def test_a_step_of_which_spans_were_lost_does_not_count() -> None:
+    figures = RankFigures((0,))
+    figures.add(records((0, 1, 1, 0, 0, 0, Kind.FORWARD, 1), (0, 1, 1, -1, -1, 0, Kind.STEP, 0)))
+    figures.add(records((3, 4, 3, -1, -1, 0, Kind.STEP, 0)), lost=True)
+    assert [step.step for step in figures.stages[0].steps] == [1] and figures.step == 3
+    figures.add(records((4, 5, 4, 0, 0, 0, Kind.FORWARD, 1), (4, 5, 4, -1, -1, 0, Kind.STEP, 0)))
+    assert [step.step for step in figures.stages[0].steps] == [1, 4]
+
+
+def test_what_lies_between_steps_counts_for_none() -> None:
+    figures = RankFigures((0,))
+    figures.add(
+        records(
+            (0, 1, 1, -1, -1, 0, Kind.STEP, 0),
+            (1, 2, 1, 5, 0, 0, Kind.BACKWARD, 1),  # a pipeline that empties before it saves
+            (1, 9, -1, -1, -1, 0, Kind.SAVE, 0),
+            (9, 9.5, 2, 0, 0, 0, Kind.FORWARD, 1),
+            (9, 10, 2, -1, -1, 0, Kind.STEP, 0),
+        )
+    )
+    assert figures.stages[0].utilization == pytest.approx(0.5)
+    assert figures.step_seconds == pytest.approx(1.0)
+
+
+def test_spans_within_spans_count_once() -> None:
+    rows = records(
+        (0, 1, 1, 0, 0, 0, Kind.RECEIVE, 2),
+        (1, 2, 1, 0, 0, 0, Kind.GATHER, 3),
+        (1, 3, 1, 0, 0, 0, Kind.SEND, 2),
+        (0, 4, 1, 0, 0, 0, Kind.FORWARD, 1),
+        (4, 6, 1, 0, 0, 0, Kind.BACKWARD, 1),
+        (0, 10, 1, -1, -1, 0, Kind.STEP, 0),
+    )
+    assert own_seconds(rows).tolist() == pytest.approx([1, 1, 1, 1, 2, 4])
+    figures = RankFigures((0,))
+    figures.add(rows)
+    assert figures.stages[0].utilization == pytest.approx(0.3)
+
+
+def test_stages_of_a_rank_are_told_apart(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, schedule="Interleaved1F1B", stages=2, microbatches=4, steps=4)
+    figures = figures_of(folder, 0, (0, 2))
+    run = simulate(schedule_programs("Interleaved1F1B", 2, 4, 4), timing(4))
+    shares = [figures.stages[stage].average_utilization for stage in (0, 2)]
+    assert sum(share for share in shares if share) == pytest.approx(
+        run.busy[0] / run.timelines[0][-1].end, abs=1e-5
+    )
+    assert shares[0] == pytest.approx(shares[1])
+
+
+@pytest.mark.parametrize("cells", [10, 37, 120])
+def test_a_strip_shows_what_took_most_of_each_cell(tmp_path: Path, cells: int) -> None:
+    folder = write_run(tmp_path, stages=3, microbatches=6, steps=6)
+    kinds = {
+        Kind.FORWARD: Doing.FORWARD,
+        Kind.BACKWARD: Doing.BACKWARD,
+        Kind.GATHER: Doing.UPDATE,
+        Kind.REDUCE: Doing.UPDATE,
+        Kind.OPTIMIZER: Doing.UPDATE,
+    }
+    for rank in range(3):
+        steps = list(figures_of(folder, rank, (rank,)).stages[rank].spans)[-2:]
+        drawn = strip(steps, cells)
+        assert len(drawn) == cells
+        begin, end = steps[0].start, steps[-1].end
+        clear = 0
+        for cell, doing in enumerate(drawn):
+            low, high = begin + (end - begin) * cell / cells, begin + (end - begin) * (cell + 1) / cells
+            seconds = dict.fromkeys(Doing, 0.0)
+            seconds[Doing.WAIT] = high - low
+            for record in np.concatenate([step.records for step in steps]):
+                inside = min(high, int(record["end"])) - max(low, int(record["start"]))
+                if inside > 0 and Kind(record["kind"]) in kinds:
+                    seconds[kinds[Kind(record["kind"])]] += inside
+                    seconds[Doing.WAIT] -= inside
+            first, second = sorted(seconds.values(), reverse=True)[:2]
+            if first - second > (high - low) / 4:  # not a tie between two looks
+                clear += 1
+                assert seconds[doing] == first
+        assert clear > cells / 3
+
+
+def test_a_strip_leaves_out_what_lies_between_steps() -> None:
+    figures = RankFigures((0,))
+    figures.add(
+        records(
+            (0, 1, 1, 0, 0, 0, Kind.FORWARD, 1),
+            (0, 1, 1, -1, -1, 0, Kind.STEP, 0),
+            (1, 99, -1, -1, -1, 0, Kind.SAVE, 0),
+            (99, 100, 2, 0, 0, 0, Kind.OPTIMIZER, 1),
+            (99, 100, 2, -1, -1, 0, Kind.STEP, 0),
+        )
+    )
+    assert strip(list(figures.stages[0].spans), 4) == (Doing.FORWARD,) * 2 + (Doing.UPDATE,) * 2
+    assert strip([], 4) == () and strip(list(figures.stages[0].spans), 0) == ()
+
+
+def test_the_bubble_of_1f1b_is_that_of_a_run_under_1f1b(tmp_path: Path) -> None:
+    """Measured under one schedule, simulated under the other: one stage is slower than the rest."""
+    folder = write_run(tmp_path, schedule="Async2BW", stages=4, microbatches=8, slow_stage=2)
+    seconds = [stage_seconds([figures_of(folder, rank, (rank,)).stages[rank]]) for rank in range(4)]
+    assert [each.forward for each in seconds if each] == pytest.approx([0.02, 0.02, 0.03, 0.02], rel=1e-4)
+    assert [each.backward for each in seconds if each] == pytest.approx([0.04, 0.04, 0.06, 0.04], rel=1e-4)
+    truth = timing(4, slow=2)
+    free = Timing(
+        truth.forward, truth.backward, gather=truth.gather, reduction=truth.reduction, update=truth.update
+    )
+    run = simulate(schedule_programs("1F1B", 4, 8, 12), free)
+    found = bubble_of_1f1b([each for each in seconds if each], 8)
+    assert found == pytest.approx(1 - run.utilization, abs=0.005)
+    assert 0.3 < 1 - run.utilization < 0.5
+
+
+def test_no_bubble_of_1f1b_where_it_cannot_run() -> None:
+    figures = RankFigures((0,))
+    assert stage_seconds([figures.stages[0]]) is None
+    figures.add(
+        records(
+            (0, 1, 1, 0, 0, 0, Kind.FORWARD, 1),
+            (1, 2, 1, 0, 0, 0, Kind.BACKWARD, 1),
+            (0, 2, 1, -1, -1, 0, Kind.STEP, 0),
+        )
+    )
+    seconds = stage_seconds([figures.stages[0]])
+    assert seconds is not None and (seconds.forward, seconds.backward) == (1, 1)
+    assert bubble_of_1f1b([seconds] * 4, 3) is None
+    assert bubble_of_1f1b([seconds] * 64, 1024) is None

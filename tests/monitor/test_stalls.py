@@ -1,0 +1,159 @@
+"""Who waits too long, for what, since when, and who lets the others wait: from spans made by hand."""
+
+import time
+
+import numpy as np
+import pytest
+
+from titan_async.monitor.events import RECORD, RankState
+from titan_async.monitor.stages import RankFigures
+from titan_async.monitor.stalls import RankNow, describe, duration, find_stalls
+from titan_async.pipelining.recording import Kind
+
+START = int(time.mktime((2026, 1, 2, 14, 3, 12, 0, 0, -1))) * 10**9
+"""14:03:12 where the test runs."""
+
+
+def rank(
+    number: int,
+    kind: Kind | None,
+    seconds: float,
+    *,
+    batch: int = 40,
+    microbatch: int = 3,
+    stage: int | None = None,
+    held: bool = False,
+    step_seconds: float | None = 0.5,
+    silent: float = 0.1,
+) -> RankNow:
+    """A rank that has done something for so long; `held`: the microbatch has gone forward here."""
+    stage = number if stage is None else stage
+    figures = RankFigures((stage,))
+    rows = []
+    if step_seconds is not None:
+        rows.append((START - int(step_seconds * 1e9), START, 39, -1, -1, stage, Kind.STEP, 0))
+    if held:
+        rows.append((START, START + 1, batch, microbatch, 38, stage, Kind.FORWARD, 1))
+    figures.add(np.array(rows, RECORD))
+    current = np.zeros(1, RECORD)
+    if kind is not None:
+        current[0] = (START, 0, batch, microbatch, 38, stage, kind, 1)
+    beat = START + int(seconds * 1e9)
+    return RankNow(number, RankState(1, beat, 0, 0, 0, 0, current[0]), figures, silent)
+
+
+def texts(*ranks: RankNow, stages: int = 3) -> list[str]:
+    return [stall.text for stall in find_stalls(ranks, stages)]
+
+
+def test_a_wait_says_for_what_from_whom_and_since_when() -> None:
+    stalls = find_stalls(
+        [
+            rank(0, Kind.RECEIVE, 12, held=True),
+            rank(1, Kind.RECEIVE, 11, microbatch=5, held=True),
+            rank(2, Kind.BACKWARD, 10, microbatch=5),
+        ],
+        3,
+    )
+    assert [(stall.stages, stall.text) for stall in stalls] == [
+        ((2,), "stage 2 computes the backward of microbatch 5 of step 40, since 14:03:12 (10 s)"),
+        (
+            (0,),
+            "stage 0 waits for the gradient of microbatch 3 of step 40 from stage 1, since 14:03:12 (12 s)",
+        ),
+        (
+            (1,),
+            "stage 1 waits for the gradient of microbatch 5 of step 40 from stage 2, since 14:03:12 (11 s)",
+        ),
+    ]
+
+
+def test_an_input_comes_from_the_stage_before() -> None:
+    assert describe(rank(1, Kind.RECEIVE, 6), 3) == (
+        "waits for the input of microbatch 3 of step 40 from stage 0"
+    )
+    assert describe(rank(2, Kind.SEND, 6), 3) == "waits to send microbatch 3 of step 40 to stage 1"
+    assert describe(rank(1, Kind.SEND, 6, held=True), 3) == (
+        "waits to send microbatch 3 of step 40 to stage 2"
+    )
+    assert describe(rank(1, None, 6), 3) == "is between two steps"
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_every_kind_has_words(kind: Kind) -> None:
+    words = describe(rank(1, kind, 6), 3)
+    assert words and "{" not in words and "Kind" not in words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "step_seconds", "stalled"),
+    [
+        (4.9, 0.5, False),
+        (5.1, 0.5, True),
+        (9.9, 2.0, False),
+        (10.1, 2.0, True),
+        (290, None, False),
+        (301, None, True),
+    ],
+)
+def test_long_is_five_seconds_and_five_steps(
+    seconds: float, step_seconds: float | None, stalled: bool
+) -> None:
+    found = texts(
+        rank(0, Kind.RECEIVE, seconds, held=True, step_seconds=step_seconds),
+        rank(1, Kind.FORWARD, 0.1, step_seconds=step_seconds),
+        stages=2,
+    )
+    assert bool(found) == stalled
+
+
+def test_nothing_is_stalled_while_a_rank_validates_or_saves() -> None:
+    for kind in (Kind.SAVE, Kind.VALIDATE):
+        assert texts(rank(0, kind, 60), rank(1, Kind.RECEIVE, 60), rank(2, Kind.RECEIVE, 60)) == []
+
+
+def test_a_long_computation_alone_is_no_stall() -> None:
+    assert texts(rank(0, Kind.FORWARD, 60), rank(1, Kind.RECEIVE, 0.1), stages=2) == []
+
+
+def test_a_silent_rank_is_named_first() -> None:
+    found = texts(rank(0, Kind.RECEIVE, 20, held=True), rank(1, Kind.FORWARD, 0.2, silent=20), stages=2)
+    assert found[0] == "rank 1 (stage 1) has not been heard of for 20 s"
+    assert found[1].startswith("stage 0 waits for the gradient") and len(found) == 2
+    assert texts(rank(0, Kind.FORWARD, 0.1), rank(1, Kind.FORWARD, 0.2, silent=9.9), stages=2) == []
+
+
+def test_who_waits_for_texts_is_the_cause() -> None:
+    found = texts(rank(0, Kind.DATA, 8, microbatch=-1), rank(1, Kind.RECEIVE, 7), stages=2)
+    assert found == [
+        "stage 0 waits for the texts of step 40, since 14:03:12 (8 s)",
+        "stage 1 waits for the input of microbatch 3 of step 40 from stage 0, since 14:03:12 (7 s)",
+    ]
+    assert len(texts(rank(0, Kind.DATA, 8, microbatch=-1), stages=1)) == 1
+
+
+def test_who_does_nothing_that_is_recorded_is_the_cause() -> None:
+    found = texts(rank(0, Kind.RECEIVE, 8, held=True), rank(1, None, 8), stages=2)
+    assert found[0] == "stage 1 is between two steps" and len(found) == 2
+
+
+def test_stages_that_all_wait_for_each_other() -> None:
+    stalls = find_stalls([rank(0, Kind.RECEIVE, 8, held=True), rank(1, Kind.RECEIVE, 8)], 2)
+    assert (stalls[0].stages, stalls[0].text) == ((0, 1), "all stages wait for each other")
+    assert [stall.stages for stall in stalls[1:]] == [(0,), (1,)]
+
+
+def test_ranks_that_share_a_stage_are_told_apart() -> None:
+    found = texts(
+        rank(4, Kind.REDUCE, 8, microbatch=-1, stage=1), rank(5, Kind.BACKWARD, 8, stage=1), stages=2
+    )
+    assert found == [
+        "stage 1 on rank 5 computes the backward of microbatch 3 of step 40, since 14:03:12 (8 s)",
+        "stage 1 on rank 4 waits for the other copies' gradients of step 40, since 14:03:12 (8 s)",
+    ]
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (0.4, 99, 125, 5400, 7500, 200_000)] == [
+        "0 s", "99 s", "2 min", "90 min", "2 h 5 min", "2 d 7 h",
+    ]  # fmt: skip

@@ -1,0 +1,355 @@
+"""The live view in a terminal of its own, as a user has it: keys, sizes, signals, and how it is left."""
+
+import codecs
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.events import write_run
+from tests.support.watching import going_on, write_now
+from titan_async.monitor.journal import Journal
+from titan_async.monitor.watch import STOPPING
+from titan_async.pipelining.recording import Kind
+
+COMMAND = [sys.executable, "-m", "titan_async.cli", "watch"]
+ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
+
+
+class Terminal:
+    """A command in a terminal of its own, whose foreground process group it is."""
+
+    def __init__(self, *arguments: str, width: int = 80, height: int = 24, **environ: str) -> None:
+        self.written, self.decoder = "", codecs.getincrementaldecoder("utf-8")()
+        self.screen_end, terminal = pty.openpty()
+        self.resize(width, height)
+        self.modes = termios.tcgetattr(terminal)
+        known = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LINES")}
+
+        def take() -> None:
+            os.setsid()
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+        self.process = subprocess.Popen(
+            [*COMMAND, *arguments], stdin=terminal, stdout=terminal, stderr=terminal, preexec_fn=take,
+            env=known | {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"} | environ,
+        )  # fmt: skip
+        os.close(terminal)
+
+    def resize(self, width: int, height: int) -> None:
+        fcntl.ioctl(self.screen_end, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+
+    def press(self, keys: str) -> None:
+        os.write(self.screen_end, keys.encode())
+
+    def read(self, seconds: float) -> bool:
+        """Read what is written within a time; False once nobody has the terminal open."""
+        if select.select([self.screen_end], [], [], seconds)[0]:
+            try:
+                self.written += self.decoder.decode(os.read(self.screen_end, 1 << 16))
+            except OSError:
+                return False
+        return True
+
+    def screen(self) -> list[str]:
+        """The last frame that is there as a whole, without colors."""
+        frames = self.written.split("\x1b[H")
+        text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", frames[-1])
+        return text.replace("\r", "").split("\n")
+
+    def wait_for(self, what: str | Callable[[list[str]], bool], seconds: float = 30) -> list[str]:
+        """Until a frame holds a text, or is as it should be."""
+        deadline = time.monotonic() + seconds
+        while True:
+            lines = self.screen()
+            if (what in "\n".join(lines)) if isinstance(what, str) else what(lines):
+                return lines
+            assert time.monotonic() < deadline, self.written[-4000:]
+            assert self.read(0.05), self.written[-4000:]
+
+    def status(self) -> int:
+        """The exit status, once it has ended; the terminal must be as before."""
+        deadline = time.monotonic() + 30
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, self.written[-4000:]
+            self.read(0.05)
+        while select.select([self.screen_end], [], [], 0.05)[0] and self.read(0.05):
+            pass
+        return self.process.returncode
+
+    def assert_left_in_order(self) -> None:
+        assert termios.tcgetattr(self.screen_end) == self.modes
+        assert self.written.count(ENTER) == self.written.count(LEAVE) == 1
+        assert self.written.rindex("\x1b[?25h") > self.written.rindex("\x1b[?25l")
+        assert "Traceback" not in self.written
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Of a run that goes on for ever."""
+    folder = going_on(tmp_path, stages=3, slow_stage=1)
+    for rank in range(3):
+        write_now(folder, rank, Kind.FORWARD, 0.1)
+    return tmp_path
+
+
+@contextlib.contextmanager
+def terminal(*arguments: str | Path, **options: object) -> Iterator[Terminal]:
+    view = Terminal(*map(str, arguments), **options)  # type: ignore[arg-type]
+    try:
+        yield view
+    finally:
+        view.process.kill()
+        view.process.wait()
+        os.close(view.screen_end)
+
+
+def test_q_leaves_and_the_terminal_is_as_before(run_dir: Path) -> None:
+    with terminal(run_dir) as view:
+        lines = view.wait_for("q quit")
+        assert len(lines) == 24 and all(len(line) == 80 for line in lines)
+        local = termios.tcgetattr(view.screen_end)[3]
+        assert not local & termios.ICANON and not local & termios.ECHO and local & termios.ISIG
+        view.press("\x1b[Ax")  # an arrow and a letter without a meaning
+        view.press("q")
+        assert view.status() == 0
+        view.assert_left_in_order()
+
+
+def test_keys(run_dir: Path) -> None:
+    def first_stage(lines: list[str]) -> str:
+        return next(line for line in lines if re.match(r"[! ]\d ", line))[1]
+
+    with terminal(run_dir) as view:
+        assert first_stage(view.wait_for("q quit")) == "0"
+        view.press("s")
+        view.wait_for(lambda lines: len(lines) == 24 and first_stage(lines) == "1")
+        view.press("?")
+        view.wait_for("share of the last step")
+        view.press("?")
+        view.wait_for(lambda lines: "learning rate" in "\n".join(lines) and len(lines) == 24)
+        view.press("p")
+        view.wait_for("paused")
+        journal = Journal(next((run_dir / "events").iterdir()))
+        journal.write("log", text="said while it is paused")
+        view.resize(100, 30)
+        lines = view.wait_for(lambda lines: len(lines) == 30 and len(lines[-1]) == 100)
+        assert "said while it is paused" not in "\n".join(lines) and "paused" in lines[-1]
+        view.press("p")
+        assert "paused" not in view.wait_for("said while it is paused")[-1]
+        journal.close()
+        view.press("q")
+        assert view.status() == 0
+
+
+def test_the_view_follows_the_size_of_its_terminal(run_dir: Path) -> None:
+    with terminal(run_dir) as view:
+        view.wait_for("q quit")
+        for width, height in ((120, 40), (40, 10), (10, 3), (200, 60)):
+            view.resize(width, height)
+            view.wait_for(lambda lines, w=width, h=height: len(lines) == h and {len(x) for x in lines} == {w})
+
+
+def test_nothing_is_drawn_where_nothing_changes(tmp_path: Path) -> None:
+    with terminal(write_run(tmp_path).parents[1]) as view:
+        lines = view.wait_for(lambda lines: "finished" in lines[0] and "q quit" in lines[-1])
+        assert len(lines) == 24
+        before = len(view.written)
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            view.read(0.1)
+        assert len(view.written) <= before + 10  # what ends a frame
+
+
+def test_no_color(run_dir: Path) -> None:
+    with terminal(run_dir, NO_COLOR="1") as view:
+        view.wait_for("q quit")
+        view.press("q")
+        view.status()
+        codes = {code for found in re.findall(r"\x1b\[([\d;]*)m", view.written) for code in found.split(";")}
+        assert codes <= {"", "0", "1", "2", "7"}
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 0)]
+)
+def test_a_signal_leaves_the_terminal_in_order(run_dir: Path, number: int, status: int) -> None:
+    with terminal(run_dir) as view:
+        view.wait_for("q quit")
+        view.process.send_signal(number)
+        assert view.status() == status
+        view.assert_left_in_order()
+
+
+def test_an_error_leaves_the_terminal_in_order(run_dir: Path) -> None:
+    with terminal(run_dir, "--following", str(os.getpid())) as view:
+        view.wait_for("the training processes start")
+        # A run of a later version of this project.
+        folder = write_run(run_dir, "29990101-000000-bbbb", closed=False)
+        (folder / "run.json").write_text('{"format": 99}')
+        assert view.status() == 2
+        view.assert_left_in_order()
+        assert "its format is 99, and this version reads 1" in view.written.split(LEAVE)[1]
+
+
+def test_ctrl_c_is_only_counted_at_first_where_the_training_gets_it_too(tmp_path: Path) -> None:
+    with terminal(tmp_path / "not yet", "--following", str(os.getpid())) as view:
+        view.wait_for("the training processes start")
+        folder = going_on(tmp_path / "not yet", stages=2)
+        for rank in range(2):
+            write_now(folder, rank, Kind.FORWARD, 0.1)
+        view.wait_for("running")
+        view.press("\x03")
+        view.wait_for(STOPPING)
+        view.press("\x03")
+        assert view.status() == 130
+        view.assert_left_in_order()
+
+
+def test_a_view_ends_with_the_run_that_it_waited_for(tmp_path: Path) -> None:
+    write_run(tmp_path, "20250101-000000-aaaa")  # one that is over already
+    with terminal(tmp_path, "--following", str(os.getpid())) as view:
+        view.wait_for("the training processes start")
+        folder = going_on(tmp_path, "20270101-000000-aaaa", stages=2)
+        write_now(folder, 0, Kind.FORWARD, 0.1)
+        view.wait_for("q quit")
+        assert "not heard of" not in view.screen()[0]
+        journal = Journal(folder)
+        journal.write("end", reason="stopped")
+        journal.close()
+        assert view.status() == 0
+        view.assert_left_in_order()
+        assert "stopped" in view.written
+
+
+def test_a_view_ends_with_the_process_that_it_follows(tmp_path: Path) -> None:
+    with (
+        subprocess.Popen(["sleep", "60"]) as launcher,
+        terminal(tmp_path, "--following", launcher.pid) as view,
+    ):
+        view.wait_for("the training processes start")
+        launcher.kill()  # and is a zombie until the end of the block
+        assert view.status() == 0
+        view.assert_left_in_order()
+
+
+def test_a_run_that_starts_again_after_a_failure_is_followed(tmp_path: Path) -> None:
+    with terminal(tmp_path, "--following", str(os.getpid())) as view:
+        view.wait_for("the training processes start")
+        journal = Journal(going_on(tmp_path, "20270101-000000-aaaa", stages=2))
+        journal.write("end", reason="failed")
+        journal.close()
+        view.wait_for("failed")
+        going_on(tmp_path, "20270101-000001-aaaa", stages=3)
+        view.wait_for("3 stages")
+        assert view.process.poll() is None
+
+
+def plain(*arguments: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False,
+        env=os.environ | environ,
+    )  # fmt: skip
+
+
+def test_without_a_terminal_it_prints_lines_to_the_end(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, steps=4)
+    with open(folder / "journal.jsonl", "a") as file:
+        file.write('{"time": 1, "kind": "log", "text": "\\u001b[31mafter the end"}\n')
+    result = plain(tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines() == [
+        "training llama3 tiny on 4 stages under Async2BW",
+        "step 2/4  loss  5.4545",
+        "step 4/4  loss  5.0000",
+        "after the end",
+    ]
+
+
+def test_lines_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    folder = going_on(tmp_path, steps=4)
+    with subprocess.Popen([*COMMAND, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "training llama3 tiny on 4 stages under Async2BW\n"
+        journal = Journal(folder)
+        journal.write("warning", text="the disk is nearly full")
+        lines = [process.stdout.readline() for _ in range(3)]
+        assert lines[-1] == "warning: the disk is nearly full\n" and process.poll() is None
+        journal.write("end", reason="finished")
+        journal.close()
+        assert process.wait(20) == 0
+
+
+def test_a_dumb_terminal_gets_lines(run_dir: Path) -> None:
+    with terminal(run_dir, TERM="dumb") as view:
+        view.wait_for("training llama3 tiny on 3 stages")
+        view.press("\x03")
+        assert view.status() == 0
+        assert "\x1b" not in view.written
+
+
+def test_once_prints_a_picture(tmp_path: Path) -> None:
+    write_run(tmp_path, "20260101-000000-aaaa", stages=2)
+    write_run(tmp_path, "20260102-000000-aaaa", stages=3)
+    result = plain(tmp_path, "--once", "--width", "90", "--height", "20")
+    lines = result.stdout.split("\n")[:-1]
+    assert [len(line) for line in lines] == [90] * 20 and "3 stages" in lines[0]
+    result = plain(tmp_path, "--once", "--run", "20260101-000000-aaaa", PYTHONIOENCODING="ascii")
+    lines = result.stdout.split("\n")[:-1]
+    assert [len(line) for line in lines] == [100] * 30 and "2 stages" in lines[0]
+    assert all(line.isascii() for line in lines)
+
+
+def test_svg(tmp_path: Path) -> None:
+    write_run(tmp_path, stages=3)
+    result = plain(
+        tmp_path, "--svg", tmp_path / "picture.svg", "--width", "80", "--height", "24", NO_COLOR="1"
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    svg = (tmp_path / "picture.svg").read_text()
+    assert svg.startswith("<svg") and "titan-async&#160;watch" in svg and "Async2BW" in svg
+    assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "needs one RUN_DIR"),
+        (["a", "b"], "needs one RUN_DIR"),
+        (["{}/nowhere"], "is no folder"),
+        (["{}"], "events of a run"),
+        (["{}/some", "--run", "x"], "there are 20260101-000000-aaaa"),
+        (["{}/some", "--following", "me"], "--following must be a positive integer, not me"),
+        (["{}/some", "--width", "0"], "--width must be a positive integer"),
+        (["{}/some", "--onec"], "unknown flag --onec"),
+        (["{}/some", "--following", "1", "--once"], "leave out"),
+        (["{}/some", "--svg", "{}/a file/x.svg"], "cannot write"),
+    ],
+)
+def test_mistakes_get_one_sentence(tmp_path: Path, arguments: list[str], words: str) -> None:
+    write_run(tmp_path / "some")
+    (tmp_path / "a file").write_text("")
+    result = plain(*(argument.format(tmp_path) for argument in arguments))
+    assert result.returncode == 2 and result.stdout == ""
+    assert words in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_the_view_does_without_torch() -> None:
+    """It starts in an instant, and takes 30 MB rather than 300 from the training beside it."""
+    program = (
+        "import sys, titan_async.cli.watch, titan_async.monitor.watch, titan_async.monitor.plain;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,0 +1,116 @@
+"""`titan-async watch RUN_DIR [flags]`."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan_async.cli.arguments import Arguments
+from titan_async.errors import UserError
+
+__all__ = ["run"]
+
+_HELP = """\
+usage: titan-async watch RUN_DIR [flags]
+
+Show a run while it trains, or after the fact: what each stage does and how busy it is, loss, learning rate,
+speed, and who waits for whom. RUN_DIR is its dump_folder, on this machine or on a shared disk. The training
+is not touched. Without a terminal it prints what the run says, line by line, until the run ends.
+
+keys: q quits, p pauses, s sorts by slowest stage, ? explains what is shown
+
+flags:
+  --run RUN_ID            one of several runs in the folder (default: the latest), as in RUN_DIR/events
+  --once                  print one picture and exit
+  --svg FILE              write one picture as SVG
+  --width N, --height N   characters and lines of a picture (default: the terminal's, or 100 and 30)
+  --following PID         wait for the run that process PID starts in the folder, and end with it
+  -h, --help              this text
+
+examples:
+  titan-async watch outputs
+  titan-async watch outputs --once --width 120
+"""
+
+_SIZE = (100, 30)
+
+
+_FLAGS = ("--run", "--svg", "--width", "--height", "--following")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Shows a run, or prints help; returns the exit status.
+
+    Raises:
+        UserError: a flag is wrong, or the folder holds no run.
+    """
+    if "-h" in argv or "--help" in argv:
+        print(_HELP, end="")
+        return 0
+    once = "--once" in argv
+    arguments = Arguments("watch", [word for word in argv if word != "--once"], _FLAGS)
+    if len(arguments.words) != 1:
+        raise UserError("titan-async watch needs one RUN_DIR, the dump_folder of a run")
+    run_dir, run_id = arguments.words[0], arguments.value("--run")
+    svg, pid = arguments.value("--svg"), _whole(arguments, "--following")
+    if pid is not None and (run_id or once or svg):
+        raise UserError("--following waits for a run to begin: leave out --run, --once and --svg")
+    size = _whole(arguments, "--width"), _whole(arguments, "--height")
+
+    from titan_async.monitor.spans import folder_of
+
+    if once or svg is not None:
+        _picture(folder_of(run_dir, run_id), svg, *size)
+        return 0
+
+    from titan_async.monitor.following import Launched
+
+    source = folder_of(run_dir, run_id) if pid is None else Launched(run_dir, pid)
+    # A terminal that lacks a character shows a question mark.
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    if not sys.stdout.isatty() or os.environ.get("TERM", "") in ("", "dumb", "unknown"):
+        from titan_async.monitor.plain import print_lines
+
+        return print_lines(sys.stdout, source)
+
+    from rich.console import Console
+
+    from titan_async.monitor.watch import watch
+
+    return watch(Console(), source)
+
+
+def _picture(folder: Path, svg: str | None, width: int | None, height: int | None) -> None:
+    from rich.console import Console
+
+    from titan_async.monitor.watch import picture
+
+    if svg is not None:
+        console = Console(
+            record=True, file=io.StringIO(), width=width or _SIZE[0], height=height or _SIZE[1],
+            force_terminal=True, color_system="truecolor", no_color=False,
+        )  # fmt: skip
+        picture(console, folder)
+
+        from titan_async.monitor.whole_files import writing_whole
+
+        with writing_whole(Path(svg), "--svg") as partial:
+            partial.write_text(console.export_svg(title="titan-async watch"), encoding="utf-8")
+        return
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    if not sys.stdout.isatty():
+        width, height = width or _SIZE[0], height or _SIZE[1]
+    picture(Console(width=width, height=height), folder)
+
+
+def _whole(arguments: Arguments, flag: str) -> int | None:
+    value = arguments.value(flag)
+    if value is None:
+        return None
+    if not re.fullmatch(r"[1-9]\d{0,6}", value):
+        raise UserError(f"{flag} must be a positive integer, not {value}")
+    return int(value)

@@ -1,0 +1,72 @@
+"""A run as plain lines, where there is no terminal to draw on."""
+
+import socket
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from titan_async.monitor.following import Launched
+from titan_async.monitor.frame import clean
+from titan_async.monitor.journal import JournalReader
+from titan_async.monitor.processes import is_alive
+from titan_async.monitor.run_folder import read_info
+from titan_async.monitor.signals import Interrupts
+
+__all__ = ["print_lines"]
+
+_PERIOD = 0.25
+
+
+def print_lines(file: TextIO, source: Path | Launched) -> int:
+    """Write what a run says, from its beginning to its end; returns the exit status.
+
+    Args:
+        file: where to.
+        source: as for `titan_async.monitor.watch.watch`.
+
+    Raises:
+        UserError: the run cannot be read.
+    """
+    launched = source if isinstance(source, Launched) else None
+    with Interrupts(survives=1 if launched else 0):
+        try:
+            _follow(file, source)
+        except KeyboardInterrupt:
+            return 130 if launched else 0
+    return 0
+
+
+def _follow(file: TextIO, source: Path | Launched) -> None:
+    folder: Path | None = None
+    reader: JournalReader | None = None
+    end: str | None = None
+    while True:
+        latest = source.latest() if isinstance(source, Launched) else source
+        if latest is not None and latest != folder:
+            folder, reader, end = latest, JournalReader(latest), None
+        over = source.is_over(end) if isinstance(source, Launched) else end is not None or _is_dead(source)
+        for entry in reader.new_entries() if reader else []:
+            line = _line(entry)
+            if line is not None:
+                file.write(line + "\n")
+            if entry["kind"] == "end":
+                end = str(entry.get("reason"))
+        file.flush()
+        if over:
+            return
+        if end is None or isinstance(source, Launched):
+            time.sleep(_PERIOD)
+
+
+def _line(entry: dict[str, Any]) -> str | None:
+    if entry["kind"] == "log":
+        return clean(str(entry.get("text")))
+    if entry["kind"] == "warning":
+        return f"warning: {clean(str(entry.get('text')))}"
+    return None
+
+
+def _is_dead(folder: Path) -> bool:
+    """Whether the run's process was here and has gone."""
+    info = read_info(folder)
+    return info.host == socket.gethostname() and not is_alive(info.pid)

@@ -1,0 +1,252 @@
+"""What a run looks like now, from files that are read as they grow."""
+
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from titan_async.monitor.bubble import bubble_of_1f1b, stage_seconds
+from titan_async.monitor.events import RankReader, RankState
+from titan_async.monitor.history import History
+from titan_async.monitor.journal import JournalReader
+from titan_async.monitor.processes import is_alive
+from titan_async.monitor.run_folder import RunInfo, read_info
+from titan_async.monitor.stages import RankFigures, StepSpans
+from titan_async.monitor.stalls import SILENCE, RankNow, Stall, duration, find_stalls
+from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
+
+__all__ = ["RunWatch", "Snapshot", "StageRow"]
+
+_COMPARE_EVERY = 30.0  # seconds between two simulations of 1F1B, which take a second at most
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """One stage, over all ranks that hold a copy of it."""
+
+    stage: int
+    utilization: float | None
+    """The share of the last step that it computed, the mean over its ranks; None before the first."""
+    average_utilization: float | None
+    busy_seconds: float
+    """Seconds of a step that it computes, on the slowest of its ranks."""
+    slowest_rank: int | None
+    """Of its ranks, if there are several."""
+    in_flight: int
+    """Microbatches now, the most of any of its ranks."""
+    most_in_flight: int
+    """In the last step."""
+    version: int
+    memory: int
+    """Bytes in use, the most of any of its ranks, as the following."""
+    memory_peak: int
+    memory_limit: int
+    doing: Kind | None
+    """On the first of its ranks."""
+    microbatch: int
+    """The one that it is about; -1 for none."""
+    stalled: bool
+    step: int
+    """The last that it has ended."""
+    spans: tuple[StepSpans, ...] = field(compare=False)
+    """The last steps of its slowest rank; they change with `step` alone."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything that a view shows, but for curves and log."""
+
+    info: RunInfo
+    status: str
+    """What the run does as a whole, in a few words."""
+    over: bool
+    """Whether nothing more is to come."""
+    step: int
+    """Steps done, those before the run included."""
+    elapsed: int | None
+    """Seconds since it started."""
+    remaining: int | None
+    """Seconds that the rest will take; None if not known."""
+    bubble: float | None
+    """The share of the ranks' time in which they do not compute, lately."""
+    bubble_of_1f1b: float | None
+    """What it would be under 1F1B, by simulation."""
+    rows: tuple[StageRow, ...]
+    stalls: tuple[Stall, ...]
+    entries: int
+    """Of the journal so far: what curves and log change with."""
+
+
+class RunWatch:
+    """Reads a run's files.
+
+    Args:
+        folder: the run's, `RUN_DIR/events/RUN_ID`.
+
+    Raises:
+        UserError: if the folder holds no run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.info = folder, read_info(folder)
+        self.history = History()
+        self._entries = 0
+        self._journal = JournalReader(folder)
+        self._readers = [RankReader(folder, rank) for rank in range(len(self.info.ranks))]
+        self._figures = [RankFigures(stages) for stages in self.info.ranks]
+        self._states: list[RankState | None] = [None] * len(self._readers)
+        self._read = [0] * len(self._readers)  # records, those that were lost included
+        self._heard: list[float | None] = [None] * len(self._readers)  # by the clock of this process
+        self._since = time.monotonic()
+        self._is_here = self.info.host == socket.gethostname()
+        self._compared: tuple[float, float | None] | None = None  # when, with what result
+
+    def poll(self) -> None:
+        """Read what is new."""
+        for entry in self._journal.new_entries():
+            self.history.add(entry)
+            self._entries += 1
+        for rank, reader in enumerate(self._readers):
+            state = reader.state()
+            if state is None:
+                continue
+            known = self._states[rank]
+            if known is not None and state.beat != known.beat:
+                self._heard[rank] = time.monotonic()
+            self._states[rank] = state
+            if state.count > self._read[rank]:
+                records = reader.new_records()
+                lost = max(state.count - self._read[rank] - len(records), 0)
+                self._figures[rank].add(records, lost=lost > 0)
+                self._read[rank] += len(records) + lost
+
+    def snapshot(self) -> Snapshot:
+        """What the files have told."""
+        ranks = [
+            RankNow(rank, state, self._figures[rank], self._silence(rank, state.beat))
+            for rank, state in enumerate(self._states)
+            if state is not None
+        ]
+        going = [now for now in ranks if not now.state.closed]
+        over = self.history.end is not None or (bool(ranks) and not going)
+        silent = bool(going) and min(now.silent for now in going) > SILENCE
+        # A process of that number may also be unknown because it runs in another container.
+        dead = not over and silent and self._is_here and not is_alive(self.info.pid)
+        stalls = [] if over or dead else find_stalls(going, self.info.stages)
+        by_all = min((now.figures.step for now in ranks), default=0)
+        step = max(self.history.step, self.info.first_step, by_all)
+        return Snapshot(
+            info=self.info,
+            status=self._status(going, over, dead, bool(stalls)),
+            over=over or dead,
+            step=step,
+            elapsed=self._elapsed(),
+            remaining=None if over or dead else self._remaining(step),
+            bubble=self._bubble(),
+            bubble_of_1f1b=self._compare(),
+            rows=tuple(self._row(stage, ranks, stalls) for stage in range(self.info.stages)),
+            stalls=tuple(stalls),
+            entries=self._entries,
+        )
+
+    def _silence(self, rank: int, beat: int) -> float:
+        """Seconds since a rank was heard of."""
+        heard = self._heard[rank]
+        if heard is not None:
+            return time.monotonic() - heard
+        # What it has written before it was watched is compared with clocks that may be others'.
+        latest = max(state.beat for state in self._states if state is not None)
+        old = (latest - beat) / 1e9 + (max(time.time() - latest / 1e9, 0.0) if self._is_here else 0.0)
+        return max(old, time.monotonic() - self._since)
+
+    def _status(self, going: Sequence[RankNow], over: bool, dead: bool, stalled: bool) -> str:
+        if over:
+            return self.history.end or "over"
+        if dead:
+            return f"ended without a word (process {self.info.pid} is gone)"
+        if not going:
+            return "starting"
+        silence = min(now.silent for now in going)
+        if silence > SILENCE:
+            return f"not heard of for {duration(silence)}"
+        kinds = {now.kind for now in going}
+        if Kind.SAVE in kinds:
+            return "saving"
+        if Kind.VALIDATE in kinds:
+            return "validating"
+        if stalled:
+            return "stalled"
+        return "running" if any(now.figures.step for now in going) else "in its first step"
+
+    def _elapsed(self) -> int | None:
+        # By one clock alone, that of rank 0.
+        state = self._states[0]
+        latest = max(self.history.last_time, state.beat / 1e9 if state is not None else 0.0)
+        return max(int(latest - self.info.started), 0) if latest else None
+
+    def _remaining(self, step: int) -> int | None:
+        seconds = self.history.step_seconds or self._figures[0].step_seconds
+        return None if seconds is None else round(seconds * max(self.info.steps - step, 0))
+
+    def _bubble(self) -> float | None:
+        busy = []
+        for rank in self._figures:
+            shares = [stage.average_utilization for stage in rank.stages.values()]
+            known = [share for share in shares if share is not None]
+            busy += [sum(known)] if len(known) == len(shares) else []
+        return 1 - sum(busy) / len(busy) if busy else None
+
+    def _compare(self) -> float | None:
+        now = time.monotonic()
+        if self.info.schedule == "1F1B" or (self._compared and now - self._compared[0] < _COMPARE_EVERY):
+            return self._compared[1] if self._compared else None
+        # One rank for each of the pipeline.
+        of_pipeline = dict(zip(self.info.ranks, self._figures, strict=True))
+        seconds = [stage_seconds(tuple(rank.stages.values())) for _, rank in sorted(of_pipeline.items())]
+        if len(seconds) < 2 or any(each is None for each in seconds):
+            return None
+        result = bubble_of_1f1b([each for each in seconds if each is not None], self.info.microbatches)
+        self._compared = now, result
+        return result
+
+    def _row(self, stage: int, ranks: Sequence[RankNow], stalls: Sequence[Stall]) -> StageRow:
+        holding = [now for now in ranks if stage in now.figures.stages]
+        figures = [now.figures.stages[stage] for now in holding]
+        slowest = max(range(len(figures)), key=lambda i: figures[i].busy_seconds, default=0)
+        last = [share for each in figures if (share := each.utilization) is not None]
+        average = [share for each in figures if (share := each.average_utilization) is not None]
+        kind, microbatch = _doing(holding[0], stage) if holding else (None, -1)
+        return StageRow(
+            stage=stage,
+            utilization=sum(last) / len(last) if last else None,
+            average_utilization=sum(average) / len(average) if average else None,
+            busy_seconds=figures[slowest].busy_seconds if figures else 0.0,
+            slowest_rank=holding[slowest].rank if len(holding) > 1 and average else None,
+            in_flight=max((_in_flight(now, stage) for now in holding), default=0),
+            most_in_flight=max((each.steps[-1].most_in_flight for each in figures if each.steps), default=0),
+            version=max((each.version for each in figures), default=-1),
+            memory=max((now.state.memory for now in holding), default=0),
+            memory_peak=max((now.state.memory_peak for now in holding), default=0),
+            memory_limit=max((now.state.memory_limit for now in holding), default=0),
+            doing=kind,
+            microbatch=microbatch,
+            stalled=any(stage in stall.stages for stall in stalls),
+            step=figures[slowest].steps[-1].step if figures and figures[slowest].steps else 0,
+            spans=tuple(figures[slowest].spans) if figures else (),
+        )
+
+
+def _doing(now: RankNow, stage: int) -> tuple[Kind | None, int]:
+    """What a stage does, and to which microbatch where it computes; -1 for none."""
+    current, kind = now.state.current, now.kind
+    if kind is None or current["stage"] != stage:
+        return None, -1
+    return kind, int(current["microbatch"]) if kind in COMPUTE_KINDS else -1
+
+
+def _in_flight(now: RankNow, stage: int) -> int:
+    """With the microbatch whose forward is under way."""
+    current = now.state.current
+    forward = current["start"] and current["kind"] == Kind.FORWARD and current["stage"] == stage
+    return now.figures.stages[stage].in_flight + int(bool(forward))

@@ -1,0 +1,206 @@
+"""What a rank's stages have been doing lately, from its records as they come."""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from titan_async.monitor.events import RECORD
+from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
+
+__all__ = ["AVERAGED_STEPS", "RankFigures", "StageFigures", "StepFigures", "StepSpans", "own_seconds"]
+
+AVERAGED_STEPS = 20
+"""Steps over which moving averages go."""
+
+_SPANS_KEPT = 4  # steps of which single spans are kept
+_MOST_PENDING = 1 << 14  # records that are kept where no step ever ends
+
+_BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+_RELEASING = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """One step on one stage."""
+
+    step: int
+    seconds: float
+    """From its start to its end."""
+    by_kind: npt.NDArray[np.float64]
+    """Seconds of the stage's spans of each kind, without those of spans within."""
+    forwards: int
+    """Microbatches that went forward."""
+    backwards: int
+    most_in_flight: int
+    """Microbatches."""
+
+    @property
+    def busy(self) -> float:
+        """Seconds that it computed."""
+        return float(self.by_kind[list(COMPUTE_KINDS)].sum())
+
+
+@dataclass(frozen=True)
+class StepSpans:
+    """What a stage did in one step."""
+
+    start: int
+    end: int
+    records: npt.NDArray[np.void]
+
+
+class StageFigures:
+    """The figures of one stage on one rank."""
+
+    def __init__(self) -> None:
+        self.steps: deque[StepFigures] = deque(maxlen=AVERAGED_STEPS)
+        self.spans: deque[StepSpans] = deque(maxlen=_SPANS_KEPT)
+        self.version = -1
+        """Updates that the weights which computed last had seen; -1 if unknown."""
+        self._open = np.empty(0, np.int64)  # microbatches in flight
+        self._most = 0
+
+    @property
+    def utilization(self) -> float | None:
+        """The share of the last step in which it computed; None before the first."""
+        return self.steps[-1].busy / self.steps[-1].seconds if self.steps else None
+
+    @property
+    def average_utilization(self) -> float | None:
+        """The same over the last `AVERAGED_STEPS` steps."""
+        return sum(s.busy for s in self.steps) / sum(s.seconds for s in self.steps) if self.steps else None
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds of a step that it computes, on average; 0 before the first."""
+        return sum(step.busy for step in self.steps) / len(self.steps) if self.steps else 0.0
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches that have gone forward and not yet backward."""
+        return len(self._open)
+
+    def holds(self, batch: int, microbatch: int) -> bool:
+        """Whether a microbatch is in flight here."""
+        return bool((self._open == _key(batch, microbatch)).any())
+
+    def follow(self, records: npt.NDArray[np.void]) -> None:
+        """Take note of spans of this stage, in order."""
+        kinds = records["kind"]
+        computed = records[np.isin(kinds, COMPUTE_KINDS) & (records["version"] >= 0)]
+        if len(computed):
+            self.version = int(computed["version"][-1])
+        # A validation's microbatches are of no batch.
+        of_batch = records["batch"] >= 0
+        forward, released = (kinds == Kind.FORWARD) & of_batch, np.isin(kinds, _RELEASING) & of_batch
+        keys = _key(records["batch"], records["microbatch"])
+        # A backward whose forward was not seen takes nothing away.
+        known = np.concatenate([self._open, keys[forward]])
+        released &= np.isin(keys, known)
+        level = len(self._open) + np.cumsum(forward.astype(np.int64) - released)
+        self._most = max(self._most, int(level.max(initial=0)))
+        self._open = np.setdiff1d(known, keys[released])
+
+    def end_step(
+        self, step: np.void, records: npt.NDArray[np.void], own: npt.NDArray[np.float64], whole: bool
+    ) -> None:
+        """Take note of a step whose spans have all been followed.
+
+        Args:
+            step: its own span.
+            records: those of this stage in it.
+            own: seconds of these, without those of spans within.
+            whole: whether no span is missing.
+        """
+        kinds = records["kind"]
+        figures = StepFigures(
+            step=int(step["batch"]),
+            seconds=float(step["end"] - step["start"]) / 1e9,
+            by_kind=np.bincount(kinds, weights=own, minlength=len(Kind)).astype(float),
+            forwards=int((kinds == Kind.FORWARD).sum()),
+            backwards=int(np.isin(kinds, _BACKWARDS).sum()),
+            most_in_flight=self._most,
+        )
+        self._most = len(self._open)
+        # What is in flight belongs to this step or the one before.
+        self._open = self._open[self._open >= _key(figures.step - 1, 0)]
+        if whole and figures.seconds > 0:
+            self.steps.append(figures)
+            self.spans.append(StepSpans(int(step["start"]), int(step["end"]), records.copy()))
+
+
+class RankFigures:
+    """The figures of all stages of one rank.
+
+    Args:
+        stages: their indices.
+    """
+
+    def __init__(self, stages: tuple[int, ...]) -> None:
+        self.stages = {stage: StageFigures() for stage in stages}
+        self.step = 0
+        """The last that has ended; 0 before the first."""
+        self._pending = np.empty(0, RECORD)  # since the last step ended
+        self._whole = True
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds a step, on average; None before the first."""
+        steps = next(iter(self.stages.values())).steps
+        return sum(step.seconds for step in steps) / len(steps) if steps else None
+
+    def add(self, records: npt.NDArray[np.void], lost: bool = False) -> None:
+        """Take note of records.
+
+        Args:
+            records: `RECORD`s in order.
+            lost: whether there were others before these, since the last call.
+        """
+        if lost:
+            self._pending, self._whole = np.empty(0, RECORD), False
+        ends = np.flatnonzero(records["kind"] == Kind.STEP)
+        begin = 0
+        # Older steps would be forgotten at once.
+        for end in map(int, ends[-AVERAGED_STEPS - 1 :]):
+            self._follow(records[begin:end])
+            self._end_step(records[end])
+            begin = end + 1
+        self._follow(records[begin:])
+
+    def _follow(self, records: npt.NDArray[np.void]) -> None:
+        for stage, figures in self.stages.items():
+            figures.follow(records[records["stage"] == stage])
+        self._pending = np.concatenate([self._pending, records])[-_MOST_PENDING:]
+
+    def _end_step(self, step: np.void) -> None:
+        inside = self._pending[self._pending["start"] >= step["start"]]
+        own = own_seconds(inside)
+        for stage, figures in self.stages.items():
+            of_stage = inside["stage"] == stage
+            figures.end_step(step, inside[of_stage], own[of_stage], self._whole)
+        self._pending, self._whole = np.empty(0, RECORD), True
+        self.step = int(step["batch"])
+
+
+def own_seconds(records: npt.NDArray[np.void]) -> npt.NDArray[np.float64]:
+    """How long spans lasted, without the spans within them.
+
+    Args:
+        records: `RECORD`s of one rank in order, all of those within any of them included.
+    """
+    seconds: npt.NDArray[np.float64] = (records["end"] - records["start"]) / 1e9
+    own, depths = seconds.copy(), records["depth"]
+    for depth in range(int(depths.max(initial=0))):
+        # What lies within a span came just before it, after the last that is not deeper.
+        here = np.flatnonzero(depths <= depth)
+        within = np.where(depths == depth + 1, seconds, 0.0).cumsum()[here]
+        inner = np.diff(within, prepend=0.0)
+        own[here] -= np.where(depths[here] == depth, inner, 0.0)
+    return own
+
+
+def _key(batch: npt.ArrayLike, microbatch: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """One number for a microbatch; those of later batches are larger."""
+    return (np.asarray(batch, np.int64) << 32) + np.asarray(microbatch, np.int64)

@@ -1,0 +1,154 @@
+"""Which stages wait too long, for what and since when, and who lets them wait."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from titan_async.monitor.events import RankState
+from titan_async.monitor.stages import RankFigures
+from titan_async.pipelining.recording import Kind
+
+__all__ = ["SILENCE", "RankNow", "Stall", "describe", "duration", "find_stalls"]
+
+SILENCE = 10.0
+"""Seconds after which a rank, which writes several times a second, is taken to be stopped or dead."""
+
+_LEAST_WAIT = 5.0
+_STEPS_OF_WAIT = 5
+_FIRST_STEP = 300.0  # before any step has ended, when models compile
+
+_HELD_UP = (Kind.RECEIVE, Kind.SEND, Kind.CLIP, Kind.GATHER, Kind.REDUCE)
+"""Kinds that take long where others do not come."""
+
+_DOES = {
+    Kind.FORWARD: "computes the forward of {which}",
+    Kind.BACKWARD: "computes the backward of {which}",
+    Kind.BACKWARD_INPUT: "computes the backward of {which}",
+    Kind.BACKWARD_WEIGHT: "computes the weights' gradients of {which}",
+    Kind.SWAP: "puts the weights of {which} in place",
+    Kind.GATHER: "waits for the other copies' weights of {which}",
+    Kind.REDUCE: "waits for the other copies' gradients of {which}",
+    Kind.CLIP: "waits for the gradient's norm of {which} from all stages",
+    Kind.OPTIMIZER: "is in the update of {which}",
+    Kind.DATA: "waits for the texts of {which}",
+    Kind.SAVE: "saves a checkpoint",
+    Kind.VALIDATE: "validates",
+}
+
+
+@dataclass(frozen=True)
+class RankNow:
+    """What is known of a rank at the moment."""
+
+    rank: int
+    state: RankState
+    figures: RankFigures
+    silent: float
+    """Seconds since it was last heard of."""
+
+    @property
+    def kind(self) -> Kind | None:
+        """What it does; None between steps."""
+        current = self.state.current
+        return Kind(int(current["kind"])) if current["start"] else None
+
+    @property
+    def seconds(self) -> float:
+        """How long that has lasted, by the rank's own clock, until it was last heard of."""
+        return float(self.state.beat - self.state.current["start"]) / 1e9
+
+    @property
+    def waits_too_long(self) -> bool:
+        """Whether it has waited for much longer than a step takes."""
+        if self.kind not in (*_HELD_UP, Kind.DATA):
+            return False
+        step = self.figures.step_seconds
+        return self.seconds > (_FIRST_STEP if step is None else max(_LEAST_WAIT, _STEPS_OF_WAIT * step))
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Something that has lasted too long."""
+
+    stages: tuple[int, ...]
+    """Whose rows it concerns."""
+    text: str
+    """A sentence without a full stop."""
+
+
+def find_stalls(ranks: Sequence[RankNow], total_stages: int) -> list[Stall]:
+    """What holds a run up, causes first.
+
+    A wait is too long from 5 seconds and 5 average steps on, unless some rank validates or saves. In a rank's
+    first step, in which others may compile, it is so after 5 minutes. A rank that has not been heard of for
+    10 seconds is stopped, or dead.
+
+    Args:
+        ranks: those that go on.
+        total_stages: of the pipeline.
+    """
+    stalls = [
+        Stall(
+            tuple(now.figures.stages),
+            f"rank {now.rank} ({_names(now)}) has not been heard of for {duration(now.silent)}",
+        )
+        for now in ranks
+        if now.silent > SILENCE
+    ]
+    heard = [now for now in ranks if now.silent <= SILENCE]
+    waiting = [now for now in heard if now.waits_too_long]
+    if not waiting or any(now.kind in (Kind.SAVE, Kind.VALIDATE) for now in heard):
+        return stalls
+    # Those who do something else have let the others wait for about as long.
+    causes = [now for now in heard if now.kind is None or now.kind not in _HELD_UP]
+    causes = [now for now in causes if now.kind is None or now.seconds > _LEAST_WAIT]
+    stalls += [_stall(now, total_stages) for now in causes]
+    if len(waiting) == len(ranks) > 1 and not causes:
+        stalls.append(Stall(tuple(range(total_stages)), "all stages wait for each other"))
+    return stalls + [_stall(now, total_stages) for now in waiting if now not in causes]
+
+
+def describe(now: RankNow, total_stages: int) -> str:
+    """What a rank does: the rest of a sentence that begins with its stage."""
+    current, kind = now.state.current, now.kind
+    if kind is None:
+        return "is between two steps"
+    batch, microbatch = int(current["batch"]), int(current["microbatch"])
+    which = f"step {batch}" if microbatch < 0 else f"microbatch {microbatch} of step {batch}"
+    if kind not in (Kind.RECEIVE, Kind.SEND):
+        return _DOES.get(kind, f"is in {which}").format(which=which)
+    stage = int(current["stage"])
+    # What has gone forward here and not backward: it waits for the gradient, or has an output to send.
+    held = now.figures.stages[stage].holds(batch, microbatch)
+    other = stage + 1 if held else stage - 1
+    if kind is Kind.SEND:
+        return f"waits to send {which} to stage {other}"
+    source = f" from stage {other}" if 0 <= other < total_stages else ""
+    return f"waits for the {'gradient' if held else 'input'} of {which}{source}"
+
+
+def duration(seconds: float) -> str:
+    """12 s, 3 min, 2 h 5 min or 4 d 2 h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 100:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def _stall(now: RankNow, total_stages: int) -> Stall:
+    current = now.state.current
+    stage = int(current["stage"]) if now.kind is not None else min(now.figures.stages)
+    rank = "" if now.rank == stage else f" on rank {now.rank}"
+    text = f"stage {stage}{rank} {describe(now, total_stages)}"
+    if now.kind is not None:
+        clock = time.strftime("%H:%M:%S", time.localtime(int(current["start"]) / 1e9))
+        text += f", since {clock} ({duration(now.seconds)})"
+    return Stall((stage,), text)
+
+
+def _names(now: RankNow) -> str:
+    stages = sorted(now.figures.stages)
+    return ("stage " if len(stages) == 1 else "stages ") + " and ".join(map(str, stages))
