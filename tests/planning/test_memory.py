@@ -51,6 +51,13 @@ def arguments(*flags: object, recipe: str) -> list[str]:
     return [str(ROOT / "toml_configs" / f"{recipe}.toml"), "--training.seq_len", "128", *map(str, flags)]
 
 
+def test_an_average_is_one_more_shard_of_the_weights() -> None:
+    shards = ("--parallelism.data_parallel_shard_degree", 2)
+    without = planned(4, *shards)
+    for plain, averaging in zip(without, planned(4, *shards, "--ema.decay", 0.999), strict=True):
+        assert averaging.items == plain.items | {"average of the weights": plain.items["weights"]}
+
+
 def test_items_of_the_first_stage() -> None:
     first, last = planned(4, "--parallelism.data_parallel_shard_degree", 2)
     weights = 4 * (2048 * 192 + 3 * (4 * 192 * 192 + 3 * 192 * 512 + 2 * 192))

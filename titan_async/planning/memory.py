@@ -21,6 +21,7 @@ from titan_async.pipelining.simulation import Task
 from titan_async.planning.layout import Layout
 from titan_async.planning.optimizer_groups import feeds_back, group_of, groups_of
 from titan_async.planning.parts import Part, Weight
+from titan_async.training.ema import keeps_average
 from titan_async.training.optimizer import AsyncOptimizers
 from titan_async.training.optimizer_config import MuonConfig
 
@@ -117,6 +118,7 @@ class _Stage:
         weights = [weight for part in parts for weight in part.weights]
         shards = {weight.name: shards_of(weight, layout) for weight in weights}
         self.sharded = sum(shard.sharded for shard in shards.values()) * master
+        self.average = self.sharded if keeps_average(config) else 0
         self.unsharded = sum(shard.unsharded for shard in shards.values()) * compute
         self.unsharded_gradients = sum(shard.unsharded for shard in shards.values()) * reduce
         units: dict[str, list[Shards]] = {}
@@ -200,6 +202,7 @@ class _Account:
         self.moment = ""
         for stage in stages.values():
             self._live["weights"] += stage.sharded
+            self._live["average of the weights"] += stage.average
             self._live.update(stage.state)
             self._live["messages"] += stage.messages
         self._live["attention masks"] = max(stage.masks for stage in stages.values())

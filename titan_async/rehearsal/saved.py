@@ -14,7 +14,8 @@ from torchtitan.trainer import Trainer
 from titan_async.rehearsal.narrow import narrowed, prepared
 from titan_async.rehearsal.plan import plan_of
 from titan_async.training import random_state
-from titan_async.training.checkpoint import NEXT_WEIGHTS, RANDOM_STATE
+from titan_async.training.checkpoint import EMA_WEIGHTS, NEXT_WEIGHTS, RANDOM_STATE
+from titan_async.training.ema import keeps_average
 from titan_async.training.optimizer import AsyncOptimizers
 from titan_async.training.pipeline import delays_gradients
 
@@ -51,6 +52,8 @@ def expected_entries(config: Trainer.Config, world: int, *, divisor: int) -> Ent
     if delayed:
         buffers = {name: weights[name] for name, _ in model.named_buffers() if name in weights}
         trainer[NEXT_WEIGHTS] = {**dict(model.named_parameters()), **buffers}
+    if keeps_average(config):
+        trainer[EMA_WEIGHTS] = dict(model.named_parameters())
     dims = ParallelDims.from_config(config.parallelism, world)
     device = torch.device("cpu")
     trainer[RANDOM_STATE] = {

@@ -15,10 +15,20 @@ from titan_async.pipelining.recording import Kind
 from titan_async.training._titan_internals import saves_at
 from titan_async.training.recording import Recording
 
-__all__ = ["NEXT_WEIGHTS", "RANDOM_STATE", "AsyncCheckpointer", "complete_steps", "save_for_resuming"]
+__all__ = [
+    "EMA_WEIGHTS",
+    "NEXT_WEIGHTS",
+    "RANDOM_STATE",
+    "AsyncCheckpointer",
+    "complete_steps",
+    "save_for_resuming",
+]
 
 NEXT_WEIGHTS = "next_weights"
 """In the training state: the weights that the next batch reads, one update older than the model's."""
+
+EMA_WEIGHTS = "ema_weights"
+"""In the training state: the weights averaged over the updates."""
 
 RANDOM_STATE = "random_state"
 """In the training state: the states of the random number generators, by `random_state.layout_key`."""
@@ -55,8 +65,10 @@ class AsyncCheckpointer(CheckpointManager):
         if (trainer or optimizer) and not from_hf:
             keys = FileSystemReader(os.fspath(checkpoint_id)).read_metadata().state_dict_metadata
             # A synchronous run has no older weights, so the next batch reads the newest; and no history
-            # of updates, so the first one is not corrected.
+            # of updates, so the first one is not corrected. An average that was not kept starts from the
+            # weights.
             if trainer:
+                trainer.resumes_average = any(f".{EMA_WEIGHTS}." in key for key in keys)
                 trainer.resumes_delay = any(f".{NEXT_WEIGHTS}." in key for key in keys)
                 mine = f".{RANDOM_STATE}.{trainer.random_key}."
                 trainer.resumes_random_state = any(mine in key for key in keys)

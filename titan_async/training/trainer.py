@@ -28,8 +28,15 @@ from titan_async.pipelining.recording import Kind
 from titan_async.training import cpu, random_state
 from titan_async.training._titan_internals import saves_at, stages_of
 from titan_async.training.balance import balance_model_spec
-from titan_async.training.checkpoint import NEXT_WEIGHTS, RANDOM_STATE, AsyncCheckpointer, save_for_resuming
+from titan_async.training.checkpoint import (
+    EMA_WEIGHTS,
+    NEXT_WEIGHTS,
+    RANDOM_STATE,
+    AsyncCheckpointer,
+    save_for_resuming,
+)
 from titan_async.training.data import TextDataLoader
+from titan_async.training.ema import EmaConfig, WeightAverage
 from titan_async.training.metrics import AsyncMetrics, share_loss
 from titan_async.training.monitor_config import MonitorConfig
 from titan_async.training.optimizer import AsyncOptimizers
@@ -62,6 +69,7 @@ class AsyncTrainer(Trainer):
         checkpoint: BaseCheckpointManager.Config = field(default_factory=AsyncCheckpointer.Config)
         pipeline: PipelineConfig = field(default_factory=PipelineConfig)
         monitor: MonitorConfig = field(default_factory=MonitorConfig)
+        ema: EmaConfig = field(default_factory=EmaConfig)
 
         max_skipped_updates: int = 10
         """A gradient that holds an infinity or a NaN anywhere makes no update on any rank. The run stops
@@ -87,6 +95,9 @@ class AsyncTrainer(Trainer):
         """Whether the training state includes the weights of the next batch; see `AsyncCheckpointer`."""
         self.resumes_random_state = True
         """Whether it includes the generators' states; see `AsyncCheckpointer`."""
+        self.resumes_average = True
+        """Whether it includes the average of the weights; see `AsyncCheckpointer`."""
+        self.average = WeightAverage(self.model_parts, config.ema.decay) if config.ema.decay else None
         self.random_key = random_state.layout_key(self.parallel_dims, dist.get_rank(), self.device)
         pipelined = self.parallel_dims.pp_enabled
         self.stage_timer = StageTimer(stages_of(self.pp_schedule), self.device) if pipelined else None
@@ -217,6 +228,8 @@ class AsyncTrainer(Trainer):
             finite = not getattr(self.optimizers, "step_was_skipped", False)
         else:
             self._drop_token_counts()
+        if finite and self.average is not None:
+            self.average.update()
         self.skipped.note(finite, self.step)
         if not finite:
             self.reporter.warn(
@@ -331,6 +344,8 @@ class AsyncTrainer(Trainer):
     def _start(self) -> None:
         self.recording, self._passing = record(self, first_step=self._first_step or 0)
         self.reporter.journal = self.recording.journal
+        if self.average is not None:
+            self.average.begin()
         for part in (self.metrics_processor, self.checkpointer, getattr(self, "validator", None)):
             if isinstance(part, AsyncMetrics | AsyncCheckpointer | AsyncValidator):
                 part.recording = self.recording
@@ -378,6 +393,8 @@ class AsyncTrainer(Trainer):
         state = super().state_dict()
         if self.delayed and self.resumes_delay:
             state[NEXT_WEIGHTS] = self.pp_schedule.state_dict()
+        if self.average is not None and self.resumes_average:
+            state[EMA_WEIGHTS] = self.average.state_dict()
         if self.resumes_random_state:
             state[RANDOM_STATE] = {self.random_key: random_state.capture(self.device)}
         return state
@@ -386,9 +403,11 @@ class AsyncTrainer(Trainer):
         super().load_state_dict(state_dict)
         if self.delayed and NEXT_WEIGHTS in state_dict:
             self.pp_schedule.load_state_dict(state_dict[NEXT_WEIGHTS])
+        if self.average is not None and EMA_WEIGHTS in state_dict:
+            self.average.load_state_dict(state_dict[EMA_WEIGHTS])
         if RANDOM_STATE in state_dict:
             random_state.restore(state_dict[RANDOM_STATE][self.random_key], self.device)
-        self.resumes_delay = self.resumes_random_state = True
+        self.resumes_delay = self.resumes_random_state = self.resumes_average = True
 
     @property
     def sequences_per_step(self) -> int:

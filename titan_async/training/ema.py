@@ -1,0 +1,90 @@
+"""The section `[ema]`, and the average of the weights that checkpoints then hold beside them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.trainer import Trainer
+
+from titan_async.optim.local_tensors import local_part
+
+__all__ = ["EmaConfig", "WeightAverage", "keeps_average"]
+
+
+@dataclass(kw_only=True, slots=True)
+class EmaConfig:
+    """An exponential moving average of the weights, saved as `train_state.ema_weights`."""
+
+    decay: float = 0.0
+    """What remains of the average at each update, such as 0.999, when the weights come in with 1 - decay. It
+    starts from the weights before the first update. 0 keeps no average. Costs a copy of the parameters, which
+    is sharded as they are."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise ValueError(
+                f"ema.decay is {self.decay}: set it to a number from 0, which keeps no average, to below 1, "
+                "such as 0.999"
+            )
+
+
+def keeps_average(config: Trainer.Config) -> bool:
+    """Whether a run with this configuration averages its weights."""
+    section = getattr(config, "ema", None)  # torchtitan's own trainer has no such section
+    return section is not None and section.decay > 0
+
+
+class WeightAverage:
+    """An exponential moving average of trainable parameters, on each rank of the parts that lie there.
+
+    Args:
+        parts: modules whose parameters' names are unique among them. An average has its parameter's dtype,
+            and as a DTensor its sharding.
+        decay: between 0 and 1; see `EmaConfig`.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module], decay: float) -> None:
+        self._decay = decay
+        self._weights = {
+            canonical_fqn(name): parameter
+            for part in parts
+            for name, parameter in part.named_parameters()
+            if parameter.requires_grad
+        }
+        self._averages = {name: weight.detach().clone() for name, weight in self._weights.items()}
+        self._loaded = False
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Start from the weights of now, unless an average was loaded."""
+        if not self._loaded:
+            torch._foreach_copy_(*self._local())
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights of now, which an update has just changed. Without communication."""
+        averages, weights = self._local()
+        torch._foreach_lerp_(averages, weights, 1 - self._decay)
+
+    def _local(self) -> tuple[list[Tensor], list[Tensor]]:
+        return (
+            [local_part(average) for average in self._averages.values()],
+            [local_part(weight.detach()) for weight in self._weights.values()],
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The averages themselves, by the names of their parameters."""
+        return dict(self._averages)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Go on from the averages of `state_dict`, which are sharded like these.
+
+        Raises:
+            KeyError: if one is missing.
+        """
+        for name, average in self._averages.items():
+            local_part(average).copy_(local_part(state_dict[name]))
+        self._loaded = True
