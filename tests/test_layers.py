@@ -41,6 +41,7 @@ PRIVATE_NAMES_ALLOWED = {
     },
     "optim/lion.py": {"_foreach_add_", "_foreach_lerp", "_foreach_lerp_", "_foreach_mul_", "_foreach_sign_"},
     "pipelining/clipping.py": {"_PipelineStageBase"},
+    "pipelining/execution.py": {"_PipelineStageBase"},
     "pipelining/gradient_norm.py": {"_PipelineStageBase", "_foreach_mul_", "_foreach_norm"},
     "pipelining/messages.py": {"_PipelineStageBase"},
     "pipelining/sharded_versions.py": {"_foreach_copy_"},

@@ -7,7 +7,7 @@ The recurrence it runs, with b the batch and W the weights (arXiv 2606.30634):
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,49 +15,20 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from titan_async.pipelining._torch_internals import (
-    forget_input_gradients,
     initialize_stage,
     local_part,
     own_output,
-    prepare_buffers,
     reshard,
     split_microbatches,
     unsupported_wrapper,
 )
-from titan_async.pipelining.actions import (
-    Action,
-    Instruction,
-    drain_program,
-    evaluation_program,
-    in_flight,
-    slots,
-    step_program,
-)
+from titan_async.pipelining.actions import Instruction, drain_program, in_flight, step_program
 from titan_async.pipelining.clipping import Clipper
-from titan_async.pipelining.messages import Messages, most_pending
-from titan_async.pipelining.recording import Kind, NoRecorder, Recorder
+from titan_async.pipelining.execution import Batch, Execution, Forward
+from titan_async.pipelining.recording import Kind, Recorder
 from titan_async.pipelining.versions import Gradient, Versions
 
 __all__ = ["ScheduleAsync2BW"]
-
-
-_KINDS = {
-    ("wait", "F"): Kind.RECEIVE,
-    ("wait", "B"): Kind.RECEIVE,
-    ("compute", "F"): Kind.FORWARD,
-    ("compute", "B"): Kind.BACKWARD,
-    ("send", "F"): Kind.SEND,
-    ("send", "B"): Kind.SEND,
-    ("finish", "B"): Kind.REDUCE,
-}
-
-
-class _Batch(NamedTuple):
-    """What a batch needs until its last backward."""
-
-    version: int  # of the weights and buffers that it uses
-    updates: int  # gradients that had been delivered when these weights were made
-    losses: list[Tensor]  # one a microbatch, on the last stage
 
 
 class ScheduleAsync2BW(PipelineScheduleSingle):
@@ -136,17 +107,14 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         self._lookahead = lookahead
         # Only the last stage finishes a batch's backwards within the batch's own step.
         self._tail = in_flight(stage.stage_index, stages, lookahead)
-        self._slots = slots(stage.stage_index, stages, lookahead)
+        self._execution = Execution(stage, lookahead)
         self._versions: Versions | None = None
-        self._messages = Messages(stage)
         self._number = 0  # batches since the pipeline was last empty
         self._before = 0  # batches until then
         self._delivered = 0  # gradients
         self._behind = 0  # how many of these the weights of the next batch lack: 1 after a drain
         self._delay = 0
-        self.recorder: Recorder = NoRecorder()
-        """Is told what the stage does; set it to watch."""
-        self._batches: dict[int, _Batch] = {}
+        self._batches: dict[int, Batch] = {}
         self._complete: dict[int, Gradient] = {}  # batch -> its gradient, not yet delivered
         self._gradient_ready = False
         self._clipper = Clipper(stage)
@@ -157,6 +125,15 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
     def gradient_ready(self) -> bool:
         """Whether the last `step` or `drain` left a batch's gradient in `.grad`, so that an update is due."""
         return self._gradient_ready
+
+    @property
+    def recorder(self) -> Recorder:
+        """Is told what the stage does while it trains; nobody by default."""
+        return self._execution.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder) -> None:
+        self._execution.recorder = recorder
 
     @property
     def delay(self) -> int:
@@ -308,7 +285,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             batch = self._number - 1
             with self._breaks_on_error():
                 self._run(drain_program(*self._shape, batch, self._lookahead))
-                self._messages.close()
+                self._execution.close()
             versions.hold()
             self._deliver(batch)
             self._behind = 1
@@ -391,8 +368,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
     ) -> None:
         assert arg_mbs is not None and kwarg_mbs is not None
         initialize_stage(self, arg_mbs[0], kwarg_mbs[0], target_mbs[0] if target_mbs else None, loss_kwargs)
-        prepare_buffers(self._stage, self._slots)
-        self._messages.open()
+        self._execution.open(self._n_microbatches)
         batch_losses: list[Tensor] = []
         forward = self._forward_of(
             arg_mbs, kwarg_mbs, target_mbs, batch_losses, return_outputs, loss_kwargs or {}
@@ -400,7 +376,8 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         if self._has_backward:
             self._train(forward, batch_losses)
         else:
-            self._evaluate(forward)
+            self._execution.evaluate(forward)
+            reshard(self._stage.submod)
         if losses is not None and self._stage.is_last:
             losses[:] = batch_losses
 
@@ -412,7 +389,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         losses: list[Tensor],
         return_outputs: bool,
         loss_kwargs: dict[str, Any],
-    ) -> Callable[[int, int], None]:
+    ) -> Forward:
         stage = self._stage
 
         def forward(microbatch: int, slot: int) -> None:
@@ -426,19 +403,19 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
 
         return forward
 
-    def _train(self, forward: Callable[[int, int], None], losses: list[Tensor]) -> None:
+    def _train(self, forward: Forward, losses: list[Tensor]) -> None:
         assert self._versions is not None
-        versions, number = self._versions, self._number
+        versions, number, stage = self._versions, self._number, self._stage.stage_index
         updates, self._behind = self._delivered - self._behind, 0
-        stage = self._stage.stage_index
         self.recorder.begin(Kind.GATHER, stage, self._before + number, version=updates)
-        batch = self._batches[number] = _Batch(versions.read(), updates, losses)
+        batch = Batch(self._before + number, versions.read(), updates, losses)
+        self._batches[number] = batch
         if not self._tail:
             versions.release_other(batch.version)
         self.recorder.end()
         self._run(step_program(*self._shape, number, self._lookahead), forward)
         if self._tail:
-            self.recorder.begin(Kind.SWAP, stage, self._before + number, version=updates)
+            self.recorder.begin(Kind.SWAP, stage, batch.number, version=updates)
             versions.preserve(batch.version)
             self.recorder.end()
         self._number += 1
@@ -447,72 +424,9 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             self._deliver(number - 1)
             del self._batches[number - 1]
 
-    def _evaluate(self, forward: Callable[[int, int], None]) -> None:
-        for instruction in evaluation_program(*self._shape):
-            self._message(instruction.kind, instruction.action)
-            if instruction.kind == "compute":
-                forward(instruction.action.microbatch, self._slot(instruction.action))
-        self._stage.fwd_cache.clear()
-        self._messages.close()
-        reshard(self._stage.submod)
-
-    def _run(self, program: list[Instruction], forward: Callable[[int, int], None] | None = None) -> None:
+    def _run(self, program: list[Instruction], forward: Forward | None = None) -> None:
         assert self._versions is not None
-        shown: int | None = None
-        with self._versions.running():
-            for kind, action in program:
-                if kind == "receive":
-                    self._message(kind, action)
-                    continue
-                version = self._batches[action.batch].version
-                if kind != "send" and version != shown:
-                    # Before backwards too: activation checkpointing computes the forward once more. And
-                    # before the wait for a message, where it takes no time.
-                    self._begin(Kind.SWAP, action)
-                    self._versions.show(version)
-                    self.recorder.end()
-                    shown = version
-                self._begin(_KINDS[kind, action.kind], action)
-                if kind == "compute":
-                    self._compute(action, forward)
-                elif kind == "finish":
-                    self._finish(action.batch)
-                else:
-                    self._message(kind, action)
-                self.recorder.end()
-
-    def _begin(self, kind: Kind, action: Action) -> None:
-        microbatch = None if kind is Kind.REDUCE else action.microbatch
-        batch, updates = self._before + action.batch, self._batches[action.batch].updates
-        self.recorder.begin(kind, self._stage.stage_index, batch, microbatch, updates)
-
-    def _message(self, kind: str, action: Action) -> None:
-        if kind == "wait":
-            self._messages.wait(action)
-        elif kind == "receive":
-            slot = self._slot(action)
-            if action.kind == "F":
-                forget_input_gradients(self._stage, slot)
-                self._messages.receive(action, self._stage.get_fwd_recv_ops(slot))
-            else:
-                self._messages.receive(action, self._stage.get_bwd_recv_ops(slot))
-        elif kind == "send":
-            get_ops = self._stage.get_fwd_send_ops if action.kind == "F" else self._stage.get_bwd_send_ops
-            # An evaluation reuses a receive buffer after its forward, whose output may be that very buffer.
-            most = most_pending(self._tail) if self._has_backward else max(self._tail, 1)
-            self._messages.send(action, get_ops(self._slot(action)), most)
-
-    def _compute(self, action: Action, forward: Callable[[int, int], None] | None) -> None:
-        slot = self._slot(action)
-        if action.kind == "F":
-            assert forward is not None
-            forward(action.microbatch, slot)
-            return
-        batch = self._batches[action.batch]
-        self._stage.backward_one_chunk(slot, batch.losses[action.microbatch] if self._stage.is_last else None)
-
-    def _slot(self, action: Action) -> int:
-        return (action.batch * self._n_microbatches + action.microbatch) % self._slots
+        self._execution.train(program, self._batches, self._versions, self._finish, forward)
 
     def _finish(self, number: int) -> None:
         assert self._versions is not None

@@ -1,0 +1,150 @@
+"""One stage at work: runs instructions, each with the weights and buffers that its batch reads."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from titan_async.pipelining._torch_internals import forget_input_gradients, prepare_buffers
+from titan_async.pipelining.actions import Action, Instruction, evaluation_program, in_flight, slots
+from titan_async.pipelining.messages import Messages, most_pending
+from titan_async.pipelining.recording import Kind, NoRecorder, Recorder
+from titan_async.pipelining.versions import Versions
+
+__all__ = ["Batch", "Execution", "Forward"]
+
+Forward = Callable[[int, int], None]
+"""Runs the forward of a microbatch in a slot."""
+
+_KINDS = {
+    ("wait", "F"): Kind.RECEIVE,
+    ("wait", "B"): Kind.RECEIVE,
+    ("compute", "F"): Kind.FORWARD,
+    ("compute", "B"): Kind.BACKWARD,
+    ("send", "F"): Kind.SEND,
+    ("send", "B"): Kind.SEND,
+    ("finish", "B"): Kind.REDUCE,
+}
+
+
+class Batch(NamedTuple):
+    """What a batch needs until its last backward."""
+
+    number: int  # since the schedule was made
+    version: int  # of the weights and buffers that it uses
+    updates: int  # gradients that had been delivered when these weights were made
+    losses: list[Tensor]  # one a microbatch, on the last stage
+
+
+class Execution:
+    """Runs what one stage computes, sends and receives.
+
+    Args:
+        stage: the stage of this rank.
+        lookahead: see `ScheduleAsync2BW`.
+    """
+
+    def __init__(self, stage: _PipelineStageBase, lookahead: int) -> None:
+        self._stage = stage
+        self._tail = in_flight(stage.stage_index, stage.num_stages, lookahead)
+        self._slots = slots(stage.stage_index, stage.num_stages, lookahead)
+        self._messages = Messages(stage)
+        self._n_microbatches = 0
+        self.recorder: Recorder = NoRecorder()
+
+    def open(self, n_microbatches: int) -> None:
+        """Get ready for batches of this many microbatches, on a stage that torch has initialized."""
+        self._n_microbatches = n_microbatches
+        prepare_buffers(self._stage, self._slots)
+        self._messages.open()
+
+    def close(self) -> None:
+        """Wait until everything that was sent has been taken. Nothing may be in flight."""
+        self._messages.close()
+
+    def train(
+        self,
+        program: list[Instruction],
+        batches: Mapping[int, Batch],
+        versions: Versions,
+        finish: Callable[[int], None],
+        forward: Forward | None,
+    ) -> None:
+        """Run a step's or a drain's instructions.
+
+        Args:
+            program: the instructions.
+            batches: those that occur in it, by the program's numbers.
+            versions: of the module.
+            finish: is called where the stage's gradient of a batch is complete, with its number.
+            forward: of the program's newest batch; a drain has none.
+        """
+        shown: int | None = None
+        with versions.running():
+            for kind, action in program:
+                if kind == "receive":
+                    self._receive(action)
+                    continue
+                batch = batches[action.batch]
+                if kind != "send" and batch.version != shown:
+                    # Before backwards too: activation checkpointing computes the forward once more. And
+                    # before the wait for a message, where it takes no time.
+                    self._begin(Kind.SWAP, action, batch)
+                    versions.show(batch.version)
+                    self.recorder.end()
+                    shown = batch.version
+                self._begin(_KINDS[kind, action.kind], action, batch)
+                if kind == "wait":
+                    self._messages.wait(action)
+                elif kind == "compute":
+                    self._compute(action, batch, forward)
+                elif kind == "send":
+                    self._send(action, most_pending(self._tail))
+                else:
+                    finish(action.batch)
+                self.recorder.end()
+
+    def evaluate(self, forward: Forward) -> None:
+        """Run one batch of forwards, and close."""
+        stage = self._stage
+        for kind, action in evaluation_program(stage.stage_index, stage.num_stages, self._n_microbatches):
+            if kind == "receive":
+                self._receive(action)
+            elif kind == "wait":
+                self._messages.wait(action)
+            elif kind == "compute":
+                forward(action.microbatch, self._slot(action))
+            else:
+                # A receive buffer is used again after its forward, whose output may be that very buffer.
+                self._send(action, max(self._tail, 1))
+        stage.fwd_cache.clear()
+        self.close()
+
+    def _begin(self, kind: Kind, action: Action, batch: Batch) -> None:
+        microbatch = None if kind is Kind.REDUCE else action.microbatch
+        self.recorder.begin(kind, self._stage.stage_index, batch.number, microbatch, batch.updates)
+
+    def _receive(self, action: Action) -> None:
+        slot = self._slot(action)
+        if action.kind == "F":
+            forget_input_gradients(self._stage, slot)
+            self._messages.receive(action, self._stage.get_fwd_recv_ops(slot))
+        else:
+            self._messages.receive(action, self._stage.get_bwd_recv_ops(slot))
+
+    def _send(self, action: Action, most: int) -> None:
+        get_ops = self._stage.get_fwd_send_ops if action.kind == "F" else self._stage.get_bwd_send_ops
+        self._messages.send(action, get_ops(self._slot(action)), most)
+
+    def _compute(self, action: Action, batch: Batch, forward: Forward | None) -> None:
+        slot = self._slot(action)
+        if action.kind == "F":
+            assert forward is not None
+            forward(action.microbatch, slot)
+        else:
+            loss = batch.losses[action.microbatch] if self._stage.is_last else None
+            self._stage.backward_one_chunk(slot, loss)
+
+    def _slot(self, action: Action) -> int:
+        return (action.batch * self._n_microbatches + action.microbatch) % self._slots
