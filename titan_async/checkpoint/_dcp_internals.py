@@ -1,0 +1,79 @@
+"""The index of a checkpoint of torch.distributed.checkpoint, read without running what it may contain.
+
+torch keeps the index, `.metadata`, as a pickle, and a pickle can call anything. This one may name the classes
+that torch itself writes there, and nothing else. The tensors beside it torch reads with `weights_only`.
+"""
+
+import pathlib
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
+from torch.serialization import _get_layout
+
+__all__ = ["load_index"]
+
+_CLASSES: tuple[Callable[..., Any], ...] = (
+    dcp_metadata.BytesStorageMetadata,
+    dcp_metadata.ChunkStorageMetadata,
+    dcp_metadata.Metadata,
+    dcp_metadata.MetadataIndex,
+    dcp_metadata.StorageMeta,
+    dcp_metadata.TensorProperties,
+    dcp_metadata.TensorStorageMetadata,
+    _MEM_FORMAT_ENCODING,
+    _StorageInfo,
+    _get_layout,
+    torch.Size,
+)
+
+_ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
+    **{(value.__module__, value.__name__): value for value in _CLASSES},
+    # Where the checkpoint was written; nothing here reads it. Newer Pythons name another module.
+    **{
+        (module, name): pathlib.PurePosixPath
+        for module in ("pathlib", "pathlib._local")
+        for name in ("Path", "PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
+    },
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        value = _ALLOWED.get((module, name))
+        if value is None and module == "torch":
+            value = getattr(torch, name, None)
+            value = value if isinstance(value, torch.dtype) else None
+        if value is None:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+        return value
+
+
+def load_index(file: Path) -> Metadata:
+    """Reads a `.metadata`.
+
+    Every file that it names lies in its own folder.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no such index, damaged, or names what none needs; the message is part of a sentence.
+    """
+    with open(file, "rb") as stream:
+        try:
+            index = _Unpickler(stream).load()
+        except OSError:
+            raise
+        except Exception as error:  # a damaged pickle raises anything
+            raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
+    if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
+        raise ValueError("it holds something else")
+    for place in index.storage_data.values():
+        name = getattr(place, "relative_path", None)
+        if not isinstance(name, str) or name != Path(name).name:
+            raise ValueError(f"it names a file outside of its folder, {name}")
+    return index

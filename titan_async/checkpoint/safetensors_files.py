@@ -1,0 +1,188 @@
+"""Folders of safetensors as transformers has them: one file or several, and the index of these.
+
+Both ways one tensor at a time. safetensors' own writer takes all tensors of a file at once, so files are
+written here: eight bytes with the length of a JSON header, the header, and the tensors' bytes in its order.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from titan_async.checkpoint.tensors import TensorInfo
+from titan_async.errors import UserError
+
+__all__ = ["INDEX", "SafetensorsFolder", "plan_shards", "write_folder"]
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+
+_ALIGNMENT = 8
+"""Bytes: of the header, as safetensors pads it."""
+
+
+def plan_shards(tensors: Mapping[str, TensorInfo], limit: int) -> list[list[str]]:
+    """Divides tensors, in their order, into files of at most `limit` bytes; a larger one has its own."""
+    shards: list[list[str]] = []
+    size = 0
+    for name, info in tensors.items():
+        if not shards or size + info.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += info.nbytes
+    return shards
+
+
+def write_folder(
+    folder: Path, tensors: Mapping[str, TensorInfo], values: Iterable[tuple[str, torch.Tensor]], *, limit: int
+) -> list[str]:
+    """Writes `model.safetensors`, or `model-00001-of-0000N.safetensors` and so on with their index.
+
+    Args:
+        folder: exists.
+        tensors: what will be written, in order.
+        values: the same names in the same order, each with its tensor, on the CPU.
+        limit: bytes of tensors in a file, at most, as in `plan_shards`.
+
+    Returns:
+        The names of the files.
+    """
+    assert sys.byteorder == "little", "safetensors are little-endian"
+    shards = plan_shards(tensors, limit)
+    if len(shards) == 1:
+        files = [SINGLE]
+    else:
+        files = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
+    rest = iter(values)
+    for file, names in zip(files, shards, strict=True):
+        _write_file(folder / file, {name: tensors[name] for name in names}, rest)
+    if len(shards) == 1:
+        return files
+    index = {
+        "metadata": {"total_size": sum(info.nbytes for info in tensors.values())},
+        "weight_map": {name: file for file, names in zip(files, shards, strict=True) for name in names},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return [*files, INDEX]
+
+
+def _write_file(
+    path: Path, tensors: Mapping[str, TensorInfo], values: Iterator[tuple[str, torch.Tensor]]
+) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, info in tensors.items():
+        start, end = end, end + info.nbytes
+        header[name] = {
+            "dtype": _NAMES[info.dtype], "shape": list(info.shape), "data_offsets": [start, end]
+        }  # fmt: skip
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for expected, info in tensors.items():
+            name, value = next(values)
+            assert (name, TensorInfo(tuple(value.shape), value.dtype)) == (expected, info)
+            file.write(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class SafetensorsFolder:
+    """The tensors of a folder of safetensors, by their names.
+
+    Raises:
+        UserError: there are none, a file is missing or damaged, or there are only pickled weights.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self._files = self._find()
+        self.tensors: dict[str, TensorInfo] = {}
+        """Every tensor, with its shape and type."""
+        for file in sorted(set(self._files.values())):
+            self._describe(file)
+        for name, file in self._files.items():
+            if name not in self.tensors:
+                raise UserError(f"{file} lacks {name}, which {self.folder / INDEX} promises; fetch it again")
+
+    def read(self, name: str) -> torch.Tensor:
+        """Reads one tensor.
+
+        Raises:
+            KeyError: there is none of this name.
+            UserError: its file is damaged.
+        """
+        file = self._files[name]
+        try:
+            with safe_open(file, framework="pt") as opened:
+                return opened.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise _damaged(file, error) from error
+
+    def _find(self) -> dict[str, Path]:
+        """The file of each tensor."""
+        index, single = self.folder / INDEX, self.folder / SINGLE
+        if index.is_file():
+            return self._read_index(index)
+        if single.is_file():
+            with _opened(single) as opened:
+                return dict.fromkeys(opened.keys(), single)
+        if any(self.folder.glob("*.bin")) or any(self.folder.glob("*.pt*")):
+            raise UserError(
+                f"{self.folder} has pickled weights only, which can run code when they are loaded: "
+                "convert them to safetensors first"
+            )
+        raise UserError(f"{self.folder} has no {SINGLE} and no {INDEX}: name a folder with a model")
+
+    def _read_index(self, index: Path) -> dict[str, Path]:
+        try:
+            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            found = {str(name): self.folder / Path(file).name for name, file in files.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{index} cannot be read; fetch it again") from error
+        for file in sorted(set(found.values())):
+            if not file.is_file():
+                raise UserError(f"{file} is missing, which {index} names; fetch it again")
+        return found
+
+    def _describe(self, file: Path) -> None:
+        with _opened(file) as opened:
+            for name in opened.keys():  # noqa: SIM118 - an open file is no mapping
+                part = opened.get_slice(name)
+                dtype = _TYPES.get(part.get_dtype())
+                if dtype is None:
+                    raise UserError(f"{name} in {file} has a type that is not supported, {part.get_dtype()}")
+                if self._files.get(name) == file:
+                    self.tensors[name] = TensorInfo(tuple(part.get_shape()), dtype)
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise _damaged(file, error) from error
+
+
+def _damaged(file: Path, error: Exception) -> UserError:
+    return UserError(f"{file} cannot be read ({' '.join(str(error).split())}); fetch it again")
