@@ -36,7 +36,7 @@ def test_help_imports_no_torch(argv: list[str]) -> None:
 
 def test_every_verb_has_its_module() -> None:
     for verb in main.VERBS:
-        assert (Path(main.__file__).parent / f"{verb}.py").is_file()
+        assert (Path(main.__file__).parent / f"{main.MODULES.get(verb, verb)}.py").is_file()
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

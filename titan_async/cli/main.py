@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from titan_async import __version__
 from titan_async.errors import UserError
 
-__all__ = ["VERBS", "main"]
+__all__ = ["MODULES", "VERBS", "main"]
 
 VERBS = {
     "train": "train a model with a recipe file",
@@ -22,8 +22,14 @@ VERBS = {
     "watch": "show a run while it trains: its stages, who waits for whom, its loss",
     "trace": "write what a run's ranks did as a file for Perfetto",
     "plot": "draw runs: loss, timeline of steps, utilization",
+    "convert": "write a checkpoint for Hugging Face's transformers",
+    "import": "start a run from a model of Hugging Face's format",
+    "sample": "print what a model writes after a prompt",
 }
-"""Every verb, which is also the name of its module, and what it does."""
+"""Every verb and what it does. Its module has the same name, but for those in `MODULES`."""
+
+MODULES = {"import": "import_model"}
+"""Verbs that Python does not take as names."""
 
 USER_ERROR = 2
 """The exit status for a mistake that the user can mend."""
@@ -65,7 +71,7 @@ def _run(argv: list[str]) -> int:
         close = nearest(argv[0], [*VERBS, "--help", "--version"])
         hint = f"did you mean {close}?" if close else f"there are: {', '.join(VERBS)} (and --help)"
         raise UserError(f"{what} {argv[0]}; {hint}")
-    verb = importlib.import_module(f"titan_async.cli.{argv[0]}")
+    verb = importlib.import_module(f"titan_async.cli.{MODULES.get(argv[0], argv[0])}")
     return int(verb.run(argv[1:]))
 
 

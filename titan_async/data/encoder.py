@@ -42,6 +42,8 @@ class DocumentEncoder:
         """The token that begins a document; None without one."""
         self.eos_id = self._id_of(config.get("eos_token"))
         """The token that ends a document; None without one."""
+        self.pad_id = self._id_of(config.get("pad_token"))
+        """The token that fills short sequences up; None without one."""
         of_nothing = self._tokenizer.encode("").ids
         self._before = [] if self.bos_id is None or self.bos_id in of_nothing else [self.bos_id]
         self._after = [] if self.eos_id is None or self.eos_id in of_nothing else [self.eos_id]

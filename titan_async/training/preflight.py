@@ -24,7 +24,7 @@ from titan_async.training.pipeline import (
     delays_gradients,
 )
 
-__all__ = ["SCHEDULES", "check", "check_layout"]
+__all__ = ["SCHEDULES", "build_on_meta", "check", "check_layout"]
 
 SCHEDULES = (
     ASYNC_SCHEDULE,
@@ -57,7 +57,7 @@ def check(config: Trainer.Config, *, world_size: int) -> None:
     check_layout(config, world_size=world_size)
     _check_folders(config)
     _check_tokenizer(config)
-    model = _build_on_meta(config)
+    model = build_on_meta(config)
     _check_balance(config, model)
     check_optimizer(config.optimizer, model)
     check_data(config)
@@ -242,7 +242,12 @@ def _check_tokenizer(config: Trainer.Config) -> None:
             )
 
 
-def _build_on_meta(config: Trainer.Config) -> nn.Module:
+def build_on_meta(config: Trainer.Config) -> nn.Module:
+    """The model that a configuration describes, without memory and without parallelism.
+
+    Raises:
+        UserError: the model does not go with other settings.
+    """
     config = copy.deepcopy(config)
     try:
         config.model_spec.model.update_from_config(config=config)

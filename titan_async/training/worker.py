@@ -65,9 +65,10 @@ def _say_once(sentence: str) -> None:
 
 def _train(argv: list[str]) -> int:
     _quiet()
-    from titan_async.training.recipe_file import resolve
+    from titan_async.training.recipe_file import resolve_recipe
 
-    config = resolve(argv)
+    resolved = resolve_recipe(argv)
+    config = resolved.config
     _quiet()  # once more: some imports set up logging of their own
     if failures.ERROR_DIR not in os.environ:
         check_restarts()
@@ -75,6 +76,10 @@ def _train(argv: list[str]) -> int:
         from titan_async.training import preflight
 
         preflight.check(config, world_size=int(os.environ["WORLD_SIZE"]))
+    if os.environ.get("RANK", "0") == "0":
+        from titan_async.training import run_folder
+
+        run_folder.write_recipe(resolved)
 
     import torch.distributed as dist
     from torch.distributed.checkpoint.api import CheckpointException

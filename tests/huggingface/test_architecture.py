@@ -1,0 +1,185 @@
+"""config.json says what a model computes: transformers computes the same logits from it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.support.saved_runs import logits
+from tests.support.transformers_models import DENSE, EXPERTS, LENGTH, MODELS, VOCAB, build
+from titan_async.checkpoint.distributed import SavedTensors
+from titan_async.data import shakespeare_tokenizer_folder
+from titan_async.errors import UserError
+from titan_async.huggingface.architecture import check_same, describe, read_description
+from titan_async.huggingface.convert import convert
+from titan_async.huggingface.layout import layout_of
+from titan_async.huggingface.saved_model import SavedModel
+from titan_async.training.recipe_file import Resolved
+
+
+def changed(spec: Any, **attention: Any) -> Any:
+    """A model with other settings in every layer's attention."""
+    spec = copy.deepcopy(spec)
+    for layer in spec.model.layers:
+        layer.attention = dataclasses.replace(layer.attention, **attention)
+    return spec
+
+
+def scaled(spec: Any) -> Any:
+    """With positions as Llama 3.1 has them, scaled from a short length so that it shows."""
+    rope = dataclasses.replace(
+        spec.model.layers[0].attention.rope, scaling="llama", scaling_factor=4.0, low_freq_factor=1.0,
+        high_freq_factor=3.0, original_max_position_embeddings=16,
+    )  # fmt: skip
+    return changed(spec, rope=rope)
+
+
+def save(spec: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[SavedModel, torch.nn.Module]:
+    from titan_async.training.trainer import AsyncTrainer
+
+    model = build(spec, monkeypatch)
+    dcp.save(model.state_dict(), checkpoint_id=folder / "step-1")
+    config = AsyncTrainer.Config(model_spec=spec, hf_assets_path=str(shakespeare_tokenizer_folder()))
+    config.training.seq_len = LENGTH
+    resolved = Resolved(config=config, recipe="tiny", base=config, module=None, dry_run=False)
+    saved = SavedTensors(folder / "step-1")
+    return SavedModel(resolved, folder, folder / "step-1", 1, layout_of(config), saved, "newest"), model
+
+
+@pytest.mark.parametrize(
+    "spec", [DENSE, EXPERTS, scaled(DENSE)], ids=["dense", "experts", "scaled positions"]
+)
+def test_transformers_computes_the_same_logits(
+    spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    saved, model = save(spec, tmp_path, monkeypatch)
+    convert(saved, str(tmp_path / "hf"), max_shard_size=20_000)
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    tokens = torch.randint(VOCAB, (2, LENGTH))
+    ours = logits(model, tokens)
+    with torch.no_grad():
+        theirs = loaded.eval()(tokens).logits
+    assert ours.std() > 0.5
+    assert float((ours - theirs).abs().max()) < 1e-4
+
+
+@MODELS
+def test_the_description_agrees_with_one_by_hand(spec: Any, described: dict[str, Any]) -> None:
+    ours = describe(spec, LENGTH)
+    by_hand = {**described, "rope_theta": described["rope_parameters"]["rope_theta"], "rope_scaling": None}
+    for name in ("rope_parameters", "bos_token_id", "eos_token_id", "torch_dtype"):
+        del by_hand[name]
+    assert {name: ours[name] for name in by_hand} == by_hand
+
+
+@MODELS
+def test_what_transformers_writes_is_the_same_model(spec: Any, described: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    described = {name: value for name, value in described.items() if name != "torch_dtype"}
+    transformers.AutoConfig.for_model(**described, sliding_window=None).save_pretrained(tmp_path)
+    check_same(read_description(tmp_path), describe(spec, LENGTH), folder=tmp_path, recipe="r")
+
+
+@pytest.mark.parametrize(
+    ("spec", "field", "value"),
+    [
+        (DENSE, "hidden_size", 64),
+        (DENSE, "num_key_value_heads", None),
+        (DENSE, "rope_theta", 1000.0),
+        (DENSE, "rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
+        (DENSE, "rms_norm_eps", 1e-6),
+        (DENSE, "tie_word_embeddings", True),
+        (DENSE, "attention_bias", True),
+        (DENSE, "hidden_act", "gelu"),
+        (DENSE, "model_type", "mistral"),
+        (EXPERTS, "norm_topk_prob", False),
+        (EXPERTS, "routed_scaling_factor", 1.0),
+        (EXPERTS, "num_experts_per_tok", 2),
+        (EXPERTS, "sliding_window", 8),
+        (EXPERTS, "first_k_dense_replace", 1),
+        (EXPERTS, "n_group", 2),
+    ],
+)
+def test_another_model_is_refused_by_its_first_field(
+    spec: Any, field: str, value: Any, tmp_path: Path
+) -> None:
+    ours = describe(spec, LENGTH)
+    theirs = {**ours, field: value}
+    if field == "sliding_window":
+        theirs["max_window_layers"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(theirs))
+    with pytest.raises(UserError, match=rf"config.json has {field} = .*, where the model of r has "):
+        check_same(read_description(tmp_path), ours, folder=tmp_path, recipe="r")
+
+
+def test_a_field_that_is_left_out_has_transformers_default(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text('{"model_type": "dots1", "num_hidden_layers": 62}')
+    ours, theirs = read_description(tmp_path), transformers.Dots1Config()
+    for name in ("rms_norm_eps", "hidden_act", "n_group", "norm_topk_prob", "routed_scaling_factor"):
+        assert ours[name] == getattr(theirs, name)
+    assert ours["rope_theta"] == theirs.rope_parameters["rope_theta"]
+    assert ours["sliding_window"] is None and "sliding_attention" not in theirs.layer_types
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8}'
+    )
+    ours, theirs = read_description(tmp_path), transformers.LlamaConfig(hidden_size=64, num_attention_heads=8)
+    for name in ("rms_norm_eps", "hidden_act", "head_dim", "num_key_value_heads", "mlp_bias"):
+        assert ours[name] == getattr(theirs, name)
+    assert ours["rope_theta"] == theirs.rope_parameters["rope_theta"]
+
+
+def test_no_config_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no config.json: name a folder with a Hugging Face model"):
+        read_description(tmp_path)
+    for text in ("{", "[]"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UserError, match="config.json (cannot be read|is not a JSON object)"):
+            read_description(tmp_path)
+
+
+def wrong_models() -> dict[str, Any]:
+    tied, layers, softmax, unbalanced = (copy.deepcopy(spec) for spec in (DENSE, DENSE, EXPERTS, EXPERTS))
+    tied.model.enable_weight_tying = True
+    layers.model.layers[1].attention_norm.eps = layers.model.layers[1].ffn_norm.eps = 1e-6
+    softmax.model.layers[0].moe.router.score_func = "softmax"
+    unbalanced.model.layers[0].moe.load_balance_coeff = None
+    yarn = dataclasses.replace(DENSE.model.layers[0].attention.rope, scaling="yarn")
+    return {
+        "embedding and head are one weight": tied,
+        "its norms have different epsilons": layers,
+        "not those of dots.llm1": softmax,
+        "layers are not those of dots": unbalanced,
+        "scaled by yarn": changed(DENSE, rope=yarn),
+        "its positions are CosSinRoPE": changed(DENSE, rope=EXPERTS.model.layers[0].attention.rope),
+        "its family is not": dataclasses.replace(DENSE, state_dict_adapter=None),
+    }
+
+
+@pytest.mark.parametrize("why", wrong_models())
+def test_what_transformers_cannot_compute_is_refused(why: str) -> None:
+    with pytest.raises(UserError, match=f"has no form in Hugging Face's format here: .*{why}"):
+        describe(wrong_models()[why], LENGTH)
+
+
+def test_a_tensor_without_a_place_is_refused() -> None:
+    from titan_async.training.trainer import AsyncTrainer
+
+    spec = copy.deepcopy(DENSE)
+    for layer in spec.model.layers:
+        layer.feed_forward.w1.bias = True
+    config = AsyncTrainer.Config(model_spec=spec)
+    config.training.seq_len = LENGTH
+    with pytest.raises(UserError, match=r"there is no place for layers.0.feed_forward.w1.bias"):
+        layout_of(config)

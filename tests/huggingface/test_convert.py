@@ -1,0 +1,283 @@
+"""`titan-async convert` on checkpoints that torch has written: what comes out, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+
+from tests.support.saved_runs import DENSE, MOE, random_weights, save_run
+from titan_async.cli.main import main
+from titan_async.training.recipe_file import resolve_recipe
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense run with checkpoints of steps 3 and 7."""
+    folder = tmp_path_factory.mktemp("runs") / "dense"
+    save_run(folder, step=3)
+    save_run(folder, step=7)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def moe_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture's run, with averaged parameters."""
+    folder = tmp_path_factory.mktemp("runs") / "moe"
+    averaged = random_weights(MOE, seed=100)
+    save_run(folder, MOE, others={f"train_state.ema_weights.{k}": v for k, v in averaged.items()
+                                  if not k.endswith("expert_bias_E")})  # fmt: skip
+    return folder
+
+
+def expected(recipe: Path, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All of a model at once, by torchtitan's adapter."""
+    spec = resolve_recipe([str(recipe)]).config.model_spec
+    return spec.state_dict_adapter(spec.model, None).to_hf(weights)
+
+
+def written(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(
+        ours[name].dtype == value.dtype and torch.equal(ours[name], value) for name, value in theirs.items()
+    )
+
+
+def test_the_latest_checkpoint_in_files_of_a_size(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "hf"
+    assert main(["convert", str(run_dir), str(out), "--max-shard-size", "4MB"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "" and captured.out == (
+        f"{out}: LlamaForCausalLM of 3,443,136 parameters, newest weights of step 7 in float32, "
+        "0.01 GB in 4 files\n"
+    )
+    assert same(written(out), expected(DENSE, random_weights(DENSE, seed=7)))
+    assert all(file.stat().st_size < 4e6 + 10_000 for file in out.glob("*.safetensors"))
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_the_step_that_is_named(run_dir: Path, tmp_path: Path) -> None:
+    assert main(["convert", f"{run_dir}/checkpoint/step-3/", str(tmp_path / "hf")]) == 0
+    assert same(written(tmp_path / "hf"), expected(DENSE, random_weights(DENSE, seed=3)))
+
+
+def test_averaged_weights_and_the_buffers_that_have_no_average(moe_dir: Path, tmp_path: Path) -> None:
+    assert main(["convert", str(moe_dir), str(tmp_path / "hf"), "--weights", "ema"]) == 0
+    newest, averaged = random_weights(MOE, seed=7), random_weights(MOE, seed=100)
+    mixed = {k: newest[k] if k.endswith("expert_bias_E") else averaged[k] for k in newest}
+    assert same(written(tmp_path / "hf"), expected(MOE, mixed))
+
+
+def test_another_type_leaves_routers_as_they_are(moe_dir: Path, tmp_path: Path) -> None:
+    assert main(["convert", str(moe_dir), str(tmp_path / "hf"), "--dtype=bf16"]) == 0
+    whole = expected(MOE, random_weights(MOE, seed=7))
+    found = written(tmp_path / "hf")
+    routers = [name for name in whole if ".mlp.gate." in name]
+    assert len(routers) == 12
+    rounded = {k: v if k in routers else v.to(torch.bfloat16) for k, v in whole.items()}
+    assert same(found, rounded)
+    assert json.loads((tmp_path / "hf/config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_the_files_beside_the_weights(run_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "hf"
+    assert main(["convert", str(run_dir), str(out), "--training.seq_len", "128"]) == 0
+    assert sorted(path.name for path in out.iterdir()) == [
+        "README.md", "config.json", "generation_config.json", "model.safetensors", "recipe.toml",
+        "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
+    config = json.loads((out / "config.json").read_text())
+    assert config["max_position_embeddings"] == 128
+    assert (config["bos_token_id"], config["eos_token_id"]) == (0, 0)
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert 'recipe = "debug"' in card and "up to step\n7 of 300" in card
+    assert resolve_recipe([str(out / "recipe.toml")]).config.training.seq_len == 128
+
+
+def test_auto_tokenizer_encodes_as_the_training_does(run_dir: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer_dir = Path(resolve_recipe([str(DENSE)]).config.hf_assets_path)
+    for kept in (("tokenizer.json", "tokenizer_config.json"), ("tokenizer.json",)):
+        source, out = tmp_path / f"of{len(kept)}", tmp_path / f"hf{len(kept)}"
+        source.mkdir()
+        for name in kept:
+            shutil.copy(tokenizer_dir / name, source)
+        assert main(["convert", str(run_dir), str(out), "--hf_assets_path", str(source)]) == 0
+        ours = transformers.AutoTokenizer.from_pretrained(tokenizer_dir)
+        theirs = transformers.AutoTokenizer.from_pretrained(out)
+        text = "ROMEO: Whät's here?\n"
+        assert theirs(text).input_ids == ours(text).input_ids
+        assert theirs.decode(theirs(text).input_ids) == text
+
+
+def test_the_script_does_the_same(run_dir: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools/convert_checkpoint.py", run_dir, tmp_path / "hf"],
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert same(written(tmp_path / "hf"), expected(DENSE, random_weights(DENSE, seed=7)))
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["{run}"], "convert takes two folders, of a run and for the result, not 1, as in"),
+        (["{run}/checkpoint/step-5", "{out}"],
+         "{run}/checkpoint has no whole checkpoint of step 5: use one of steps 3 and 7"),
+        (["{out}", "{out}"], "{out} is no folder: name that of a run, or of a checkpoint in it"),
+        (["{bare}", "{out}"], "{bare} has no recipe.toml, which runs write: name the recipe with --recipe"),
+        (["{bare}", "{out}", "--recipe", "{dense}"], "{bare}/checkpoint has no whole checkpoint: train"),
+        (["{run}", "{out}", "--recipe", "absent.toml"], "absent.toml: no such file"),
+        (["{run}", "{out}", "--recipe", "{moe}"],
+         "{run}/checkpoint/step-7 is not of the recipe debug_moe: its tok_embeddings.weight is [2048, 192], "
+         "where the recipe's is [2048, 128]; name the recipe that it is of with --recipe FILE.toml"),
+        (["{run}", "{bare}"], "{bare} exists already; remove it, or name another folder"),
+        (["{run}", "{out}", "--weights", "stale"], "{run}/checkpoint/step-7 has no stale weights: only"),
+        (["{run}", "{out}", "--weights", "ema"], "{run}/checkpoint/step-7 has no ema weights: set [ema]"),
+        (["{run}", "{out}", "--weights", "old"], "--weights must be newest, stale or ema, not old"),
+        (["{run}", "{out}", "--dtype", "int8"], "--dtype must be float32, bfloat16 or float16, not int8"),
+        (["{run}", "{out}", "--max-shard-size", "big"], "--max-shard-size must be a size such as 5GB"),
+        (["{run}", "{out}", "--max-shard-size", "0"], "--max-shard-size must be a size such as 5GB"),
+        (["{run}", "{out}", "--dtpye", "bf16"], "unknown flag --dtpye; did you mean --dtype?"),
+        (["{run}", "{out}", "--recipe"], "--recipe needs a value, as in titan-async convert --help"),
+        (["{run}", "{out}", "--dtype", "bf16", "--dtype", "fp16"], "--dtype is given twice: keep one"),
+        (["{run}", "{out}", "--hf_assets_path", "{bare}"], "The folder {bare} has no tokenizer.json: set"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_sentence(
+    argv: list[str], sentence: str, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"run": run_dir, "out": tmp_path / "out", "bare": tmp_path / "bare", "dense": DENSE, "moe": MOE}
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "note").write_text("")
+    assert main(["convert", *(word.format(**names) for word in argv)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith(sentence.format(**names))
+    assert [path.name for path in tmp_path.iterdir()] == ["bare"]
+
+
+def test_a_model_with_more_layers_is_of_another_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = {"layers.6.ffn_norm.weight": torch.ones(192)}
+    save_run(tmp_path / "run", others=more)
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    assert "it has layers.6.ffn_norm.weight, which the recipe's model has not" in capsys.readouterr().err
+    dcp.save({"norm.weight": torch.ones(192)}, checkpoint_id=tmp_path / "run/checkpoint/step-8")
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    assert "it has no tok_embeddings.weight;" in capsys.readouterr().err
+
+
+class Hostile:
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.file),)
+
+
+@pytest.mark.parametrize("verb", ["convert", "sample"])
+def test_a_checkpoint_runs_nothing(
+    verb: str, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run_dir, tmp_path / "run")
+    index = FileSystemReader(run_dir / "checkpoint/step-7").read_metadata()
+    index.planner_data = Hostile(tmp_path / "ran")
+    (tmp_path / "run/checkpoint/step-7/.metadata").write_bytes(pickle.dumps(index))
+    assert main([verb, str(tmp_path / "run"), *([str(tmp_path / "out")] if verb == "convert" else [])]) == 2
+    assert "was not loaded: it names posix.mkdir" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_missing_file_is_one_sentence(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run_dir, tmp_path / "run")
+    (tmp_path / "run/checkpoint/step-7/__0_0.distcp").unlink()
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and ": __0_0.distcp is missing; take another" in captured.err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_too_little_room_is_said_before(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 10**7))
+    assert main(["convert", str(run_dir), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == (
+        f"{tmp_path}/out takes 0.01 GB, and 0.01 GB of its disk are free: make room, or name a folder on "
+        "another disk\n"
+    )
+    assert not any(tmp_path.iterdir())
+
+
+KILLED = """
+import os, signal, sys
+from titan_async.training import cpu
+cpu.ensure_device()
+from titan_async.huggingface.convert import convert
+from titan_async.huggingface.saved_model import open_saved
+def progress(done, total):
+    if done > total / 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+convert(open_saved(sys.argv[1]), sys.argv[2], max_shard_size=10**6, progress=progress)
+"""
+
+
+def test_a_killed_conversion_leaves_nothing_under_the_name_and_the_next_one_succeeds(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, run_dir, tmp_path / "hf"], cwd=ROOT, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] == [".hf.partial"]
+    assert len(list((tmp_path / ".hf.partial").glob("*.safetensors"))) > 1
+    assert main(["convert", str(run_dir), str(tmp_path / "hf")]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert same(written(tmp_path / "hf"), expected(DENSE, random_weights(DENSE, seed=7)))
+    assert len(list((tmp_path / "hf").iterdir())) == 7
+
+
+FULL = """
+import resource, sys
+from titan_async.cli.main import main
+run, out = sys.argv[1:]
+assert main(["convert", run, out + "/hf"]) == 0
+resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, resource.RLIM_INFINITY))
+sys.exit(10 * main(["convert", run, out + "/more"]) + main(["import", out + "/hf", out + "/run"]))
+"""
+
+
+def test_a_full_disk_is_one_sentence(run_dir: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, run_dir, tmp_path], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (
+        22,
+        "".join(
+            f"cannot write {tmp_path}/{name}: File too large; make room, or name a folder on another disk\n"
+            for name in ("more", "run")
+        ),
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]

@@ -1,0 +1,160 @@
+"""From runs on several ranks to transformers and back: what was trained is what comes out.
+
+Each run costs some ten seconds before its first step, so there are three, and each test looks at them.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+from tests.support.saved_runs import DENSE, MOE, logits, torchtitan_model
+from tests.support.training import train
+from titan_async.cli.main import main
+from titan_async.training.recipe_file import resolve_recipe
+
+STEPS, LENGTH = 4, 64
+
+FLAGS = ("--training.steps", STEPS, "--validator.no-enable", "--lr_scheduler.warmup_steps", 1,
+         "--checkpoint.interval", 1, "--checkpoint.keep_latest_k", 0)  # fmt: skip
+SHARDED = ("--parallelism.data_parallel_shard_degree", 2, "--training.local_batch_size", 4)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The default recipe, on two stages."""
+    return trained(tmp_path_factory.mktemp("dense"), DENSE)
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two stages of two ranks, over which weights are sharded and experts spread."""
+    return trained(tmp_path_factory.mktemp("moe"), MOE, *SHARDED, "--parallelism.expert_parallel_degree", 2)
+
+
+def trained(folder: Path, recipe: Path, *flags: object) -> Path:
+    run = train(folder, *FLAGS, *flags, recipe=recipe)
+    assert run.status == 0, run.err
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def converted(dense: Path, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """Converts checkpoints of either run, once."""
+    folder = tmp_path_factory.mktemp("converted")
+
+    def convert(name: str, weights: str = "newest", step: int = STEPS) -> Path:
+        out = folder / f"{name}-{weights}-{step}"
+        if not out.exists():
+            run = {"dense": dense, "moe": moe}[name] / "checkpoint" / f"step-{step}"
+            assert main(["convert", str(run), str(out), "--weights", weights]) == 0
+        return out
+
+    return convert
+
+
+NAMES = pytest.mark.parametrize(("name", "recipe"), [("dense", DENSE), ("moe", MOE)], ids=["dense", "moe"])
+
+
+def test_a_run_says_which_recipe_it_is(dense: Path) -> None:
+    ours = resolve_recipe([str(dense / "recipe.toml")]).config
+    assert (ours.training.steps, ours.training.seq_len, ours.checkpoint.interval) == (STEPS, LENGTH, 1)
+    assert ours.model_spec.flavor == "debug-3.4M"
+
+
+@NAMES
+def test_transformers_computes_the_logits_of_the_training_model(
+    name: str,
+    recipe: Path,
+    dense: Path,
+    moe: Path,
+    converted: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = torchtitan_model(resolve_recipe([str(recipe)]).config.model_spec, LENGTH, monkeypatch)
+    weights = model.state_dict()
+    run = {"dense": dense, "moe": moe}[name]
+    dcp.load(weights, checkpoint_id=run / "checkpoint" / f"step-{STEPS}")
+    model.load_state_dict(weights)
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
+        converted(name), dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    tokens = torch.randint(2048, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    ours = logits(model, tokens)
+    with torch.no_grad():
+        theirs = loaded.eval()(tokens).logits
+    assert ours.std() > 0.5
+    assert float((ours - theirs).abs().max()) < 1e-4
+
+
+@NAMES
+def test_stale_weights_are_those_of_one_update_ago(
+    name: str, recipe: Path, converted: Callable[..., Path]
+) -> None:
+    stale = load_file(converted(name, "stale") / "model.safetensors")
+    before = load_file(converted(name, step=STEPS - 1) / "model.safetensors")
+    newest = load_file(converted(name) / "model.safetensors")
+    assert stale.keys() == before.keys() == newest.keys()
+    assert all(torch.equal(stale[key], value) for key, value in before.items())
+    moved = [key for key, value in newest.items() if not torch.equal(stale[key], value)]
+    assert len(moved) > 0.9 * len(newest)
+
+
+def test_transformers_writes_what_the_run_samples(
+    dense: Path, converted: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    out = converted("dense")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    prompt, count = "ROMEO: I love", 24
+    inputs = tokenizer(tokenizer.bos_token + prompt, return_tensors="pt")
+    ids = model.generate(**inputs, max_new_tokens=count, do_sample=False)
+    theirs = tokenizer.decode(ids[0], skip_special_tokens=True)
+    assert len(ids[0]) == inputs.input_ids.shape[1] + count
+    capsys.readouterr()
+    greedy = ("--temperature", "0", "--tokens", str(count))
+    assert main(["sample", str(dense), "--prompt", prompt, *greedy]) == 0
+    assert capsys.readouterr().out == theirs + "\n"
+
+
+def test_an_imported_model_trains_on(converted: Callable[..., Path], tmp_path: Path) -> None:
+    model = converted("dense")
+    flags = ("--training.steps", "1", "--training.seq_len", str(LENGTH))
+    assert main(["import", str(model), str(tmp_path / "run"), *flags]) == 0
+    # A run of one step, on the same text as the first step of a new run, which begins at ln(2048) + 0.5.
+    run = train(tmp_path, "--checkpoint.keep_latest_k", 0, recipe=tmp_path / "run" / "recipe.toml")
+    assert run.status == 0, run.err
+    assert run.steps == [1] and run.losses[0] < 7.8
+    # The first batch has read, and the second would read, the weights that were imported.
+    stale = ["--weights", "stale"]
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "stale"), *stale]) == 0
+    assert (tmp_path / "stale/model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "newest")]) == 0
+    newest = load_file(tmp_path / "newest/model.safetensors")
+    assert not torch.equal(newest["lm_head.weight"], load_file(model / "model.safetensors")["lm_head.weight"])
+
+
+def test_a_file_that_a_user_has_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from titan_async.training.run_folder import write_recipe
+
+    monkeypatch.chdir(tmp_path)
+    resolved = resolve_recipe([str(DENSE), "--dump_folder", "run", "--training.steps", "5"])
+    write_recipe(resolved)
+    assert [path.name for path in Path("run").iterdir()] == ["recipe.toml"]
+    again = resolve_recipe(["run/recipe.toml"])
+    assert tomllib.loads(again.to_toml()) == tomllib.loads(resolved.to_toml())
+    more = resolve_recipe([str(DENSE), "--dump_folder", "run", "--training.steps", "9"])
+    write_recipe(more)
+    assert resolve_recipe(["run/recipe.toml"]).config.training.steps == 9
+    Path("run/recipe.toml").write_text('recipe = "debug"  # mine\n')
+    write_recipe(resolved)
+    assert Path("run/recipe.toml").read_text() == 'recipe = "debug"  # mine\n'

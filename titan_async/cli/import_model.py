@@ -1,0 +1,68 @@
+"""`titan-async import HF_DIR RUN_DIR [RECIPE.toml] [flags]`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from titan_async.cli.own_flags import split_flags
+from titan_async.errors import UserError
+
+__all__ = ["run"]
+
+_HELP = """\
+usage: titan-async import HF_DIR RUN_DIR [RECIPE.toml] [--section.key value ...]
+
+Start a run from a model in Hugging Face's format: a folder with config.json and safetensors, as
+from_pretrained loads it and titan-async convert writes it. RUN_DIR gets a checkpoint of step 0 with these
+weights and a recipe.toml, with which training begins there, with a new optimizer and from the first batch.
+
+RECIPE.toml must be of the same model, a Llama or a dots.llm1; without it, the recipe is that in HF_DIR, which
+titan-async convert has left there. The run takes HF_DIR's tokenizer, if there is one.
+
+flags:
+  --section.key value     any field of the recipe, as for titan-async train
+  --module MODULE         as for titan-async train
+  -h, --help              this text
+
+examples:
+  titan-async import hf/debug outputs/more --training.steps 100
+  titan-async train outputs/more/recipe.toml
+"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Writes a run's folder or prints help; returns the exit status.
+
+    Raises:
+        UserError: a file, a flag or the model is wrong; nothing has been written.
+    """
+    if "-h" in argv or "--help" in argv:
+        print(_HELP, end="")
+        return 0
+    line = split_flags("import", argv, ())
+    if len(line.words) not in (2, 3):
+        raise UserError(
+            "import takes the folder of a model, one for the run, and a recipe file, as in "
+            "titan-async import hf/debug outputs/more toml_configs/debug_cpu.toml"
+        )
+    model, run_folder, *recipe = line.words
+
+    from titan_async.cli.quiet import quiet
+    from titan_async.training import cpu
+
+    with quiet():
+        cpu.ensure_device()  # before torchtitan is imported
+
+        from titan_async.huggingface.import_model import import_model
+        from titan_async.huggingface.progress import progress_bar
+
+        with progress_bar("importing") as progress:
+            import_model(
+                model,
+                run_folder,
+                recipe=recipe[0] if recipe else None,
+                flags=line.recipe_flags,
+                progress=progress,
+            )
+    print(f"{run_folder}: train from these weights with titan-async train {run_folder}/recipe.toml")
+    return 0

@@ -1,0 +1,120 @@
+"""From a folder of Hugging Face's format to a run that has not begun, one tensor at a time.
+
+The run's checkpoint of step 0 holds the model alone. torchtitan loads such a checkpoint into the model and
+leaves everything else as it is for a new run, so that training begins with a fresh optimizer.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torchtitan.trainer import Trainer
+
+from titan_async.checkpoint.distributed import save_tensors
+from titan_async.checkpoint.folders import new_folder
+from titan_async.checkpoint.safetensors_files import SafetensorsFolder
+from titan_async.checkpoint.tensors import TensorInfo
+from titan_async.errors import UserError
+from titan_async.huggingface.architecture import check_same, describe, read_description
+from titan_async.huggingface.layout import Layout, layout_of
+from titan_async.training.recipe_file import Resolved, resolve_recipe
+from titan_async.training.run_folder import RECIPE, recipe_text
+
+__all__ = ["import_model"]
+
+_NO_WEIGHT = ".rotary_emb.inv_freq"
+"""The ending of what old folders hold beside weights: it follows from `config.json`."""
+
+
+def import_model(
+    model: str,
+    run: str,
+    *,
+    recipe: str | None = None,
+    flags: Sequence[str] = (),
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Trainer.Config:
+    """Writes a run's folder with a checkpoint of step 0 and a `recipe.toml` that trains from it.
+
+    The weights keep their type in the checkpoint; training has them in its own.
+
+    Args:
+        model: a folder with `config.json` and safetensors. If it has a tokenizer, the run takes that one.
+        run: a folder that does not exist, or is empty.
+        recipe: a recipe file with the same model; None for the folder's own `recipe.toml`.
+        flags: for `resolve_recipe`, after the recipe file.
+        progress: called after each tensor with the bytes written and those to write.
+
+    Returns:
+        The run's configuration.
+
+    Raises:
+        UserError: the folder has no such model, or something cannot be read or written; `run` is then not
+            there.
+    """
+    folder = Path(model)
+    description = read_description(folder)
+    resolved = _resolve(folder, run, recipe, flags)
+    config = resolved.config
+    if not config.checkpoint.enable:
+        raise UserError("checkpoint.enable is off, so training would not load the weights: turn it on")
+    ours = describe(config.model_spec, config.training.seq_len)
+    check_same(description, ours, folder=folder, recipe=recipe or resolved.recipe)
+    layout, files = layout_of(config), SafetensorsFolder(folder)
+    tensors = _tensors(layout, files)
+    total, done = sum(info.nbytes for info in tensors.values()), 0
+
+    def load(key: str) -> torch.Tensor:
+        nonlocal done
+        value = layout.from_hf(key, {name: files.read(name) for name in layout.names[key]})
+        done += tensors[key].nbytes
+        progress(done, total)
+        return value
+
+    with new_folder(run) as partial:
+        checkpoint = partial / config.checkpoint.folder / "step-0"
+        checkpoint.mkdir(parents=True)
+        save_tensors(checkpoint, tensors, load)
+        (partial / RECIPE).write_text(recipe_text(resolved), encoding="utf-8")
+    return config
+
+
+def _resolve(folder: Path, run: str, recipe: str | None, flags: Sequence[str]) -> Resolved:
+    if recipe is None and not (folder / RECIPE).is_file():
+        raise UserError(
+            f"{folder} has no {RECIPE}: name a recipe of the same model, as in titan-async import "
+            f"{folder} {run} RECIPE.toml"
+        )
+    own = ["--dump_folder", os.path.abspath(run)]
+    named = {flag.partition("=")[0].replace("-", "_") for flag in flags}
+    if (folder / "tokenizer.json").is_file() and "__hf_assets_path" not in named:
+        own += ["--hf_assets_path", os.path.abspath(folder)]
+    return resolve_recipe([recipe or str(folder / RECIPE), *flags, *own])
+
+
+def _tensors(layout: Layout, files: SafetensorsFolder) -> dict[str, TensorInfo]:
+    """What the checkpoint will hold, of which every part is there and has the right shape."""
+    tensors = {}
+    for key, names in layout.names.items():
+        for name, shape in names.items():
+            found = files.tensors.get(name)
+            if found is None:
+                raise UserError(f"{files.folder} has no tensor {name}: fetch the whole model")
+            if found.shape != shape:
+                raise UserError(
+                    f"{name} in {files.folder} is {list(found.shape)}, where the recipe's model has "
+                    f"{list(shape)}: name a recipe of the same model"
+                )
+        types = {files.tensors[name].dtype for name in names}
+        if len(types) > 1:
+            raise UserError(f"the parts of {key} in {files.folder} are of different types: give them one")
+        tensors[key] = TensorInfo(layout.shapes[key], types.pop())
+    known = {name for names in layout.names.values() for name in names}
+    for name in files.tensors:
+        if name not in known and not name.endswith(_NO_WEIGHT):
+            raise UserError(
+                f"{files.folder} has a tensor {name}, which the recipe's model does not have: name a recipe "
+                "of the same model"
+            )
+    return tensors

@@ -1,0 +1,149 @@
+"""The model in a run's checkpoint: which recipe it is of, and its weights, one at a time."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torchtitan.trainer import Trainer
+
+from titan_async.checkpoint.distributed import SavedTensors
+from titan_async.checkpoint.tensors import TensorInfo
+from titan_async.errors import UserError
+from titan_async.huggingface.layout import Layout, layout_of
+from titan_async.training.checkpoint import NEXT_WEIGHTS, complete_steps
+from titan_async.training.recipe_file import Resolved, resolve_recipe
+from titan_async.training.run_folder import RECIPE
+
+__all__ = ["WEIGHTS", "SavedModel", "open_saved"]
+
+WEIGHTS = {
+    "newest": "",
+    "stale": f"train_state.{NEXT_WEIGHTS}.",
+    "ema": "train_state.ema_weights.",
+}
+"""The weights that a checkpoint may hold, and what their keys begin with."""
+
+_ABSENT = {
+    "stale": "only runs under Async2BW on several stages save them: use --weights newest",
+    "ema": "set [ema] decay in the recipe and train again, or use --weights newest",
+}
+
+_OTHER_STATE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """One kind of weights in one checkpoint, which fit the recipe's model."""
+
+    resolved: Resolved
+    run: Path
+    folder: Path
+    """Of the checkpoint."""
+    step: int
+    layout: Layout
+    saved: SavedTensors
+    weights: str
+    """One of `WEIGHTS`."""
+
+    @property
+    def config(self) -> Trainer.Config:
+        return self.resolved.config
+
+    def info(self, key: str) -> TensorInfo:
+        """Shape and type of one of the model's tensors, as it was saved."""
+        return self.saved.tensors[self._saved_key(key)]
+
+    def read(self, key: str) -> torch.Tensor:
+        """Reads one of the model's tensors.
+
+        Raises:
+            UserError: as `SavedTensors.read`.
+        """
+        return self.saved.read(self._saved_key(key))
+
+    def _saved_key(self, key: str) -> str:
+        # Buffers that are not averaged or delayed are there once.
+        kept = WEIGHTS[self.weights] + key
+        return kept if kept in self.saved.tensors else key
+
+
+def open_saved(
+    place: str,
+    *,
+    recipe: str | None = None,
+    flags: Sequence[str] = (),
+    weights: str = "newest",
+) -> SavedModel:
+    """Opens the checkpoint of a run.
+
+    Args:
+        place: the run's folder, for its latest checkpoint, or that of a step in it.
+        recipe: a recipe file, in place of the one in the run's folder.
+        flags: for `resolve_recipe`, after the recipe file.
+        weights: one of `WEIGHTS`.
+
+    Raises:
+        UserError: there is no such checkpoint, it is not of this recipe, or has no such weights.
+    """
+    run, step = _split(Path(place))
+    file = Path(recipe) if recipe else run / RECIPE
+    if not recipe and run.is_dir() and not file.is_file():
+        raise UserError(f"{run} has no {RECIPE}, which runs write: name the recipe with --recipe FILE.toml")
+    if not run.is_dir():
+        raise UserError(f"{run} is no folder: name that of a run, or of a checkpoint in it")
+    resolved = resolve_recipe([str(file), *flags])
+    checkpoints = run / resolved.config.checkpoint.folder if step is None else Path(place).parent
+    step = _existing_step(checkpoints, step)
+    saved = SavedTensors(checkpoints / f"step-{step}")
+    layout = layout_of(resolved.config)
+    _check_recipe(saved, layout, resolved.recipe)
+    prefix = WEIGHTS[weights]
+    if prefix and not any(key.startswith(prefix) for key in saved.tensors):
+        raise UserError(f"{saved.folder} has no {weights} weights: {_ABSENT[weights]}")
+    return SavedModel(resolved, run, saved.folder, step, layout, saved, weights)
+
+
+def _split(place: Path) -> tuple[Path, int | None]:
+    """The run's folder, and the step if `place` is a step's folder."""
+    match = re.fullmatch(r"step-(\d+)", place.name)
+    if match is None:
+        return place, None
+    return place.parent.parent, int(match[1])
+
+
+def _existing_step(folder: Path, step: int | None) -> int:
+    steps = complete_steps(folder)
+    if not steps:
+        raise UserError(f"{folder} has no whole checkpoint: train first, or name another folder")
+    if step is None:
+        return steps[-1]
+    if step not in steps:
+        raise UserError(f"{folder} has no whole checkpoint of step {step}: use {_listed(steps)}")
+    return step
+
+
+def _listed(steps: list[int]) -> str:
+    *others, last = [str(step) for step in steps]
+    return f"one of steps {', '.join(others)} and {last}" if others else f"step {last}"
+
+
+def _check_recipe(saved: SavedTensors, layout: Layout, recipe: str) -> None:
+    why = None
+    for key, shape in layout.shapes.items():
+        found = saved.tensors.get(key)
+        if found is None:
+            why = f"it has no {key}"
+        elif found.shape != shape:
+            why = f"its {key} is {list(found.shape)}, where the recipe's is {list(shape)}"
+        if why:
+            break
+    others = [key for key in saved.tensors if key not in layout.shapes and not key.startswith(_OTHER_STATE)]
+    if why is None and others:
+        why = f"it has {others[0]}, which the recipe's model has not"
+    if why:
+        raise UserError(
+            f"{saved.folder} is not of the recipe {recipe}: {why}; name the recipe that it is of with "
+            "--recipe FILE.toml"
+        )
