@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,15 @@ from titan_async.training.validator import AsyncValidator
 __all__ = ["AsyncTrainer"]
 
 Microbatch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+class _Figures(NamedTuple):
+    """What there is to report of a step."""
+
+    loss: torch.Tensor
+    local_valid_tokens: torch.Tensor
+    global_valid_tokens: torch.Tensor
+    learning_rates: dict[str, float]
 
 
 class AsyncTrainer(Trainer):
@@ -151,15 +160,15 @@ class AsyncTrainer(Trainer):
         self.reporter.advance(self.step)
         last_step = self.step == self.config.training.steps
         if self.metrics_processor.should_log(self.step) or last_step:
-            self._log(*figures)
+            self._log(figures)
         if self.step == self._first_step + 1:
             self.preemption.listen_to_interrupts()
         request = self.preemption.end_step()
         if request and not last_step:
             raise PreemptedError(request)
 
-    def _train_on_batch(self, data_iterator: Iterator[Microbatch]) -> tuple:
-        """One step without its report, for which it returns loss, valid tokens and learning rates."""
+    def _train_on_batch(self, data_iterator: Iterator[Microbatch]) -> _Figures:
+        """One step without its report."""
         config, dims = self.config, self.parallel_dims
         self.optimizers.zero_grad(set_to_none=config.training.disable_cuda_graphs)
         rates = self._learning_rates()
@@ -189,7 +198,7 @@ class AsyncTrainer(Trainer):
             self._drain_and_update()
         if self.stage_timer is not None and self.stage_timer.end_step():
             write_measured(self.stage_timer, config, dims)
-        return loss, local_valid_tokens, global_valid_tokens, rates
+        return _Figures(loss, local_valid_tokens, global_valid_tokens, rates)
 
     @property
     def _gradient_ready(self) -> bool:
@@ -300,20 +309,15 @@ class AsyncTrainer(Trainer):
             return self.optimizers.learning_rates()
         return self.lr_schedulers.get_metrics()
 
-    def _log(
-        self,
-        loss: torch.Tensor,
-        local_valid_tokens: torch.Tensor,
-        global_valid_tokens: torch.Tensor,
-        rates: dict[str, float],
-    ) -> None:
+    def _log(self, figures: _Figures) -> None:
         dims = self.parallel_dims
-        loss = share_loss(loss, dims, self._has_last_stage)
+        loss = share_loss(figures.loss, dims, self._has_last_stage)
         average = largest = float(loss.item())
         tokens_seen = self.ntokens_seen
         if dims.dp_cp_enabled:
             mesh = dims.get_optional_mesh("loss")
-            local_average = loss * global_valid_tokens / local_valid_tokens.to(self.device)
+            tokens = figures.local_valid_tokens.to(self.device)
+            local_average = loss * figures.global_valid_tokens / tokens
             average, largest = dist_utils.dist_sum(loss, mesh), dist_utils.dist_max(local_average, mesh)
             tokens_seen = dist_utils.dist_sum(torch.tensor(tokens_seen, device=self.device), mesh)
         norm = self._grad_norm
@@ -325,7 +329,7 @@ class AsyncTrainer(Trainer):
             extra_metrics={
                 "n_tokens_seen": tokens_seen,
                 "skipped_updates": self.skipped.total,
-                **rates,
+                **figures.learning_rates,
                 **self._pipeline_metrics(),
             },
         )
