@@ -90,7 +90,7 @@ def test_a_frame_says_what_it_must(tmp_path: Path, width: int, height: int) -> N
     for words in (
         "llama3 tiny", "Async2BW, 4 stages, 8 microbatches, cpu", "finished", "step 12 of 12", "100%",
         "864,184 tokens/s", "MFU 29.5%", f"bubble {seen[0].bubble:.1%} (1F1B {seen[0].bubble_of_1f1b:.1%})",
-        "1 checkpoint, at 12", "3 updates skipped", "1 warning", "loss 3.7500, validation 3.2500 at 12",
+        "1 checkpoint, last 12", "3 updates skipped", "1 warning", "loss 3.7500, validation 3.2500 at 12",
         "learning rate 5.00e-04", "step 12/12  loss  3.7500", "warning: the disk is nearly full", "q quit",
     ):  # fmt: skip
         assert words in text, words

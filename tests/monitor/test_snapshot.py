@@ -154,27 +154,30 @@ def test_a_run_without_a_pipeline(tmp_path: Path) -> None:
 
 def test_a_ring_that_is_overwritten_between_two_looks(tmp_path: Path) -> None:
     folder = going_on(tmp_path, stages=2)
-    watch = RunWatch(folder)
-    watch.poll()
+    ring_path(folder, 0).unlink()
     writer = EventWriter(folder, 0)
 
     def write(step: int) -> None:
         begin = step * 10**9
-        rows = [(begin + i, begin + i + 1, step, i, step - 1, 0, Kind.FORWARD, 1) for i in range(0, 4000, 2)]
+        rows = [(begin + i, begin + i + 1, step, i, step - 1, 0, Kind.FORWARD, 1) for i in range(0, 8000, 2)]
         # Busy half of the time.
-        rows.append((begin, begin + 4000, step, -1, -1, 0, Kind.STEP, 0))
+        rows.append((begin, begin + 8000, step, -1, -1, 0, Kind.STEP, 0))
         writer.write(np.array(rows, RECORD))
+        writer.write_state(np.zeros(1, RECORD), (0, 0, 0))
 
-    for step in range(1, 41):  # 80,040 records, where the ring holds 65,536
-        write(step)
-    writer.write_state(np.zeros(1, RECORD), (0, 0, 0))
+    watch = RunWatch(folder)
+    write(1)
     watch.poll()
-    write(41)
-    writer.write_state(np.zeros(1, RECORD), (0, 0, 0))
-    writer.close()
+    for step in range(2, 22):  # 80,020 records, where the ring holds 65,536
+        write(step)
     watch.poll()
     row = watch.snapshot().rows[0]
-    assert row.step == 41 and row.average_utilization == pytest.approx(0.5)
+    # A part of the oldest step is there, and must not pass for the whole of it.
+    assert row.step == 21 and row.average_utilization == pytest.approx(0.5)
+    write(22)
+    writer.close()
+    watch.poll()
+    assert watch.snapshot().rows[0].average_utilization == pytest.approx(0.5)
 
 
 def test_files_that_are_missing_empty_or_half_written(tmp_path: Path) -> None:

@@ -104,6 +104,11 @@ def test_microbatches_in_flight_after_some_spans() -> None:
     # A backward whose forward was not seen, and a validation's forward.
     figures.add(records((6, 7, 0, 7, 3, 0, Kind.BACKWARD, 1), (7, 8, -1, 0, 4, 0, Kind.FORWARD, 1)))
     assert stage.in_flight == 1
+    figures.add(records((0, 8, 1, -1, -1, 0, Kind.STEP, 0)))
+    figures.add(records((8, 9, 0, 6, 3, 0, Kind.BACKWARD, 1), (9, 10, 2, 0, 4, 0, Kind.FORWARD, 1)))
+    figures.add(records((8, 11, 2, -1, -1, 0, Kind.STEP, 0)))
+    figures.add(records((11, 12, 2, 0, 4, 0, Kind.BACKWARD, 1), (11, 13, 3, -1, -1, 0, Kind.STEP, 0)))
+    assert [step.most_in_flight for step in stage.steps] == [3, 2, 2] and stage.in_flight == 0
 
 
 def test_a_step_of_which_spans_were_lost_does_not_count() -> None:

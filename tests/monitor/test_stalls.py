@@ -112,8 +112,11 @@ def test_nothing_is_stalled_while_a_rank_validates_or_saves() -> None:
         assert texts(rank(0, kind, 60), rank(1, Kind.RECEIVE, 60), rank(2, Kind.RECEIVE, 60)) == []
 
 
-def test_a_long_computation_alone_is_no_stall() -> None:
-    assert texts(rank(0, Kind.FORWARD, 60), rank(1, Kind.RECEIVE, 0.1), stages=2) == []
+def test_a_computation_that_never_ends() -> None:
+    """As where a gather within it waits for a rank that does not come, and no other stage would wait."""
+    [found] = texts(rank(0, Kind.FORWARD, 60), stages=1)
+    assert found == "stage 0 computes the forward of microbatch 3 of step 40, since 14:03:12 (60 s)"
+    assert texts(rank(0, Kind.FORWARD, 60, step_seconds=20), rank(1, Kind.RECEIVE, 60, step_seconds=20)) == []
 
 
 def test_a_silent_rank_is_named_first() -> None:

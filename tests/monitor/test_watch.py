@@ -122,7 +122,7 @@ def test_q_leaves_and_the_terminal_is_as_before(run_dir: Path) -> None:
         assert len(lines) == 24 and all(len(line) == 80 for line in lines)
         local = termios.tcgetattr(view.screen_end)[3]
         assert not local & termios.ICANON and not local & termios.ECHO and local & termios.ISIG
-        view.press("\x1b[Ax")  # an arrow and a letter without a meaning
+        view.press("\x1b[Ax\x1a")  # an arrow, a letter without a meaning, Ctrl-Z
         view.press("q")
         assert view.status() == 0
         view.assert_left_in_order()

@@ -39,7 +39,7 @@ _HELP = (
     ("slowest", "the rank that computes longest, where several hold the stage; the shares are their mean"),
     ("bubble", "share of the time that ranks do not compute; in parentheses what a simulated 1F1B has with "
      "stages that take as long"),
-    ("red, !", "a stage that waits for longer than 5 s and 5 steps, lets others wait, or is silent for 10 s"),
+    ("red, !", "a stage that is at one thing for more than 5 s and 5 steps, lets others wait, or is silent"),
     ("Ctrl-C", "where the training was started: it stops after this step and saves; again, at once. "
      "Elsewhere: as q"),
 )  # fmt: skip
@@ -188,7 +188,7 @@ def _figures(run: Snapshot, history: History) -> list[Text]:
         figures.append(Text(f"bubble {run.bubble:.1%}"))
         if run.bubble_of_1f1b is not None:
             figures[-1].append(f" (1F1B {run.bubble_of_1f1b:.1%})", "dim")
-    last = "" if history.checkpoint is None else f", at {history.checkpoint:,}"
+    last = "" if history.checkpoint is None else f", last {history.checkpoint:,}"
     figures.append(Text(_count(history.checkpoints, "checkpoint") + last))
     figures.append(Text(f"{_count(history.skipped, 'update')} skipped", "yellow" if history.skipped else ""))
     figures.append(Text(_count(history.warnings, "warning"), "yellow" if history.warnings else ""))

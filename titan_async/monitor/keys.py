@@ -12,6 +12,9 @@ from typing import Any
 
 __all__ = ["Keys"]
 
+_SPECIAL = 6
+"""Where a terminal's modes have its special characters."""
+
 _SEQUENCE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|O.)?")
 """What keys such as the arrows send."""
 
@@ -19,7 +22,7 @@ _SEQUENCE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|O.)?")
 class Keys:
     """Reads keys as they are pressed, while it is entered; without a terminal there are none.
 
-    Ctrl-C stays a signal.
+    Ctrl-C stays a signal, and Ctrl-Z does nothing.
     """
 
     def __init__(self) -> None:
@@ -31,6 +34,10 @@ class Keys:
             self._file = sys.stdin.fileno()
             self._modes = termios.tcgetattr(self._file)
             tty.setcbreak(self._file)
+            modes = termios.tcgetattr(self._file)
+            # Ctrl-Z would leave the shell on this screen, and stop a training in the same terminal.
+            modes[_SPECIAL][termios.VSUSP] = os.fpathconf(self._file, "PC_VDISABLE").to_bytes()
+            termios.tcsetattr(self._file, termios.TCSADRAIN, modes)
         return self
 
     def __exit__(

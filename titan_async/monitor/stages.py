@@ -17,8 +17,15 @@ AVERAGED_STEPS = 20
 _SPANS_KEPT = 4  # steps of which single spans are kept
 _MOST_PENDING = 1 << 14  # records that are kept where no step ever ends
 
-_BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-_RELEASING = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+
+def _table(*kinds: Kind) -> npt.NDArray[np.bool_]:
+    """By kind, whether it is one of these: faster to look up than to compare."""
+    return np.isin(np.arange(len(Kind)), kinds)
+
+
+_COMPUTING = _table(*COMPUTE_KINDS)
+_BACKWARDS = _table(Kind.BACKWARD, Kind.BACKWARD_INPUT)
+_RELEASING = _table(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -35,11 +42,8 @@ class StepFigures:
     backwards: int
     most_in_flight: int
     """Microbatches."""
-
-    @property
-    def busy(self) -> float:
-        """Seconds that it computed."""
-        return float(self.by_kind[list(COMPUTE_KINDS)].sum())
+    busy: float
+    """Seconds that it computed."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +93,12 @@ class StageFigures:
     def follow(self, records: npt.NDArray[np.void]) -> None:
         """Take note of spans of this stage, in order."""
         kinds = records["kind"]
-        computed = records[np.isin(kinds, COMPUTE_KINDS) & (records["version"] >= 0)]
+        computed = records[_COMPUTING[kinds] & (records["version"] >= 0)]
         if len(computed):
             self.version = int(computed["version"][-1])
         # A validation's microbatches are of no batch.
         of_batch = records["batch"] >= 0
-        forward, released = (kinds == Kind.FORWARD) & of_batch, np.isin(kinds, _RELEASING) & of_batch
+        forward, released = (kinds == Kind.FORWARD) & of_batch, _RELEASING[kinds] & of_batch
         keys = _key(records["batch"], records["microbatch"])
         # A backward whose forward was not seen takes nothing away.
         known = np.concatenate([self._open, keys[forward]])
@@ -115,13 +119,15 @@ class StageFigures:
             whole: whether no span is missing.
         """
         kinds = records["kind"]
+        by_kind = np.bincount(kinds, weights=own, minlength=len(Kind)).astype(float)
         figures = StepFigures(
             step=int(step["batch"]),
             seconds=float(step["end"] - step["start"]) / 1e9,
-            by_kind=np.bincount(kinds, weights=own, minlength=len(Kind)).astype(float),
+            by_kind=by_kind,
             forwards=int((kinds == Kind.FORWARD).sum()),
-            backwards=int(np.isin(kinds, _BACKWARDS).sum()),
+            backwards=int(_BACKWARDS[kinds].sum()),
             most_in_flight=self._most,
+            busy=float(by_kind[_COMPUTING].sum()),
         )
         self._most = len(self._open)
         # What is in flight belongs to this step or the one before.

@@ -58,9 +58,9 @@ class RankNow:
         return float(self.state.beat - self.state.current["start"]) / 1e9
 
     @property
-    def waits_too_long(self) -> bool:
-        """Whether it has waited for much longer than a step takes."""
-        if self.kind not in (*_HELD_UP, Kind.DATA):
+    def is_late(self) -> bool:
+        """Whether it has been at one thing for much longer than a whole step takes."""
+        if self.kind in (None, Kind.SAVE, Kind.VALIDATE):
             return False
         step = self.figures.step_seconds
         return self.seconds > (_FIRST_STEP if step is None else max(_LEAST_WAIT, _STEPS_OF_WAIT * step))
@@ -79,9 +79,9 @@ class Stall:
 def find_stalls(ranks: Sequence[RankNow], total_stages: int) -> list[Stall]:
     """What holds a run up, causes first.
 
-    A wait is too long from 5 seconds and 5 average steps on, unless some rank validates or saves. In a rank's
-    first step, in which others may compile, it is so after 5 minutes. A rank that has not been heard of for
-    10 seconds is stopped, or dead.
+    A rank is late if it has waited, or computed one thing, for more than 5 seconds and 5 average steps; in
+    its first step, in which models compile, for 5 minutes. None is while some rank validates or saves. A rank
+    that has not been heard of for 10 seconds is stopped, or dead.
 
     Args:
         ranks: those that go on.
@@ -96,16 +96,17 @@ def find_stalls(ranks: Sequence[RankNow], total_stages: int) -> list[Stall]:
         if now.silent > SILENCE
     ]
     heard = [now for now in ranks if now.silent <= SILENCE]
-    waiting = [now for now in heard if now.waits_too_long]
-    if not waiting or any(now.kind in (Kind.SAVE, Kind.VALIDATE) for now in heard):
+    late = [now for now in heard if now.is_late]
+    if not late or any(now.kind in (Kind.SAVE, Kind.VALIDATE) for now in heard):
         return stalls
-    # Those who do something else have let the others wait for about as long.
-    causes = [now for now in heard if now.kind is None or now.kind not in _HELD_UP]
-    causes = [now for now in causes if now.kind is None or now.seconds > _LEAST_WAIT]
+    # Those who do something of their own have let the others wait for about as long.
+    causes = [
+        now for now in heard if now.kind not in _HELD_UP and (now.kind is None or now.seconds > _LEAST_WAIT)
+    ]
     stalls += [_stall(now, total_stages) for now in causes]
-    if len(waiting) == len(ranks) > 1 and not causes:
+    if len(late) == len(ranks) > 1 and not causes:
         stalls.append(Stall(tuple(range(total_stages)), "all stages wait for each other"))
-    return stalls + [_stall(now, total_stages) for now in waiting if now not in causes]
+    return stalls + [_stall(now, total_stages) for now in late if now not in causes]
 
 
 def describe(now: RankNow, total_stages: int) -> str:

@@ -106,7 +106,7 @@ def _show(view: _View, keys: Keys, interrupts: Interrupts, launched: Launched | 
             if latest is not None and (view.run is None or latest != view.run.folder):
                 view.run = RunWatch(latest)
         if interrupts.count:
-            view.shown = replace(view.shown, note=STOPPING)
+            view.shown = replace(view.shown, note=STOPPING if view.run is not None else "stopping")
         over = launched is not None and launched.is_over(view.run.history.end if view.run else None)
         view.refresh()  # after it is known to be over, so that the last is read
         if over or view.press(keys.read(max(_PERIOD - (time.monotonic() - begin), 0.01))):
