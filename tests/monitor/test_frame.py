@@ -44,7 +44,7 @@ def draw(
 
 
 def plain(written: str) -> list[str]:
-    """Without the escape sequences that set colors."""
+    """Without the escape sequences that set colours."""
     text = re.sub(r"\x1b\[[\d;]*m", "", written)
     assert "\x1b" not in text
     assert text.endswith("\n")
@@ -72,6 +72,15 @@ def test_a_frame_fits_exactly(tmp_path: Path, width: int, height: int, state: st
         (folder / "journal.jsonl").unlink()
     lines = plain(draw(look(folder), width, height, shown))
     assert [len(line) for line in lines] == [width] * height
+    if width > 40:
+        assert "q quit" in lines[-1]
+
+
+@pytest.mark.parametrize("height", range(1, 24))
+def test_the_keys_are_on_the_last_line_at_any_height(eight: tuple[Snapshot, History], height: int) -> None:
+    lines = plain(draw(eight, 80, height))
+    assert len(lines) == height and "q quit" in lines[-1]
+    assert height < 2 or "llama3 tiny" in lines[0]
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (200, 60)])
@@ -113,7 +122,7 @@ def test_a_run_that_goes_on_says_how_long_it_will(tmp_path: Path) -> None:
     run, history = look(folder)
     lines = plain(draw((replace(run, remaining=3725, step=6), history), 100, 30))
     assert "step 6 of 12" in lines[1] and "50%" in lines[1] and "1:02:05 left" in lines[1]
-    assert lines[0].rstrip().endswith(f"running  0:0{run.elapsed}")
+    assert lines[0].rstrip().endswith(f"running  0:{run.elapsed:02}")
     assert "forward 5" in next(line for line in lines if line.startswith(" 0 "))
 
 
@@ -172,7 +181,7 @@ def test_no_color_means_none(eight: tuple[Snapshot, History]) -> None:
     assert "38;5;" in colored and "▌" in colored
     written = draw(eight, 100, 30, environ={"TERM": "xterm-256color", "NO_COLOR": "1"})
     for codes in re.findall(r"\x1b\[([\d;]*)m", written):
-        assert set(codes.split(";")) <= {"0", "", "1", "2"}  # bold and dim are no colors
+        assert set(codes.split(";")) <= {"0", "", "1", "2"}  # bold and dim are no colours
     strips = "".join(line.split()[3] for line in plain(written) if re.match(r" \d ", line))
     assert {"F", "B"} <= set(strips) <= set("FBU.")
     assert "Forward Backward Update .wait" in "\n".join(plain(written))
@@ -210,6 +219,7 @@ def test_the_log_shows_its_end_and_no_control_characters(tmp_path: Path) -> None
     journal.write("log", text="\x1b[31mred\x1b[0m and\tsome\x1b[2J more \x07\x9b" + "x" * 200)
     journal.write("warning", text="a warning " * 15 + "is shown in full")
     journal.close()
+    assert "a warning is shown in full" in " ".join(map(str.strip, plain(draw(look(folder), 80, 18))))
     lines = plain(draw(look(folder), 80, 30))
     assert any(re.match("red and +some more xxx", line) for line in lines)
     whole = " ".join(map(str.strip, lines))

@@ -32,7 +32,7 @@ class Terminal:
     """A command in a terminal of its own, whose foreground process group it is."""
 
     def __init__(self, *arguments: str, width: int = 80, height: int = 24, **environ: str) -> None:
-        self.written, self.decoder = "", codecs.getincrementaldecoder("utf-8")()
+        self.written, self.decoder = "", codecs.getincrementaldecoder("utf-8")("replace")
         self.screen_end, terminal = pty.openpty()
         self.resize(width, height)
         self.modes = termios.tcgetattr(terminal)
@@ -64,7 +64,7 @@ class Terminal:
         return True
 
     def screen(self) -> list[str]:
-        """The last frame that is there as a whole, without colors."""
+        """The last frame that is there as a whole, without colours."""
         frames = self.written.split("\x1b[H")
         text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", frames[-1])
         return text.replace("\r", "").split("\n")

@@ -7,12 +7,11 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.layout import Layout
 from rich.progress_bar import ProgressBar
 from rich.rule import Rule
-from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from titan_async.monitor.history import History, LogLine, Series
-from titan_async.monitor.plot import curve
+from titan_async.monitor.curve_panel import draw_curves
+from titan_async.monitor.history import History, LogLine
 from titan_async.monitor.snapshot import Snapshot
 from titan_async.monitor.stage_table import StageTable, sorted_rows
 
@@ -64,7 +63,7 @@ class Frame:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._colors = console.color_system is not None and not console.no_color
+        self._colours = console.color_system is not None and not console.no_color
         self._table = StageTable()
         self._kept: dict[str, tuple[object, RenderableType]] = {}
 
@@ -86,11 +85,13 @@ class Frame:
             parts.append((_help(), room))
         else:
             parts += self._body(run, history, shown, options, room)
-        # Above and below what is too much is cut off.
-        parts = parts[: max(height - 1, 1)]
-        parts.append((_footer(shown, width), 1))
+        rows, left = [], height - 1
+        for part, wanted in parts:
+            size = min(wanted, left)
+            rows += [Layout(part, size=size)] if size > 0 else []
+            left -= max(size, 0)
         layout = Layout()
-        layout.split_column(*(Layout(part, size=size) for part, size in parts if size > 0))
+        layout.split_column(*rows, Layout(_footer(shown, width), size=1))
         return layout
 
     def _body(
@@ -103,12 +104,17 @@ class Frame:
         rows = sorted_rows(run.rows, shown.by_slowest)
         table = max(min(1 + len(rows), room - len(stalls) - plots - log), min(room, 2))
         parts: list[tuple[RenderableType, int]] = [
-            (self._table.render(rows, table, options, self._colors, shown.by_slowest), table),
+            (self._table.render(rows, table, options, self._colours, shown.by_slowest), table),
             (Group(*stalls), len(stalls)),
         ]
         if plots:
             key = (run.entries, width, plots)
-            parts.append((self._keep("plots", key, lambda: _plots(run, history, options, plots)), plots))
+            parts.append(
+                (
+                    self._keep("plots", key, lambda: draw_curves(run.info.steps, history, options, plots)),
+                    plots,
+                )
+            )
         log = room - table - len(stalls) - plots
         key = (run.entries, width, log)
         parts.append((self._keep("log", key, lambda: self._log(history.lines, width, log)), log))
@@ -209,63 +215,6 @@ def _flow(items: Sequence[Text], width: int, most: int) -> list[Text]:
     return lines
 
 
-def _plots(run: Snapshot, history: History, options: ConsoleOptions, height: int) -> RenderableType:
-    width = options.max_width
-    left = width * 3 // 5
-    loss = f"loss {_loss(history.last_loss)}"
-    if history.validation is not None:
-        loss += f", validation {_loss(history.validation[1])} at {history.validation[0]:,}"
-    rate = history.last_learning_rate
-    layout = Layout()
-    layout.split_row(
-        Layout(_plot(loss, history.loss, run, options.update(width=left - 2), height, "cyan"), size=left),
-        Layout(
-            _plot(
-                f"learning rate {'-' if rate is None else f'{rate:.2e}'}",
-                history.learning_rate,
-                run,
-                options.update(width=width - left),
-                height,
-                "magenta",
-                low=0.0,
-            )
-        ),
-    )
-    return layout
-
-
-def _plot(
-    title: str,
-    series: Series,
-    run: Snapshot,
-    options: ConsoleOptions,
-    height: int,
-    color: str,
-    low: float | None = None,
-) -> RenderableType:
-    """A title, and a curve with its range at the left; at the right edge the run ends."""
-    values = [value for _, value in series.points]
-    labels = [""] * (height - 1)
-    if values:
-        bottom = min(values) if low is None else min(low, *values)
-        labels[0], labels[-1] = _short(max(values)), _short(bottom)
-    margin = max(map(len, labels))
-    lines = curve(
-        series.points,
-        max(options.max_width - margin - 1, 1),
-        height - 1,
-        last_x=run.info.steps,
-        low=low,
-        ascii_only=options.ascii_only,
-    )
-    style = Style.parse(color)
-    drawn = [
-        Text.assemble((f"{label:>{margin}} ", "dim"), (line, style), no_wrap=True, overflow="crop")
-        for label, line in zip(labels, lines, strict=True)
-    ]
-    return Group(Text(title, "bold", no_wrap=True, overflow="crop"), *drawn)
-
-
 def _footer(shown: Shown, width: int) -> Text:
     left = Text("q quit  p pause  s sort by slowest  ? help", "dim")
     notes = [("paused", "reverse")] * shown.paused + [(shown.note, "bold yellow")] * bool(shown.note)
@@ -284,14 +233,6 @@ def _at_both_ends(left: Text, right: Text, width: int) -> Text:
 def _count(number: int, what: str) -> str:
     plural = what + ("es" if what.endswith("ch") else "s")
     return f"{number:,} {what if number == 1 else plural}"
-
-
-def _short(value: float) -> str:
-    return f"{value:.3g}" if value == 0 or 0.01 <= abs(value) < 10_000 else f"{value:.1e}"
-
-
-def _loss(loss: float | None) -> str:
-    return "-" if loss is None else f"{loss:.4f}"
 
 
 def _clock(seconds: int) -> str:

@@ -18,7 +18,7 @@ from titan_async.pipelining.recording import Kind
 __all__ = ["StageTable", "sorted_rows"]
 
 # Those of other pictures where they can be told from a dark screen.
-_COLORS = {
+_COLOURS = {
     Doing.WAIT: "#444444",
     Doing.FORWARD: COLOURS[Kind.FORWARD],
     Doing.BACKWARD: COLOURS[Kind.BACKWARD],
@@ -75,7 +75,7 @@ class StageTable:
         self._strips: dict[int, tuple[tuple[object, ...], _Strip]] = {}
 
     def render(
-        self, rows: Sequence[StageRow], height: int, options: ConsoleOptions, colors: bool, by_slowest: bool
+        self, rows: Sequence[StageRow], height: int, options: ConsoleOptions, colours: bool, by_slowest: bool
     ) -> Table:
         """A table of `height` lines, the titles included, at the options' width.
 
@@ -83,7 +83,7 @@ class StageTable:
             rows: in the order in which they are shown; those that do not fit are summed up.
             height: at least 2.
             options: of the console.
-            colors: whether there are any.
+            colours: whether there are any.
             by_slowest: whether the slowest come first.
         """
         width = options.max_width
@@ -92,11 +92,11 @@ class StageTable:
             column for column in _COLUMNS if column.least <= width and (copies or column.title != "slowest")
         ]
         cells = width - sum(column.width + 1 for column in columns if column.width) - 1
-        halves = colors and not options.ascii_only
+        halves = colours and not options.ascii_only
         steps = _steps_shown(rows, 2 * cells if halves else cells)
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
         for column in columns:
-            title = _legend(cells, steps, colors) if column.title == "strip" else Text(column.title)
+            title = _legend(cells, steps, colours) if column.title == "strip" else Text(column.title)
             right = column.title in ("last", "mean", "in flight", "weights", "memory")
             table.add_column(
                 title, width=column.width or cells, no_wrap=True, justify="right" if right else "left"
@@ -106,7 +106,7 @@ class StageTable:
             fields = _fields(row)
             table.add_row(
                 *(
-                    self._strip(row, cells, steps, halves, colors)
+                    self._strip(row, cells, steps, halves, colours)
                     if column.title == "strip"
                     else fields[column.title]
                     for column in columns
@@ -119,12 +119,12 @@ class StageTable:
             table.caption_justify, table.caption_style = "left", "dim"
         return table
 
-    def _strip(self, row: StageRow, cells: int, steps: int, halves: bool, colors: bool) -> "_Strip":
-        key = (row.step, row.slowest_rank, cells, steps, halves, colors)
+    def _strip(self, row: StageRow, cells: int, steps: int, halves: bool, colours: bool) -> "_Strip":
+        key = (row.step, row.slowest_rank, cells, steps, halves, colours)
         known = self._strips.get(row.stage)
         if known is None or known[0] != key:
             doing = strip(row.spans[-steps:], 2 * cells if halves else cells)
-            segments = _in_halves(doing) if halves else _in_letters(doing, colors)
+            segments = _in_halves(doing) if halves else _in_letters(doing, colours)
             known = self._strips[row.stage] = key, _Strip(_joined(segments), cells)
         return known[1]
 
@@ -177,10 +177,10 @@ def _rest(rows: Sequence[StageRow], by_slowest: bool) -> str:
     return f" {stages}{mean}" + ("" if by_slowest else "; s sorts by slowest")
 
 
-def _legend(cells: int, steps: int, colors: bool) -> Text:
-    """The strip's title, which says what its colors or letters mean."""
+def _legend(cells: int, steps: int, colours: bool) -> Text:
+    """The strip's title, which says what its colours or letters mean."""
     names = {doing: f"{doing.name.lower()} " for doing in _ORDER}
-    if not colors:
+    if not colours:
         names = {doing: name.capitalize() if doing else ".wait" for doing, name in names.items()}
     legend = Text(f"last {steps} steps: " if steps > 1 else "last step: ")
     if len(legend) + sum(map(len, names.values())) > cells:
@@ -188,20 +188,20 @@ def _legend(cells: int, steps: int, colors: bool) -> Text:
     if sum(map(len, names.values())) > cells:
         names = {doing: f"{_LETTERS[doing]} " for doing in names}
     for doing, name in names.items():
-        legend.append(name, Style(color=_COLORS[doing]) if doing else Style(dim=True))
+        legend.append(name, Style(color=_COLOURS[doing]) if doing else Style(dim=True))
     return legend
 
 
 def _in_halves(doing: Sequence[Doing]) -> list[Segment]:
-    """Two cells a character: its left half in the foreground's color, the right one in the background's."""
+    """Two cells a character: its left half in the foreground's colour, the right one in the background's."""
     return [
-        Segment("▌", Style(color=_COLORS[left], bgcolor=_COLORS[right]))
+        Segment("▌", Style(color=_COLOURS[left], bgcolor=_COLOURS[right]))
         for left, right in zip(doing[::2], doing[1::2], strict=True)
     ]
 
 
-def _in_letters(doing: Sequence[Doing], colors: bool) -> list[Segment]:
-    return [Segment(_LETTERS[each], Style(color=_COLORS[each]) if colors else None) for each in doing]
+def _in_letters(doing: Sequence[Doing], colours: bool) -> list[Segment]:
+    return [Segment(_LETTERS[each], Style(color=_COLOURS[each]) if colours else None) for each in doing]
 
 
 def _joined(segments: Sequence[Segment]) -> list[Segment]:
