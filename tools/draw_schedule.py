@@ -42,8 +42,8 @@ def simulated(schedule: str, arguments: argparse.Namespace, batches: int) -> Run
     least = ranks + lookahead
     if schedule == "Async2BW" and microbatches < least:
         raise UserError(
-            f"Async2BW on {ranks} stages needs at least {least} microbatches, not {microbatches}: "
-            "raise --microbatches"
+            f"Async2BW on {ranks} stages{f' and a lookahead of {lookahead}' if lookahead else ''} needs at "
+            f"least {least} microbatches, not {microbatches}: raise --microbatches"
         )
     try:
         programs = schedule_programs(schedule, ranks, microbatches, batches, lookahead)

@@ -137,7 +137,7 @@ def _pictures(run_dirs: list[str], labels: list[str] | None, steps: str | None) 
     utilizations = [(name, found) for name, found in utilizations if found is not None]
     rows = sum(len(set(run.info.ranks)) for _, run in timelines)
     pictures = [
-        _Picture("loss", draw_losses, losses, 3.2),
+        _Picture("loss", draw_losses, losses, 3.5),
         _Picture("timeline", draw_timelines, timelines, 0.9 + 0.45 * len(timelines) + 0.22 * rows),
         _Picture("utilization", draw_utilizations, utilizations, 0.5 + 1.3 * len(utilizations)),
     ]

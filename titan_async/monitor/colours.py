@@ -1,7 +1,7 @@
 """One colour for each kind of span, the same in every picture, and told apart by those who see few colours.
 
-The four kinds of compute have colours of Okabe and Ito's palette, and differ in lightness too. Waiting is
-grey, so that what stands out is work.
+The kinds of compute, waiting and idling differ clearly under each form of colour blindness. Waiting is grey,
+so that work stands out.
 """
 
 from titan_async.pipelining.recording import Kind
@@ -11,11 +11,11 @@ __all__ = ["COLOURS", "NAMES", "RUN_COLOURS", "mixed"]
 COLOURS: dict[Kind, str] = {
     Kind.IDLE: "#ffffff",
     Kind.STEP: "#000000",
-    Kind.FORWARD: "#4c8fc9",
+    Kind.FORWARD: "#5b9bd5",
     Kind.BACKWARD: "#e69f00",
     Kind.BACKWARD_INPUT: "#d55e00",
-    Kind.BACKWARD_WEIGHT: "#2f9e77",
-    Kind.RECEIVE: "#dcdcdc",
+    Kind.BACKWARD_WEIGHT: "#1b7f5c",
+    Kind.RECEIVE: "#d0d0d0",
     Kind.SEND: "#8c8c8c",
     Kind.SWAP: "#f0e442",
     Kind.GATHER: "#aa4499",

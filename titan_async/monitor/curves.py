@@ -99,13 +99,13 @@ def gap(curve: Curve, base: Curve) -> Curve:
 
 
 def smoothed(curve: Curve, points: int) -> Curve:
-    """The mean over as many points around each one; fewer on both sides alike where the curve ends."""
-    reach = np.minimum(points // 2, np.minimum(np.arange(len(curve)), np.arange(len(curve))[::-1]))
-    sums = np.concatenate([[0.0], np.nancumsum(curve.values)])
-    counts = np.concatenate([[0], np.cumsum(~np.isnan(curve.values))])
-    low, high = np.arange(len(curve)) - reach, np.arange(len(curve)) + reach + 1
+    """The means of as many points in a row, an odd number, at the step in the middle; NaNs do not count."""
+    known = ~np.isnan(curve.values)
+    sums = np.convolve(np.where(known, curve.values, 0.0), np.ones(points), "valid")
+    counts = np.convolve(known, np.ones(points), "valid")
+    half = points // 2
     with np.errstate(invalid="ignore"):
-        return Curve(curve.steps, (sums[high] - sums[low]) / (counts[high] - counts[low]))
+        return Curve(curve.steps[half : len(curve) - half], sums / counts)
 
 
 def read_utilization(run_dir: str | Path) -> Utilization | None:

@@ -26,6 +26,7 @@ __all__ = ["draw_losses", "draw_timelines", "draw_utilizations", "save", "style"
 
 _FEW = 50  # points, up to which a curve is drawn as it is
 _MOST_NAMED = 8  # ranks in a legend
+_SEVERAL = "; of a rank's stages the later are darker"
 
 
 @contextmanager
@@ -80,9 +81,11 @@ def draw_losses(figure: Figure | SubFigure, runs: Sequence[tuple[str, Curve, Cur
         axes.plot([], [], "o", color="grey", markersize=4, label="validation")
     axes.set(xlabel="step", ylabel="loss, nats a token")
     axes.grid(alpha=0.25, linewidth=0.5)
-    # Losses fall from the top left to the bottom right, so that the other corners are free.
-    axes.legend(frameon=False, loc="lower left", fontsize=7)
+    handles, labels = axes.get_legend_handles_labels()
+    columns = min(len(labels), 3)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=7)
     if len(runs) > 1:
+        # Where a loss that falls more and more slowly leaves room.
         _draw_gaps(axes.inset_axes((0.56, 0.54, 0.43, 0.4)), runs)
 
 
@@ -94,7 +97,7 @@ def _draw_curve(axes: Axes, curve: Curve, colour: str, label: str) -> Curve:
     """Draw a curve and return the one that is drawn thick."""
     if len(curve) > _FEW:
         axes.plot(curve.steps, curve.values, color=colour, linewidth=0.4, alpha=0.35)
-        curve = smoothed(curve, max(len(curve) // _FEW, 5))
+        curve = smoothed(curve, len(curve) // _FEW // 2 * 2 + 5)
     axes.plot(curve.steps, curve.values, color=colour, linewidth=1.2, label=label)
     return curve
 
@@ -134,7 +137,7 @@ def draw_timelines(figure: Figure | SubFigure, runs: Sequence[tuple[str, RunSpan
     """
     charts = [
         Chart(
-            f"{label}: {_words(run.steps)}",
+            f"{label}: {_words(run.steps)}{_SEVERAL if len(run.ranks[0].stages) > 1 else ''}",
             [_stages(spans.stages) for spans in _pipeline(run)],
             _boxes(run),
             _step_marks(run),
@@ -150,8 +153,9 @@ def _words(steps: range) -> str:
 
 
 def _pipeline(run: RunSpans) -> list[RankSpans]:
-    """The ranks of the first pipeline, in the order of their first stages."""
-    return sorted((spans for spans in run.ranks if not spans.copy), key=lambda spans: spans.stages)
+    """The ranks of the first pipeline that there are records of, in the order of their first stages."""
+    first = min(spans.copy for spans in run.ranks)
+    return sorted((spans for spans in run.ranks if spans.copy == first), key=lambda spans: spans.stages)
 
 
 def _seconds(run: RunSpans, nanoseconds: int) -> float:

@@ -31,5 +31,6 @@ def writing_whole(path: Path, flag: str) -> Iterator[Path]:
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
-        reason = error.strerror or str(error)
+        taken = isinstance(error, FileExistsError)  # by a file of the folder's name
+        reason = f"{path.parent} is no folder" if taken else error.strerror or str(error)
         raise UserError(f"cannot write {path} ({reason}): name another place with {flag}") from error
