@@ -292,6 +292,22 @@ def test_lines_of_a_run_that_goes_on(tmp_path: Path) -> None:
         assert process.wait(20) == 0
 
 
+def test_lines_of_a_run_that_is_waited_for(tmp_path: Path) -> None:
+    write_run(tmp_path, "20250101-000000-aaaa", stages=2)  # one that is over already
+    command = [*COMMAND, str(tmp_path), "--following", str(os.getpid())]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(2)
+        process.send_signal(signal.SIGINT)  # which the training gets, too
+        write_run(tmp_path, "20270101-000000-aaaa", steps=2)
+        assert process.stdout is not None
+        assert process.stdout.read().splitlines() == [
+            "training llama3 tiny on 4 stages under Async2BW",
+            "step 2/2  loss  5.4545",
+        ]
+        assert process.wait(20) == 0
+
+
 def test_a_dumb_terminal_gets_lines(run_dir: Path) -> None:
     with terminal(run_dir, TERM="dumb") as view:
         view.wait_for("training llama3 tiny on 3 stages")
