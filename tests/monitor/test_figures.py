@@ -466,16 +466,3 @@ def test_mistakes(argv, message, tmp_path: Path, capsys, monkeypatch: pytest.Mon
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", message.format(**places) + "\n")
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_without_matplotlib(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small_run(tmp_path)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["plot", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == (
-        "plots need matplotlib, which is not here: pip install titan-async[plots]\n"
-    )
-    assert main(["trace", str(tmp_path)]) == 0
-    assert folder_of(tmp_path).joinpath("trace.json").is_file()

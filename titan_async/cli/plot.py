@@ -43,8 +43,7 @@ def run(argv: Sequence[str]) -> int:
     """Draws pictures or prints help; returns the exit status.
 
     Raises:
-        UserError: a flag is wrong, there is no such run or step, matplotlib is missing, or a file cannot be
-            written.
+        UserError: a flag is wrong, there is no such run or step, or a file cannot be written.
     """
     if "-h" in argv or "--help" in argv:
         print(_HELP, end="")
@@ -61,11 +60,6 @@ def run(argv: Sequence[str]) -> int:
     if out.suffix[1:] in _FORMATS and arguments.value("--format") not in (None, out.suffix[1:]):
         raise UserError(f"--out {out} is no {form}: leave out one of --out and --format")
     labels = _given_labels(arguments)
-
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UserError("plots need matplotlib, which is not here: pip install titan-async[plots]") from None
     _draw(arguments.words, labels, arguments.value("--steps"), out, form)
     return 0
 
