@@ -223,7 +223,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     time.sleep(0.6)
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGINT)
-    _, err = launcher.communicate(timeout=5)
+    _, err = launcher.communicate(timeout=20)
     assert (launcher.returncode, err) == (130, f"{STOPPING}stopped by SIGINT\n")
     assert_gone(pids)
 
@@ -234,7 +234,7 @@ def test_ctrl_c_ends_at_once_while_one_worker_does_not_stop_cleanly_yet(tmp_path
     (mark,) = tmp_path.glob("titan_async_*/stops-cleanly-1")
     mark.unlink()
     launcher.send_signal(signal.SIGINT)
-    _, err = launcher.communicate(timeout=5)
+    _, err = launcher.communicate(timeout=20)
     assert (launcher.returncode, err) == (130, "stopped by SIGINT\n")
     assert_gone(pids)
 

@@ -54,6 +54,10 @@ def train(argv: Sequence[str]) -> int:
 
     from titan_async.training import preflight
 
+    if live:
+        from titan_async.cli.live import check_recorded
+
+        check_recorded(resolved.config)
     gpus = _gpu_count()
     nproc = processes_per_node(resolved.config.parallelism, os.environ, gpus)
     with _without_warnings():

@@ -18,10 +18,11 @@ import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from titan_async.errors import UserError
 
-__all__ = ["has_terminal", "view_command", "watched"]
+__all__ = ["check_recorded", "has_terminal", "view_command", "watched"]
 
 VIEW_SECONDS = 2.0
 """How long the view may take to end by itself once the run has."""
@@ -36,6 +37,20 @@ _ENDINGS = (
 """How the last lines of a run begin; the first of these that is found counts."""
 
 _LEAVE_SCREEN = b"\x1b[?1049l\x1b[?25h"  # back from the alternate screen, with a cursor
+
+
+def check_recorded(config: Any) -> None:
+    """Refuses a run of which a view would have nothing to show.
+
+    Raises:
+        UserError: it does not record what its ranks do.
+    """
+    section = getattr(config, "monitor", None)  # torchtitan's own trainer has no such section
+    if section is None or not section.events:
+        raise UserError(
+            "--live shows what a run records, and this one does not: "
+            + ("leave out --live" if section is None else "set monitor.events to true, or leave out --live")
+        )
 
 
 def has_terminal() -> bool:
