@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from tests.support.saved_runs import DENSE, MOE, random_weights, save_run
+from titan_async.checkpoint.distributed import SavedTensors
 from titan_async.cli.main import main
 from titan_async.training.recipe_file import resolve_recipe
 
@@ -84,6 +86,21 @@ def test_averaged_weights_and_the_buffers_that_have_no_average(moe_dir: Path, tm
     newest, averaged = random_weights(MOE, seed=7), random_weights(MOE, seed=100)
     mixed = {k: newest[k] if k.endswith("expert_bias_E") else averaged[k] for k in newest}
     assert same(written(tmp_path / "hf"), expected(MOE, mixed))
+
+
+def test_no_tensor_is_kept(moe_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+    read = SavedTensors.read
+
+    def watched(saved: SavedTensors, key: str) -> torch.Tensor:
+        assert not any(reference() is not None for reference in alive), "tensors pile up"
+        value = read(saved, key)
+        alive.append(weakref.ref(value))
+        return value
+
+    monkeypatch.setattr(SavedTensors, "read", watched)
+    assert main(["convert", str(moe_dir), str(tmp_path / "hf")]) == 0
+    assert len(alive) == 99
 
 
 def test_another_type_leaves_routers_as_they_are(moe_dir: Path, tmp_path: Path) -> None:
@@ -189,6 +206,14 @@ def test_a_model_with_more_layers_is_of_another_recipe(
     assert "it has no tok_embeddings.weight;" in capsys.readouterr().err
 
 
+def test_averages_of_some_weights_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_run(
+        tmp_path / "run", others={"train_state.ema_weights.tok_embeddings.weight": torch.ones(2048, 192)}
+    )
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--weights", "ema"]) == 2
+    assert "it has no train_state.ema_weights.layers.0" in capsys.readouterr().err
+
+
 class Hostile:
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -261,6 +286,7 @@ def test_a_killed_conversion_leaves_nothing_under_the_name_and_the_next_one_succ
 
 FULL = """
 import resource, sys
+from titan_async.checkpoint.distributed import SavedTensors
 from titan_async.cli.main import main
 run, out = sys.argv[1:]
 assert main(["convert", run, out + "/hf"]) == 0

@@ -107,7 +107,7 @@ def save_tensors(
     tensors: Mapping[str, TensorInfo],
     load: Callable[[str], torch.Tensor],
 ) -> None:
-    """Writes a checkpoint, of which no more than one tensor is in memory at a time.
+    """Writes a checkpoint, a file for each tensor; no more than two of them are in memory at a time.
 
     Args:
         folder: is made; an old checkpoint in it is replaced.
@@ -119,7 +119,8 @@ def save_tensors(
     """
     # Planned with tensors that have no memory, and filled when torch asks for them.
     plan = {key: torch.empty(info.shape, dtype=info.dtype, device="meta") for key, info in tensors.items()}
-    writer = FileSystemWriter(folder)
+    # torch keeps what it has written of a file until the file is whole.
+    writer = FileSystemWriter(folder, single_file_per_rank=False)
     try:
         with _alone():
             dcp.save(plan, storage_writer=writer, planner=_LazyPlanner(load), no_dist=True)

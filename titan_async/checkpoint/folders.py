@@ -33,9 +33,11 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         lock = _make_locked(partial)
     except OSError as error:
         raise UserError(f"cannot write {target}: {error.strerror}; name another folder") from error
+    left_early = True
     try:
         yield partial
         _publish(partial, whole)
+        left_early = False
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
@@ -43,7 +45,8 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
             f"cannot write {target}: {os.strerror(error.errno)}; make room, or name a folder on another disk"
         ) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if left_early:  # else another process may have made one of this name
+            shutil.rmtree(partial, ignore_errors=True)
         os.close(lock)
 
 

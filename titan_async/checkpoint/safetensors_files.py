@@ -104,6 +104,7 @@ def _write_file(
             name, value = next(values)
             assert (name, TensorInfo(tuple(value.shape), value.dtype)) == (expected, info)
             file.write(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+            del value  # before the next one is made
         file.flush()
         os.fsync(file.fileno())
 

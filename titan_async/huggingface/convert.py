@@ -96,8 +96,9 @@ def _values(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     done = 0
     for key in saved.layout.names:
-        for name, value in saved.layout.to_hf(key, saved.read(key)).items():
-            yield name, value.to(tensors[name].dtype)
+        parts = saved.layout.to_hf(key, saved.read(key))
+        for name in list(parts):
+            yield name, parts.pop(name).to(tensors[name].dtype)
             done += tensors[name].nbytes
             progress(done, total)
 

@@ -21,6 +21,8 @@ class Layout:
     """Of every tensor that a checkpoint of the model holds, in the model's order."""
     names: Mapping[str, Mapping[str, tuple[int, ...]]]
     """For each of these the tensors that it becomes, with their shapes. An expert has its own."""
+    buffers: frozenset[str]
+    """Those that are no parameters."""
     adapter: Any
     """torchtitan's."""
 
@@ -42,18 +44,18 @@ def layout_of(config: Trainer.Config) -> Layout:
     """
     spec = config.model_spec
     model = build_on_meta(config)
-    # A seed: the adapter is asked about one tensor at a time.
-    layout = Layout({}, {}, spec.state_dict_adapter(spec.model, None))
+    adapter = spec.state_dict_adapter(spec.model, None)
     tensors = model.state_dict()
-    names = {key: _becomes(layout, key, value) for key, value in tensors.items()}
+    names = {
+        key: {name: tuple(part.shape) for name, part in adapter.to_hf({key: value}).items()}
+        for key, value in tensors.items()
+    }
     lost = [key for key, becomes in names.items() if not becomes]
     if lost:
         raise UserError(
             f"the model {spec.name} {spec.flavor} has no form in Hugging Face's format here: "
             f"there is no place for {lost[0]}"
         )
-    return Layout({key: tuple(value.shape) for key, value in tensors.items()}, names, layout.adapter)
-
-
-def _becomes(layout: Layout, key: str, value: torch.Tensor) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(part.shape) for name, part in layout.to_hf(key, value).items()}
+    buffers = frozenset(tensors) - {name for name, _ in model.named_parameters()}
+    shapes = {key: tuple(value.shape) for key, value in tensors.items()}
+    return Layout(shapes, names, buffers, adapter)

@@ -64,9 +64,7 @@ class SavedModel:
         return self.saved.read(self._saved_key(key))
 
     def _saved_key(self, key: str) -> str:
-        # Buffers that are not averaged or delayed are there once.
-        kept = WEIGHTS[self.weights] + key
-        return kept if kept in self.saved.tensors else key
+        return _saved_key(self.saved, self.layout, self.weights, key)
 
 
 def open_saved(
@@ -98,10 +96,10 @@ def open_saved(
     step = _existing_step(checkpoints, step)
     saved = SavedTensors(checkpoints / f"step-{step}")
     layout = layout_of(resolved.config)
-    _check_recipe(saved, layout, resolved.recipe)
-    prefix = WEIGHTS[weights]
-    if prefix and not any(key.startswith(prefix) for key in saved.tensors):
+    _check_recipe(saved, layout, "newest", resolved.recipe)
+    if not any(key.startswith(WEIGHTS[weights]) for key in saved.tensors):
         raise UserError(f"{saved.folder} has no {weights} weights: {_ABSENT[weights]}")
+    _check_recipe(saved, layout, weights, resolved.recipe)
     return SavedModel(resolved, run, saved.folder, step, layout, saved, weights)
 
 
@@ -129,14 +127,22 @@ def _listed(steps: list[int]) -> str:
     return f"one of steps {', '.join(others)} and {last}" if others else f"step {last}"
 
 
-def _check_recipe(saved: SavedTensors, layout: Layout, recipe: str) -> None:
+def _saved_key(saved: SavedTensors, layout: Layout, weights: str, key: str) -> str:
+    """Under which key a checkpoint has one of the model's tensors."""
+    kept = WEIGHTS[weights] + key
+    # A buffer of which there is no average is there once.
+    return key if key in layout.buffers and kept not in saved.tensors else kept
+
+
+def _check_recipe(saved: SavedTensors, layout: Layout, weights: str, recipe: str) -> None:
     why = None
     for key, shape in layout.shapes.items():
-        found = saved.tensors.get(key)
+        kept = _saved_key(saved, layout, weights, key)
+        found = saved.tensors.get(kept)
         if found is None:
-            why = f"it has no {key}"
+            why = f"it has no {kept}"
         elif found.shape != shape:
-            why = f"its {key} is {list(found.shape)}, where the recipe's is {list(shape)}"
+            why = f"its {kept} is {list(found.shape)}, where the recipe's is {list(shape)}"
         if why:
             break
     others = [key for key in saved.tensors if key not in layout.shapes and not key.startswith(_OTHER_STATE)]

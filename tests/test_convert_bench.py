@@ -1,0 +1,48 @@
+"""The comparison of converters still runs, and tells different files apart; its figures are not tested."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+BENCH = Path(__file__).parents[1] / "tools" / "bench"
+
+
+def test_both_ways_write_the_same(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    done = subprocess.run(
+        [sys.executable, BENCH / "convert.py", "--quick", "--folder", tmp_path, "--json", record],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(record.read_text())
+    assert (found["ranks"], found["tensors"], found["parameters"]) == (2, 225, 3_481_648)
+    names = [
+        "imports alone",
+        "titan-async convert, float32",
+        "torchtitan's way, float32",
+        "titan-async import",
+    ]
+    assert list(found["cases"]) == names
+    assert all(name in done.stdout for name in names)
+    assert all(runs[0]["seconds"] > 0 and runs[0]["peak"] > 10**8 for runs in found["cases"].values())
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_a_difference_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    from convert import check_equal
+
+    for name, value in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
+        (tmp_path / name).mkdir()
+        save_file({"x": torch.tensor([value])}, tmp_path / name / "model.safetensors")
+    assert check_equal(tmp_path / "a", tmp_path / "b") == 1
+    with pytest.raises(SystemExit, match="x differs between"):
+        check_equal(tmp_path / "a", tmp_path / "c")
+    save_file({"y": torch.tensor([1.0])}, tmp_path / "c" / "model.safetensors")
+    with pytest.raises(SystemExit, match="hold other tensors"):
+        check_equal(tmp_path / "a", tmp_path / "c")
