@@ -1,7 +1,6 @@
 """Pictures of runs: what matplotlib was told to draw, against records, journals and simulations."""
 
 import json
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from titan_async.monitor.events import RankReader, ring_path, summary_path
 from titan_async.monitor.figures import draw_losses, draw_timelines, draw_utilizations, style
 from titan_async.monitor.gantt import tint_of
 from titan_async.monitor.journal import journal_path
-from titan_async.monitor.spans import cut, folder_of, load_spans
+from titan_async.monitor.spans import cut, load_spans
 from titan_async.pipelining.programs import schedule_programs
 from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
 from titan_async.pipelining.simulation import Timing, simulate
