@@ -99,7 +99,9 @@ def _picture(folder: Path, svg: str | None, width: int | None, height: int | Non
         from titan_async.monitor.whole_files import writing_whole
 
         with writing_whole(Path(svg), "--svg") as partial:
-            partial.write_text(console.export_svg(title="titan-async watch"), encoding="utf-8")
+            drawn = console.export_svg(title="titan-async watch")
+            # Without the fonts, which whoever looks at it would fetch from the network.
+            partial.write_text(re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL), encoding="utf-8")
         return
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     if not sys.stdout.isatty():
