@@ -50,7 +50,7 @@ def save(spec: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Save
     config.training.seq_len = LENGTH
     resolved = Resolved(config=config, recipe="tiny", base=config, module=None, dry_run=False)
     saved = SavedTensors(folder / "step-1")
-    return SavedModel(resolved, folder, folder / "step-1", 1, layout_of(config), saved, "newest"), model
+    return SavedModel(resolved, folder / "step-1", 1, layout_of(config), saved, "newest"), model
 
 
 @pytest.mark.parametrize(

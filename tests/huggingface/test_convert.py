@@ -76,9 +76,12 @@ def test_the_latest_checkpoint_in_files_of_a_size(
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_the_step_that_is_named(run_dir: Path, tmp_path: Path) -> None:
+def test_the_step_that_is_named(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["convert", f"{run_dir}/checkpoint/step-3/", str(tmp_path / "hf")]) == 0
-    assert same(written(tmp_path / "hf"), expected(DENSE, random_weights(DENSE, seed=3)))
+    monkeypatch.chdir(run_dir / "checkpoint")
+    assert main(["convert", "step-3", str(tmp_path / "from-there")]) == 0
+    for name in ("hf", "from-there"):
+        assert same(written(tmp_path / name), expected(DENSE, random_weights(DENSE, seed=3)))
 
 
 def test_averaged_weights_and_the_buffers_that_have_no_average(moe_dir: Path, tmp_path: Path) -> None:

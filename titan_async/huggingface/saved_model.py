@@ -1,5 +1,6 @@
 """The model in a run's checkpoint: which recipe it is of, and its weights, one at a time."""
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +39,6 @@ class SavedModel:
     """One kind of weights in one checkpoint, which fit the recipe's model."""
 
     resolved: Resolved
-    run: Path
     folder: Path
     """Of the checkpoint."""
     step: int
@@ -100,7 +100,7 @@ def open_saved(
     if not any(key.startswith(WEIGHTS[weights]) for key in saved.tensors):
         raise UserError(f"{saved.folder} has no {weights} weights: {_ABSENT[weights]}")
     _check_recipe(saved, layout, weights, resolved.recipe)
-    return SavedModel(resolved, run, saved.folder, step, layout, saved, weights)
+    return SavedModel(resolved, saved.folder, step, layout, saved, weights)
 
 
 def _split(place: Path) -> tuple[Path, int | None]:
@@ -108,7 +108,7 @@ def _split(place: Path) -> tuple[Path, int | None]:
     match = re.fullmatch(r"step-(\d+)", place.name)
     if match is None:
         return place, None
-    return place.parent.parent, int(match[1])
+    return Path(os.path.normpath(place / ".." / "..")), int(match[1])
 
 
 def _existing_step(folder: Path, step: int | None) -> int:

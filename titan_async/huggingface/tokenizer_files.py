@@ -1,6 +1,5 @@
 """The files of a tokenizer, beside a model."""
 
-import json
 from pathlib import Path
 
 from titan_async.data import DocumentEncoder
@@ -44,6 +43,3 @@ def copy_tokenizer(source: str, target: Path) -> None:
             except OSError as error:
                 raise UserError(f"cannot read {file}: {error.strerror}") from error
             (target / name).write_bytes(content)
-    if not (target / "tokenizer_config.json").exists():
-        config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        (target / "tokenizer_config.json").write_text(json.dumps(config) + "\n", encoding="utf-8")
