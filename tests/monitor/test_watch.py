@@ -252,6 +252,7 @@ def test_a_run_that_starts_again_after_a_failure_is_followed(tmp_path: Path) -> 
         journal.write("end", reason="failed")
         journal.close()
         view.wait_for("failed")
+        time.sleep(0.7)  # as long as the view looks twice
         going_on(tmp_path, "20270101-000001-aaaa", stages=3)
         view.wait_for("3 stages")
         assert view.process.poll() is None
