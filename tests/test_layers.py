@@ -32,8 +32,8 @@ LAYERS = (
 )
 """Each may import the ones before it."""
 
-BASE = ("errors", "_group_internals")
-"""Modules below all layers: what users may do wrong, and process groups."""
+BASE = ("errors", "whole_files", "_group_internals")
+"""Modules below all layers: what users may do wrong, files that are whole or not there, process groups."""
 
 BARE_LAYERS = ("pipelining", "optim")
 """These need torch alone, and know no other layer."""

@@ -141,7 +141,7 @@ def test_killed_and_started_again_it_ends_with_the_same_files(
         assert time.monotonic() < deadline, "workers outlive a killed parent"
         time.sleep(0.01)
     # A kill may also come between a file and the note of it, or within a file.
-    (folder / ".tokens-00002.safetensors.part").write_bytes(b"half")
+    (folder / ".tokens-00002.safetensors.partial").write_bytes(b"half")
     kept = [shard["name"] for shard in json.loads((folder / "progress.json").read_text())["shards"]]
     times = {name: (folder / name).stat().st_mtime_ns for name in kept}
     prepare_tokens(source, TOKENIZER, folder, shard_tokens=SHARD)

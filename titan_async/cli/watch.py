@@ -96,9 +96,9 @@ def _picture(folder: Path, svg: str | None, width: int | None, height: int | Non
         )  # fmt: skip
         picture(console, folder)
 
-        from titan_async.monitor.whole_files import writing_whole
+        from titan_async.monitor.output_files import writing_output
 
-        with writing_whole(Path(svg), "--svg") as partial:
+        with writing_output(Path(svg), "--svg") as partial:
             drawn = console.export_svg(title="titan-async watch")
             # Without the fonts, which whoever looks at it would fetch from the network.
             partial.write_text(re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL), encoding="utf-8")

@@ -39,10 +39,10 @@ from titan_async.data.token_files import (
     shards_of,
     token_dtype,
     write_index,
-    write_json,
     write_shard,
 )
 from titan_async.errors import UserError
+from titan_async.whole_files import write_json
 
 __all__ = ["SHARD_TOKENS", "prepare_tokens"]
 
@@ -175,7 +175,7 @@ class _Work:
         )
         write_index(self._folder, index)
         (self._folder / PROGRESS).unlink(missing_ok=True)
-        for rest in self._folder.glob(".*.part"):
+        for rest in self._folder.glob(".*.partial"):
             rest.unlink()
 
     def _write(self, parts: list[_Tokens], position: Any) -> None:

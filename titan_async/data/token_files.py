@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_async.errors import UserError
+from titan_async.whole_files import write_json, writing_whole
 
 __all__ = [
     "INDEX",
@@ -39,7 +40,6 @@ __all__ = [
     "TokenFiles",
     "TokenIndex",
     "token_dtype",
-    "write_json",
     "write_shard",
 ]
 
@@ -173,14 +173,10 @@ def write_shard(
 
     name = f"tokens-{number:05}.safetensors"
     content = safetensors.numpy.save({"tokens": tokens, "ends": ends})
-    _write_whole(folder / name, content)
+    with writing_whole(folder / name) as partial:
+        partial.write_bytes(content)
     digest = hashlib.sha256(content).hexdigest()
     return Shard(name=name, documents=ends.size, tokens=tokens.size, bytes=len(content), sha256=digest)
-
-
-def write_json(file: Path, value: Any) -> None:
-    """Write JSON that appears whole or not at all."""
-    _write_whole(file, (json.dumps(value, indent=1) + "\n").encode())
 
 
 def write_index(folder: Path, index: TokenIndex) -> None:
@@ -239,12 +235,3 @@ def _read_header(file: Path) -> tuple[dict[str, Any], int]:
         if length > 2**20:
             raise ValueError("it is no file of safetensors")
         return json.loads(opened.read(length)), 8 + length
-
-
-def _write_whole(file: Path, content: bytes) -> None:
-    temporary = file.with_name(f".{file.name}.part")
-    with temporary.open("wb") as opened:
-        opened.write(content)
-        opened.flush()
-        os.fsync(opened.fileno())
-    os.replace(temporary, file)

@@ -8,7 +8,6 @@ training split of the plays; `train_shakespeare_tokenizer` writes it.
 import itertools
 import json
 import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from titan_async.data.sources import TextSource, open_documents
 from titan_async.errors import UserError
+from titan_async.whole_files import writing_whole
 
 __all__ = [
     "END_OF_TEXT",
@@ -84,9 +84,13 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None
         "add_eos_token": True,
     }
     path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    _write_whole(path / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
-    _write_whole(path / "tokenizer.json", tokenizer.to_str(pretty=False) + "\n")
+    texts = {
+        "tokenizer_config.json": json.dumps(config, indent=2),
+        "tokenizer.json": tokenizer.to_str(pretty=False),
+    }
+    for name, text in texts.items():
+        with writing_whole(path / name, shared=True) as partial:
+            partial.write_text(text + "\n", encoding="utf-8")
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
@@ -173,13 +177,3 @@ def unigram_cross_entropy(
         raise UserError("There is no validation text to measure: set validation_fraction higher.")
     smoothed = train_counts + 1
     return float(-(validation_counts * np.log(smoothed / smoothed.sum())).sum() / total)
-
-
-def _write_whole(file: Path, text: str) -> None:
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=file.parent, prefix=f".{file.name}.", delete=False
-    ) as temporary:
-        temporary.write(text)
-    # A temporary file is private; a tokenizer is for everyone who may read the folder.
-    os.chmod(temporary.name, 0o644)
-    os.replace(temporary.name, file)

@@ -18,8 +18,8 @@ from matplotlib.ticker import PercentFormatter
 from titan_async.monitor.colours import RUN_COLOURS
 from titan_async.monitor.curves import Curve, Utilization, gap, smoothed
 from titan_async.monitor.gantt import Box, Chart, Mark, draw_charts, tint_of
+from titan_async.monitor.output_files import writing_output
 from titan_async.monitor.spans import RankSpans, RunSpans
-from titan_async.monitor.whole_files import writing_whole
 from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
 
 __all__ = ["draw_losses", "draw_timelines", "draw_utilizations", "save", "style"]
@@ -56,7 +56,7 @@ def save(figure: Figure, path: Path) -> None:
         UserError: if it cannot be written.
     """
     form = path.suffix[1:]
-    with writing_whole(path, "--out") as partial:
+    with writing_output(path, "--out") as partial:
         figure.savefig(partial, format=form, metadata={"Date": None} if form == "svg" else None)
 
 

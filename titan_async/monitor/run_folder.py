@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_async.errors import UserError
+from titan_async.whole_files import write_json
 
 __all__ = ["EVENTS_FOLDER", "RunInfo", "events_folder", "read_info", "runs_in", "write_info"]
 
@@ -54,11 +55,8 @@ def events_folder(run_dir: str | Path, run_id: str) -> Path:
 
 
 def write_info(folder: Path, info: RunInfo) -> None:
-    """Write `run.json`, whole or not at all."""
-    path = folder / _INFO
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"format": _FORMAT} | asdict(info), indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    """Write `run.json`, whole or not at all. Each node of a run may do it, to a disk that they share."""
+    write_json(folder / _INFO, {"format": _FORMAT} | asdict(info), shared=True)
 
 
 def read_info(folder: Path) -> RunInfo:

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from titan_async.monitor.output_files import writing_output
 from titan_async.monitor.spans import RankSpans, RunSpans
-from titan_async.monitor.whole_files import writing_whole
 from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
 
 __all__ = ["trace_of", "write_trace"]
@@ -35,7 +35,7 @@ def write_trace(path: Path, run: RunSpans) -> int:
     """
     trace, lost = trace_of(run)
     data = json.dumps(trace, separators=(",", ":")).encode()
-    with writing_whole(path, "--out") as partial:
+    with writing_output(path, "--out") as partial:
         partial.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
     return lost
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from titan_async.errors import UserError
 from titan_async.training.recipe_file import Resolved
+from titan_async.whole_files import writing_whole
 
 __all__ = ["RECIPE", "recipe_text", "write_recipe"]
 
@@ -27,16 +28,11 @@ def write_recipe(resolved: Resolved) -> None:
         UserError: it cannot be written.
     """
     file = Path(resolved.config.dump_folder) / RECIPE
-    partial = file.with_name(f".{RECIPE}.partial")
     try:
         if file.exists() and not file.read_text(encoding="utf-8", errors="replace").startswith(_MARK):
             return
-        file.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with writing_whole(file) as partial:
             partial.write_text(recipe_text(resolved), encoding="utf-8")
-            partial.replace(file)
-        finally:
-            partial.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(
             f"cannot write {file}: {error.strerror}; set dump_folder to a folder on a disk with room"

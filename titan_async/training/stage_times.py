@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torchtitan.distributed import ParallelDims
 from torchtitan.trainer import Trainer
 
-from titan_async.data.token_files import write_json
 from titan_async.training.pipeline import accumulation_of
+from titan_async.whole_files import write_json
 
 __all__ = ["MEASURED_FILE", "SKIPPED", "STEPS", "StageTimer", "write_measured"]
 
@@ -119,9 +119,7 @@ def write_measured(timer: StageTimer, config: Trainer.Config, dims: ParallelDims
         "seq_len": config.training.seq_len,
         "stages": sorted((stage for own in everyone for stage in own), key=lambda stage: stage["stage"]),
     }
-    folder = Path(config.dump_folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / MEASURED_FILE, record)
+    write_json(Path(config.dump_folder) / MEASURED_FILE, record)
 
 
 def _timed(

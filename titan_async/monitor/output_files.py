@@ -1,19 +1,18 @@
-"""Files that are there whole or not at all."""
+"""Files that a user asked for."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from titan_async.errors import UserError
+from titan_async.whole_files import writing_whole
 
-__all__ = ["writing_whole"]
+__all__ = ["writing_output"]
 
 
 @contextmanager
-def writing_whole(path: Path, flag: str) -> Iterator[Path]:
-    """Give the path of a temporary file beside `path`, which takes its place at the end.
-
-    The folder is made if it is missing. An exception leaves what was there before as it was.
+def writing_output(path: Path, flag: str) -> Iterator[Path]:
+    """`writing_whole` for a file that a user asked for.
 
     Args:
         path: where the file is to be.
@@ -22,14 +21,9 @@ def writing_whole(path: Path, flag: str) -> Iterator[Path]:
     Raises:
         UserError: if it cannot be written.
     """
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with writing_whole(path) as partial:
             yield partial
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
     except OSError as error:
         taken = isinstance(error, FileExistsError)  # by a file of the folder's name
         reason = f"{path.parent} is no folder" if taken else error.strerror or str(error)
