@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from titan_async.monitor.history import History, Series
-from titan_async.monitor.plot import curve
+from titan_async.monitor.view.history import History, Series
+from titan_async.monitor.view.plot import curve
 
 
 def test_a_series_keeps_its_shape_in_bounded_memory() -> None:

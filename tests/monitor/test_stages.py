@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from tests.support.events import write_run
-from titan_async.monitor.bubble import bubble_of_1f1b, stage_seconds
 from titan_async.monitor.events import RECORD, RankReader
-from titan_async.monitor.stages import RankFigures, own_seconds
-from titan_async.monitor.strip import Doing, strip
+from titan_async.monitor.view.bubble import bubble_of_1f1b, stage_seconds
+from titan_async.monitor.view.stages import RankFigures, own_seconds
+from titan_async.monitor.view.strip import Doing, strip
 from titan_async.pipelining.programs import schedule_programs
 from titan_async.pipelining.recording import Kind
 from titan_async.pipelining.simulation import COMPUTE, Timing, simulate

@@ -21,7 +21,7 @@ import pytest
 from tests.support.events import write_run
 from tests.support.watching import going_on, write_now
 from titan_async.monitor.journal import Journal
-from titan_async.monitor.watch import STOPPING
+from titan_async.monitor.view.watch import STOPPING
 from titan_async.pipelining.recording import Kind
 
 COMMAND = [sys.executable, "-m", "titan_async.cli", "watch"]
@@ -367,7 +367,7 @@ def test_mistakes_get_one_sentence(tmp_path: Path, arguments: list[str], words: 
 def test_the_view_does_without_torch() -> None:
     """It starts in an instant, and takes 30 MB rather than 300 from the training beside it."""
     program = (
-        "import sys, titan_async.cli.watch, titan_async.monitor.watch, titan_async.monitor.plain;"
+        "import sys, titan_async.cli.watch, titan_async.monitor.view.watch, titan_async.monitor.view.plain;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -67,19 +67,19 @@ def run(argv: Sequence[str]) -> int:
         _picture(folder_of(run_dir, run_id), svg, *size)
         return 0
 
-    from titan_async.monitor.following import Launched
+    from titan_async.monitor.view.following import Launched
 
     source = folder_of(run_dir, run_id) if pid is None else Launched(run_dir, pid)
     # A terminal that lacks a character shows a question mark.
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     if not sys.stdout.isatty() or os.environ.get("TERM", "") in ("", "dumb", "unknown"):
-        from titan_async.monitor.plain import print_lines
+        from titan_async.monitor.view.plain import print_lines
 
         return print_lines(sys.stdout, source)
 
     from rich.console import Console
 
-    from titan_async.monitor.watch import watch
+    from titan_async.monitor.view.watch import watch
 
     return watch(Console(), source)
 
@@ -87,7 +87,7 @@ def run(argv: Sequence[str]) -> int:
 def _picture(folder: Path, svg: str | None, width: int | None, height: int | None) -> None:
     from rich.console import Console
 
-    from titan_async.monitor.watch import picture
+    from titan_async.monitor.view.watch import picture
 
     if svg is not None:
         console = Console(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titan_async.monitor.events import RankState
-from titan_async.monitor.stages import RankFigures
+from titan_async.monitor.view.stages import RankFigures
 from titan_async.pipelining.recording import Kind
 
 __all__ = ["SILENCE", "RankNow", "Stall", "describe", "duration", "find_stalls"]

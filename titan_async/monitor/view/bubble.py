@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from titan_async.monitor.stages import StageFigures
+from titan_async.monitor.view.stages import StageFigures
 from titan_async.pipelining.programs import schedule_programs
 from titan_async.pipelining.recording import Kind
 from titan_async.pipelining.simulation import Timing, simulate

@@ -5,12 +5,12 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from titan_async.monitor.following import Launched
-from titan_async.monitor.frame import clean
 from titan_async.monitor.journal import JournalReader
-from titan_async.monitor.processes import is_alive
 from titan_async.monitor.run_folder import read_info
-from titan_async.monitor.signals import Interrupts
+from titan_async.monitor.view.following import Launched
+from titan_async.monitor.view.frame import clean
+from titan_async.monitor.view.processes import is_alive
+from titan_async.monitor.view.signals import Interrupts
 
 __all__ = ["print_lines"]
 
@@ -22,7 +22,7 @@ def print_lines(file: TextIO, source: Path | Launched) -> int:
 
     Args:
         file: where to.
-        source: as for `titan_async.monitor.watch.watch`.
+        source: as for `titan_async.monitor.view.watch.watch`.
 
     Raises:
         UserError: the run cannot be read.

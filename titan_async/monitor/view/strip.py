@@ -5,7 +5,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from titan_async.monitor.stages import StepSpans
+from titan_async.monitor.view.stages import StepSpans
 from titan_async.pipelining.recording import Kind
 
 __all__ = ["Doing", "strip"]

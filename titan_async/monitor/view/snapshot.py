@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from titan_async.monitor.bubble import bubble_of_1f1b, stage_seconds
 from titan_async.monitor.events import RankReader, RankState
-from titan_async.monitor.history import History
 from titan_async.monitor.journal import JournalReader
-from titan_async.monitor.processes import is_alive
 from titan_async.monitor.run_folder import RunInfo, read_info
-from titan_async.monitor.stages import RankFigures, StepSpans
-from titan_async.monitor.stalls import SILENCE, RankNow, Stall, duration, find_stalls
+from titan_async.monitor.view.bubble import bubble_of_1f1b, stage_seconds
+from titan_async.monitor.view.history import History
+from titan_async.monitor.view.processes import is_alive
+from titan_async.monitor.view.stages import RankFigures, StepSpans
+from titan_async.monitor.view.stalls import SILENCE, RankNow, Stall, duration, find_stalls
 from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
 
 __all__ = ["RunWatch", "Snapshot", "StageRow"]

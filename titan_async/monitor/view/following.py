@@ -3,8 +3,8 @@
 import time
 from pathlib import Path
 
-from titan_async.monitor.processes import is_alive
 from titan_async.monitor.run_folder import runs_in
+from titan_async.monitor.view.processes import is_alive
 
 __all__ = ["Launched"]
 

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from titan_async.monitor.colours import COLOURS
-from titan_async.monitor.snapshot import StageRow
-from titan_async.monitor.strip import Doing, strip
+from titan_async.monitor.view.snapshot import StageRow
+from titan_async.monitor.view.strip import Doing, strip
 from titan_async.pipelining.recording import Kind
 
 __all__ = ["StageTable", "sorted_rows"]
