@@ -55,6 +55,8 @@ class Step:
     seconds: float
     """Without a recorder."""
     seconds_recording: float
+    difference: float
+    """Of the two, as a share of the first: the median over pairs of turns."""
     caller: float
     """Share of the step that its spans take in the thread that trains, by the cost of a span."""
     everything: float
@@ -151,13 +153,13 @@ def measure_steps(microbatches: int, repeats: int, steps: int, span: Span) -> li
     spans = [0.0] * RANKS
     with Pool([RANKS]) as pool:
         pool.run(RANKS, _prepare, microbatches)
-        for _ in range(repeats):
-            for rank, (seconds, _) in enumerate(pool.run(RANKS, _turn, None, steps)):
-                without[rank].append(seconds)
+        for repeat in range(repeats):
             with tempfile.TemporaryDirectory() as folder:
-                for rank, (seconds, count) in enumerate(pool.run(RANKS, _turn, folder, steps)):
-                    recording[rank].append(seconds)
-                    spans[rank] = count
+                # Whoever comes first has an advantage or not: by turns.
+                for where in (None, folder) if repeat % 2 else (folder, None):
+                    for rank, (seconds, count) in enumerate(pool.run(RANKS, _turn, where, steps)):
+                        (recording if where else without)[rank].append(seconds)
+                        spans[rank] = count or spans[rank]
     results = []
     for rank in range(RANKS):
         seconds = statistics.median(without[rank])
@@ -169,6 +171,7 @@ def measure_steps(microbatches: int, repeats: int, steps: int, span: Span) -> li
                 spans[rank],
                 seconds,
                 statistics.median(recording[rank]),
+                statistics.median(r / w - 1 for r, w in zip(recording[rank], without[rank], strict=True)),
                 caller=cost * span.caller,
                 everything=cost * (span.caller + span.writer),
             )
@@ -194,7 +197,8 @@ def main() -> None:
     spans = [measure_span(2_000 if quick else 100_000), measure_titan(50 if quick else 2_000)]
     steps = []
     for microbatches in (2,) if quick else (4, 16):
-        steps += measure_steps(microbatches, 1 if quick else arguments.repeats, 2 if quick else 4, spans[0])
+        count = 2 if quick else 64 // microbatches
+        steps += measure_steps(microbatches, 1 if quick else arguments.repeats, count, spans[0])
     show: Callable[[Any], None] = Console(width=120).print
     show(
         _table(
@@ -214,7 +218,7 @@ def main() -> None:
                     f"{step.spans:.0f}",
                     f"{1e3 * step.seconds:.1f}",
                     f"{1e3 * step.seconds_recording:.1f}",
-                    f"{100 * (step.seconds_recording / step.seconds - 1):+.2f} %",
+                    f"{100 * step.difference:+.2f} %",
                     f"{100 * step.caller:.3f} %",
                     f"{100 * step.everything:.3f} %",
                 ]
