@@ -165,7 +165,7 @@ def test_measured_times_take_the_place_of_assumed_ones(run, tmp_path):
         (("toml_configs/nothing.toml",), "toml_configs/nothing.toml: no such file"),
         ((f"toml_configs/{RECIPE}", "--gpu", "h100"), "did you mean h100-80gb?"),
         ((f"toml_configs/{RECIPE}", "--gpu"), "--gpu needs a value"),
-        ((f"toml_configs/{RECIPE}", "--nodes", "two"), "--nodes must be a positive integer, not two"),
+        ((f"toml_configs/{RECIPE}", "--nodes", "two"), "--nodes must be a whole number from 1 on, not two"),
         ((f"toml_configs/{RECIPE}", "--achievable", "50"), "--achievable must be a share"),
         ((f"toml_configs/{RECIPE}", "--node", "2"), "unknown flag --node; did you mean --nodes?"),
         ((f"toml_configs/{RECIPE}", "--schedule", "1F2B"), "did you mean 1F1B?"),
@@ -179,7 +179,7 @@ def test_measured_times_take_the_place_of_assumed_ones(run, tmp_path):
             (f"toml_configs/{RECIPE}", "--parallelism.pipeline_parallel_degree", "3", "--nodes", "1"),
             "--nodes 1 makes 8 ranks",
         ),
-        ((f"toml_configs/{RECIPE}", "--json", "/nowhere/plan.json", "--no-suggest"), "cannot write"),
+        ((f"toml_configs/{RECIPE}", "--json", "/dev/null/plan.json", "--no-suggest"), "cannot write"),
     ],
 )
 def test_a_mistake_is_one_line_that_says_how_to_mend_it(capsys, argv, words):

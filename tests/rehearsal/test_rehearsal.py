@@ -191,8 +191,8 @@ def test_the_command_rehearses_a_small_recipe(
     ("flags", "message"),
     [
         (["--rank", "64"], "--rank is 64, but the degrees multiply to 2 ranks: use one below that"),
-        (["--steps", "0"], "--steps needs a whole number from 1 on, not 0"),
-        (["--rank"], "--rank needs a whole number from 0 on, not nothing"),
+        (["--steps", "0"], "--steps must be a whole number from 1 on, not 0"),
+        (["--rank"], "--rank needs a value, as in titan-async rehearse --help"),
         (
             ["--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"],
             "a rehearsal knows schedules of one stage a rank, and Interleaved1F1B has several: set "

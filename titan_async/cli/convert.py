@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from titan_async.cli.own_flags import split_flags
+from titan_async.cli.command_line import parse
 from titan_async.errors import UserError
 
 if TYPE_CHECKING:
@@ -60,16 +60,16 @@ def run(argv: Sequence[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(_HELP, end="")
         return 0
-    line = split_flags("convert", argv, ("dtype", "weights", "max-shard-size", "recipe"))
+    line = parse("convert", argv, ("dtype", "weights", "max-shard-size", "recipe"), recipe=True)
     if len(line.words) != 2:
         raise UserError(
             f"convert takes two folders, of a run and for the result, not {len(line.words)}, as in "
             "titan-async convert outputs/debug hf/debug"
         )
     place, out = line.words
-    weights = weights_kind(line.values.get("weights"))
-    size = _bytes(line.values.get("max-shard-size", "5GB"))
-    dtype = _dtype(line.values.get("dtype"))
+    weights = weights_kind(line.value("weights"))
+    size = _bytes(line.value("max-shard-size") or "5GB")
+    dtype = _dtype(line.value("dtype"))
 
     from titan_async.cli.quiet import quiet
     from titan_async.training import cpu
@@ -81,7 +81,7 @@ def run(argv: Sequence[str]) -> int:
         from titan_async.huggingface.progress import progress_bar
         from titan_async.huggingface.saved_model import open_saved
 
-        saved = open_saved(place, recipe=line.values.get("recipe"), flags=line.recipe_flags, weights=weights)
+        saved = open_saved(place, recipe=line.value("recipe"), flags=line.recipe_flags, weights=weights)
         with progress_bar("converting") as progress:
             done = convert(saved, out, dtype=dtype, max_shard_size=size, progress=progress)
     count = sum(name.endswith(".safetensors") for name in done.files)

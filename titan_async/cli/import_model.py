@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from titan_async.cli.own_flags import split_flags
+from titan_async.cli.command_line import parse
 from titan_async.errors import UserError
 
 __all__ = ["run"]
@@ -39,7 +39,7 @@ def run(argv: Sequence[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(_HELP, end="")
         return 0
-    line = split_flags("import", argv, ())
+    line = parse("import", argv, (), recipe=True)
     if len(line.words) not in (2, 3):
         raise UserError(
             "import takes the folder of a model, one for the run, and a recipe file, as in "

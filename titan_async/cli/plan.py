@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from titan_async.cli.command_line import parse
 from titan_async.errors import UserError
-from titan_async.training.edit import nearest
 
 __all__ = ["run"]
 
@@ -42,20 +40,7 @@ examples:
 """
 
 
-@dataclass
-class _Arguments:
-    rest: list[str] = field(default_factory=list)
-    gpu: str = "h100-80gb"
-    nodes: int | None = None
-    schedule: str | None = None
-    achievable: float | None = None
-    measured: str | None = None
-    json: str | None = None
-    """A file, or "-" for stdout."""
-    suggests: bool = True
-
-
-_VALUES = ("gpu", "nodes", "schedule", "achievable", "measured")
+_FLAGS = ("gpu", "nodes", "schedule", "achievable", "measured")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -67,100 +52,63 @@ def run(argv: Sequence[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(_HELP, end="")
         return 0
-    arguments = _parse(argv)
+    line = parse("plan", argv, _FLAGS, switches=("no-suggest",), optional=("json",), recipe=True)
+    nodes, achievable = line.whole("nodes", None), _achievable(line.value("achievable"))
 
     import logging
     import warnings
 
     from titan_async.planning.hardware import cluster_of
 
-    cluster = cluster_of(arguments.gpu)
-    if arguments.achievable is not None:
-        cluster = cluster.reaching(arguments.achievable)
+    cluster = cluster_of(line.value("gpu") or "h100-80gb")
+    if achievable is not None:
+        cluster = cluster.reaching(achievable)
     # torchtitan's remarks about a configuration, which training makes too, and about running on a CPU.
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore", category=UserWarning, module="torchtitan")
 
     from titan_async.training.recipe_file import resolve_recipe
 
-    resolved = resolve_recipe(arguments.rest)  # before torchtitan is imported, for CPUs
+    schedule = line.value("schedule")
+    short = [] if schedule is None else ["--parallelism.pipeline_parallel_schedule", schedule]
+    resolved = resolve_recipe([*line.words, *line.recipe_flags, *short])  # before torchtitan, for CPUs
     config = resolved.config
 
     from titan_async.planning.plan import Planner
     from titan_async.planning.report import print_plan
     from titan_async.planning.scale import on_nodes, on_own_ranks
 
-    if arguments.nodes is None:
+    if nodes is None:
         config = on_own_ranks(config, cluster.per_node)
     else:
-        config = on_nodes(config, arguments.nodes, cluster.per_node)
+        config = on_nodes(config, nodes, cluster.per_node)
     planner = Planner(cluster)
-    if arguments.measured is not None:
+    measured = line.value("measured")
+    if measured is not None:
         from titan_async.planning.measured import calibrate
 
-        planner = Planner(cluster, calibrate(config, cluster, arguments.measured))
-    plan = planner.plan(config, resolved.recipe, suggests=arguments.suggests)
-    if arguments.json != "-":
+        planner = Planner(cluster, calibrate(config, cluster, measured))
+    plan = planner.plan(config, resolved.recipe, suggests="no-suggest" not in line.values)
+    if "json" not in line.values:
         print_plan(plan)
-    if arguments.json is not None:
-        _write(arguments.json, json.dumps(plan.to_json(), indent=1) + "\n")
+        return 0
+    text, file = json.dumps(plan.to_json(), indent=1) + "\n", line.value("json")
+    if file in (None, "-"):
+        sys.stdout.write(text)
+    else:
+        from titan_async.monitor.output_files import writing_output
+
+        print_plan(plan)
+        with writing_output(Path(file), "--json") as partial:
+            partial.write_text(text, encoding="utf-8")
     return 0
 
 
-def _write(file: str, text: str) -> None:
-    if file == "-":
-        sys.stdout.write(text)
-        return
+def _achievable(text: str | None) -> float | None:
     try:
-        Path(file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}; give another file to --json") from error
-
-
-def _parse(argv: Sequence[str]) -> _Arguments:
-    """Takes the flags of its own; what is left is for `resolve_recipe`."""
-    arguments, words = _Arguments(), list(argv)
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or name not in (*_VALUES, "json", "no-suggest"):
-            if word.startswith("--"):
-                _refuse_alike(word.partition("=")[0])
-            arguments.rest.append(word)
-        elif name == "no-suggest":
-            arguments.suggests = False
-        elif name == "json":
-            follows = bool(words) and not words[0].startswith("--")
-            arguments.json = value if equals else words.pop(0) if follows else "-"
-        else:
-            if not equals:
-                if not words or words[0].startswith("--"):
-                    raise UserError(f"--{name} needs a value, as in titan-async plan --help")
-                value = words.pop(0)
-            _set(arguments, name, value)
-    if arguments.schedule is not None:
-        arguments.rest += ["--parallelism.pipeline_parallel_schedule", arguments.schedule]
-    return arguments
-
-
-def _set(arguments: _Arguments, name: str, value: str) -> None:
-    if name == "nodes":
-        if not re.fullmatch(r"[1-9]\d{0,6}", value):
-            raise UserError(f"--nodes must be a positive integer, not {value}")
-        arguments.nodes = int(value)
-    elif name == "achievable":
-        try:
-            arguments.achievable = float(value)
-        except ValueError:
-            arguments.achievable = 0.0
-        if not 0 < arguments.achievable <= 1:
-            raise UserError(f"--achievable must be a share above 0 and up to 1, not {value}")
-    else:
-        setattr(arguments, name, value)
-
-
-def _refuse_alike(flag: str) -> None:
-    own = [f"--{name}" for name in (*_VALUES, "json", "no-suggest")]
-    close = nearest(flag, [*own, "--module"], cutoff=0.8)
-    if close and close != flag and "." not in flag:
-        raise UserError(f"unknown flag {flag}; did you mean {close}?")
+        share = None if text is None else float(text)
+    except ValueError:
+        share = 0.0
+    if share is not None and not 0 < share <= 1:
+        raise UserError(f"--achievable must be a share above 0 and up to 1, not {text}")
+    return share

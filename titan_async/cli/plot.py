@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titan_async.cli.arguments import Arguments, step_range
+from titan_async.cli.command_line import CommandLine, parse
+from titan_async.cli.steps import step_range
 from titan_async.errors import UserError
 
 __all__ = ["run"]
@@ -48,30 +49,30 @@ def run(argv: Sequence[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(_HELP, end="")
         return 0
-    arguments = Arguments("plot", argv, ("--out", "--format", "--labels", "--steps"))
-    if not arguments.words:
+    line = parse("plot", argv, ("out", "format", "labels", "steps"))
+    if not line.words:
         raise UserError("titan-async plot needs a RUN_DIR, the dump_folder of a run")
-    form = arguments.value("--format") or "png"
+    form = line.value("format") or "png"
     if form not in _FORMATS:
         raise UserError(f"--format is {form}: use {' or '.join(_FORMATS)}")
-    out = Path(arguments.value("--out") or Path(arguments.words[0], "plots"))
+    out = Path(line.value("out") or Path(line.words[0], "plots"))
     if re.fullmatch(r"\.[A-Za-z]{2,4}", out.suffix) and out.suffix[1:] not in _FORMATS:
         raise UserError(f"--out is {out}: name a folder, or a file that ends in .png or .svg")
-    if out.suffix[1:] in _FORMATS and arguments.value("--format") not in (None, out.suffix[1:]):
+    if out.suffix[1:] in _FORMATS and line.value("format") not in (None, out.suffix[1:]):
         raise UserError(f"--out {out} is no {form}: leave out one of --out and --format")
-    labels = _given_labels(arguments)
-    _draw(arguments.words, labels, arguments.value("--steps"), out, form)
+    labels = _given_labels(line)
+    _draw(line.words, labels, line.value("steps"), out, form)
     return 0
 
 
-def _given_labels(arguments: Arguments) -> list[str] | None:
-    text = arguments.value("--labels")
+def _given_labels(line: CommandLine) -> list[str] | None:
+    text = line.value("labels")
     if text is None:
         return None
     labels = [label.strip() for label in text.split(",")]
-    if len(labels) != len(arguments.words):
+    if len(labels) != len(line.words):
         raise UserError(
-            f"--labels names {len(labels)} runs, but there are {len(arguments.words)}: "
+            f"--labels names {len(labels)} runs, but there are {len(line.words)}: "
             "give one label for each, with commas between them"
         )
     return labels

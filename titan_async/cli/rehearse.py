@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from titan_async.cli.command_line import parse
 from titan_async.errors import UserError
 
 if TYPE_CHECKING:
@@ -53,12 +54,13 @@ def run(argv: Sequence[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(_HELP, end="")
         return 0
-    options, rest = _split(argv)
+    line = parse("rehearse", argv, ("rank", "steps", "width-divisor"), recipe=True)
+    steps, divisor = line.whole("steps", 3), line.whole("width-divisor", 16)
+    only = line.whole("rank", None, least=0)
     # A rank is on the CPU here, whatever the machine has. Before torch looks for accelerators.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-    import logging
-
+    from titan_async.cli.quiet import quiet
     from titan_async.training import cpu
 
     cpu.ensure_device()
@@ -67,11 +69,9 @@ def run(argv: Sequence[str]) -> int:
     from titan_async.training import preflight
     from titan_async.training.recipe_file import resolve
 
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # torchtitan's remarks about the configuration
-    try:
-        config = resolve(rest)
-        world, steps, divisor, only = world_size(config), *options
+    with quiet():
+        config = resolve([*line.words, *line.recipe_flags])
+        world = world_size(config)
         if only is not None and only >= world:
             raise UserError(
                 f"--rank is {only}, but the degrees multiply to {world} ranks: use one below that"
@@ -80,8 +80,6 @@ def run(argv: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory() as folder:
             small = narrowed(prepared(config, steps=steps, folder=folder), divisor)
             preflight.check(small, world_size=world)
-    finally:
-        logging.disable(before)
     try:
         return _rehearse(config, world, steps, divisor, only)
     except UserError:
@@ -89,23 +87,6 @@ def run(argv: Sequence[str]) -> int:
     except Exception:
         traceback.print_exc()
         return 1
-
-
-def _split(argv: Sequence[str]) -> tuple[tuple[int, int, int | None], list[str]]:
-    """The values of --steps, --width-divisor and --rank, and what is left for the recipe."""
-    values: dict[str, int | None] = {"--steps": 3, "--width-divisor": 16, "--rank": None}
-    rest, words = [], list(argv)
-    while words:
-        name, given, value = words.pop(0).partition("=")
-        if name not in values:
-            rest.append(name + given + value)
-            continue
-        text = value if given else words.pop(0) if words else ""
-        least = 0 if name == "--rank" else 1
-        if not text.isdecimal() or int(text) < least:
-            raise UserError(f"{name} needs a whole number from {least} on, not {text or 'nothing'}")
-        values[name] = int(text)
-    return (values["--steps"], values["--width-divisor"], values["--rank"]), rest  # type: ignore[return-value]
 
 
 def _check_schedule(config: Trainer.Config) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from collections.abc import Sequence
 
+from titan_async.cli.command_line import parse
 from titan_async.cli.convert import weights_kind
-from titan_async.cli.own_flags import split_flags
 from titan_async.errors import UserError
 
 __all__ = ["run"]
@@ -49,18 +48,17 @@ def run(argv: Sequence[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(_HELP, end="")
         return 0
-    line = split_flags("sample", argv, _FLAGS)
+    line = parse("sample", argv, _FLAGS, recipe=True)
     if len(line.words) != 1:
         raise UserError(
             f"sample takes one folder, that of a run, not {len(line.words)}, as in "
             'titan-async sample outputs/debug --prompt "ROMEO:"'
         )
-    values = line.values
-    count = _whole("tokens", values.get("tokens", "100"), least=1)
-    top_k = _whole("top-k", values.get("top-k", "50"), least=0)
-    seed = _whole("seed", values.get("seed", "0"), least=0)
-    temperature = _temperature(values.get("temperature", "0.8"))
-    weights, prompt = weights_kind(values.get("weights")), values.get("prompt", "")
+    count = line.whole("tokens", 100)
+    top_k = line.whole("top-k", 50, least=0)
+    seed = line.whole("seed", 0, least=0)
+    temperature = _temperature(line.value("temperature") or "0.8")
+    weights, prompt = weights_kind(line.value("weights")), line.value("prompt") or ""
 
     from titan_async.cli.quiet import quiet
     from titan_async.training import cpu
@@ -74,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
         from titan_async.huggingface.saved_model import open_saved
 
         saved = open_saved(
-            line.words[0], recipe=values.get("recipe"), flags=line.recipe_flags, weights=weights
+            line.words[0], recipe=line.value("recipe"), flags=line.recipe_flags, weights=weights
         )
         vocabulary = Vocabulary(saved.config.hf_assets_path)
         begin = vocabulary.begin(prompt)
@@ -97,12 +95,6 @@ def run(argv: Sequence[str]) -> int:
             sys.stdout.flush()
     sys.stdout.write("\n")
     return 0
-
-
-def _whole(name: str, text: str, *, least: int) -> int:
-    if not re.fullmatch(r"\d{1,18}", text) or int(text) < least:
-        raise UserError(f"--{name} must be a whole number from {least} on, not {text}")
-    return int(text)
 
 
 def _temperature(text: str) -> float:

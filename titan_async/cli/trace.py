@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_async.cli.arguments import Arguments, step_range
+from titan_async.cli.command_line import parse
+from titan_async.cli.steps import step_range
 from titan_async.errors import UserError
 
 __all__ = ["run"]
@@ -42,19 +43,19 @@ def run(argv: Sequence[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(_HELP, end="")
         return 0
-    arguments = Arguments("trace", argv, ("--steps", "--run", "--out"))
-    if len(arguments.words) != 1:
+    line = parse("trace", argv, ("steps", "run", "out"))
+    if len(line.words) != 1:
         raise UserError("titan-async trace needs one RUN_DIR, the dump_folder of a run")
-    out = arguments.value("--out")
+    out = line.value("out")
     if out is not None and not re.search(r"\.json(\.gz)?$", out):
         raise UserError(f"--out is {out}: its name must end in .json or .json.gz")
 
     from titan_async.monitor.spans import cut, folder_of, load_spans
     from titan_async.monitor.trace import write_trace
 
-    folder = folder_of(arguments.words[0], arguments.value("--run"))
+    folder = folder_of(line.words[0], line.value("run"))
     loaded = load_spans(folder)
-    steps = step_range(arguments.value("--steps"), loaded.steps, _STEPS)
+    steps = step_range(line.value("steps"), loaded.steps, _STEPS)
     spans = cut(loaded, steps, what_follows=True)
     path = Path(out) if out is not None else folder / "trace.json"
     lost = write_trace(path, spans)

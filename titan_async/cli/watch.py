@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_async.cli.arguments import Arguments
+from titan_async.cli.command_line import parse
 from titan_async.errors import UserError
 
 __all__ = ["run"]
@@ -39,7 +39,7 @@ examples:
 _SIZE = (100, 30)
 
 
-_FLAGS = ("--run", "--svg", "--width", "--height", "--following")
+_FLAGS = ("run", "svg", "width", "height", "following")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -51,15 +51,14 @@ def run(argv: Sequence[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(_HELP, end="")
         return 0
-    once = "--once" in argv
-    arguments = Arguments("watch", [word for word in argv if word != "--once"], _FLAGS)
-    if len(arguments.words) != 1:
+    line = parse("watch", argv, _FLAGS, switches=("once",))
+    if len(line.words) != 1:
         raise UserError("titan-async watch needs one RUN_DIR, the dump_folder of a run")
-    run_dir, run_id = arguments.words[0], arguments.value("--run")
-    svg, pid = arguments.value("--svg"), _whole(arguments, "--following")
+    run_dir, run_id, once = line.words[0], line.value("run"), "once" in line.values
+    svg, pid = line.value("svg"), line.whole("following", None)
     if pid is not None and (run_id or once or svg):
         raise UserError("--following waits for a run to begin: leave out --run, --once and --svg")
-    size = _whole(arguments, "--width"), _whole(arguments, "--height")
+    size = line.whole("width", None), line.whole("height", None)
 
     from titan_async.monitor.spans import folder_of
 
@@ -107,12 +106,3 @@ def _picture(folder: Path, svg: str | None, width: int | None, height: int | Non
     if not sys.stdout.isatty():
         width, height = width or _SIZE[0], height or _SIZE[1]
     picture(Console(width=width, height=height), folder)
-
-
-def _whole(arguments: Arguments, flag: str) -> int | None:
-    value = arguments.value(flag)
-    if value is None:
-        return None
-    if not re.fullmatch(r"[1-9]\d{0,6}", value):
-        raise UserError(f"{flag} must be a positive integer, not {value}")
-    return int(value)
