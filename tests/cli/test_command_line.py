@@ -44,7 +44,7 @@ def test_own_flags_may_stand_anywhere() -> None:
             "--training.steps",
             "5",
             "--other",
-            "x y",
+            "x",
             "--last",
         ],
         ("size", "text", "other"),
