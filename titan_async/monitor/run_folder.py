@@ -8,7 +8,7 @@ from typing import Any
 from titan_async.errors import UserError
 from titan_async.whole_files import write_json
 
-__all__ = ["EVENTS_FOLDER", "RunInfo", "events_folder", "read_info", "runs_in", "write_info"]
+__all__ = ["EVENTS_FOLDER", "RunInfo", "RunShape", "events_folder", "read_info", "runs_in", "write_info"]
 
 EVENTS_FOLDER = "events"
 """In the `dump_folder` of a run."""
@@ -17,18 +17,12 @@ _INFO = "run.json"
 _FORMAT = 1
 
 
-@dataclass(frozen=True)
-class RunInfo:
-    """What a run is, from its start to its end. In `run.json`, with `"format": 1`."""
+@dataclass(frozen=True, kw_only=True)
+class RunShape:
+    """What a run sets out to do."""
 
-    run_id: str
     model: str
     """Name and flavor."""
-    started: float
-    """Seconds since the epoch."""
-    host: str
-    pid: int
-    """Of rank 0, on `host`."""
     first_step: int
     """Steps that were done before: 0, or that of the checkpoint from which the run goes on."""
     steps: int
@@ -40,9 +34,21 @@ class RunInfo:
     """In a batch, of each pipeline."""
     lookahead: int
     stages: int
+    tokens_per_step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo(RunShape):
+    """What a run is, from its start to its end. In `run.json`, with `"format": 1`."""
+
+    run_id: str
+    started: float
+    """Seconds since the epoch."""
+    host: str
+    pid: int
+    """Of rank 0, on `host`."""
     ranks: tuple[tuple[int, ...], ...]
     """The indices of the stages on each rank; ranks of one pipeline and of its data-parallel copies."""
-    tokens_per_step: int
     device: str
     """What the ranks compute on: "cpu", or the name of the accelerator."""
     versions: dict[str, str]

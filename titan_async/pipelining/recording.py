@@ -5,7 +5,7 @@ writes files; any object with these two methods will do.
 """
 
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 __all__ = ["COMPUTE_KINDS", "Kind", "NoRecorder", "Recorder"]
 
@@ -80,14 +80,7 @@ class Recorder(Protocol):
 class NoRecorder:
     """Records nothing."""
 
-    def begin(
-        self,
-        kind: Kind,
-        stage: int,
-        batch: int | None = None,
-        microbatch: int | None = None,
-        version: int | None = None,
-    ) -> None:
+    def begin(self, *about: Any, **more: Any) -> None:
         """See `Recorder`."""
 
     def end(self) -> None:

@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from titan_async.monitor.run_folder import RunShape
 from titan_async.training._titan_internals import stages_of
-from titan_async.training.recording import Recording, Shape, start_recording
+from titan_async.training.recording import Recording, start_recording
 from titan_async.training.stage_spans import ModelSpans, Passing, StageSpans, no_spans
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def record(trainer: "AsyncTrainer", first_step: int) -> tuple[Recording, Passing
     microbatches = trainer.num_pipeline_parallel_microbatches if stages else 1
     recording = start_recording(
         config.dump_folder,
-        Shape(
+        RunShape(
             model=f"{config.model_spec.name} {config.model_spec.flavor}",
             first_step=first_step,
             steps=config.training.steps,

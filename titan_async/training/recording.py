@@ -22,28 +22,10 @@ from titan_async.monitor.clocks import clock_of
 from titan_async.monitor.event_files import EventWriter
 from titan_async.monitor.journal import Journal
 from titan_async.monitor.recorder import EventRecorder
-from titan_async.monitor.run_folder import RunInfo, events_folder, write_info
-from titan_async.pipelining.recording import Kind, NoRecorder, Recorder
+from titan_async.monitor.run_folder import RunInfo, RunShape, events_folder, write_info
+from titan_async.pipelining.recording import Kind
 
-__all__ = ["Recording", "Shape", "start_recording"]
-
-RUN_ID = "TITAN_ASYNC_RUN_ID"
-"""The environment variable by which a launcher names a run."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What of a run its `RunInfo` says; see there."""
-
-    model: str
-    first_step: int
-    steps: int
-    log_every: int
-    schedule: str
-    microbatches: int
-    lookahead: int
-    stages: int
-    tokens_per_step: int
+__all__ = ["Recording", "start_recording"]
 
 
 @dataclass
@@ -54,11 +36,6 @@ class Recording:
     journal: Journal | None = None
     _first_step: int = 0
     """Of the next interval."""
-
-    @property
-    def recorder(self) -> Recorder:
-        """For a schedule."""
-        return self.events or NoRecorder()
 
     def span(self, kind: Kind, step: int) -> AbstractContextManager[None]:
         """Record what happens inside as part of a training step, from 1."""
@@ -93,7 +70,7 @@ class Recording:
 
 def start_recording(
     dump_folder: str | os.PathLike[str],
-    shape: Shape,
+    shape: RunShape,
     stages: Sequence[int],
     device: torch.device,
     warn: Callable[[str], None],
@@ -110,7 +87,8 @@ def start_recording(
         warn: is told what is wrong.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    mine = (_new_run_id(), socket.gethostname(), os.getpid(), tuple(stages))
+    new_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    mine = (new_id, socket.gethostname(), os.getpid(), tuple(stages))
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, mine)
     run_id, host, pid, _ = everyone[0]
@@ -155,11 +133,6 @@ def start_recording(
         failed(error)
         return Recording()
     return Recording(events, journal, shape.first_step + 1)
-
-
-def _new_run_id() -> str:
-    given = os.environ.get(RUN_ID)
-    return given or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def _name_of(device: torch.device) -> str:
