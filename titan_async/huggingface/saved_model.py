@@ -13,7 +13,7 @@ from titan_async.checkpoint.distributed import SavedTensors
 from titan_async.checkpoint.tensors import TensorInfo
 from titan_async.errors import UserError
 from titan_async.huggingface.layout import Layout, layout_of
-from titan_async.training.checkpoint import NEXT_WEIGHTS, complete_steps
+from titan_async.training.checkpoint import EMA_WEIGHTS, NEXT_WEIGHTS, complete_steps
 from titan_async.training.recipe_file import Resolved, resolve_recipe
 from titan_async.training.run_folder import RECIPE
 
@@ -22,7 +22,7 @@ __all__ = ["WEIGHTS", "SavedModel", "open_saved"]
 WEIGHTS = {
     "newest": "",
     "stale": f"train_state.{NEXT_WEIGHTS}.",
-    "ema": "train_state.ema_weights.",
+    "ema": f"train_state.{EMA_WEIGHTS}.",
 }
 """The weights that a checkpoint may hold, and what their keys begin with."""
 
