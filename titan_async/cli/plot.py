@@ -35,8 +35,8 @@ flags:
   -h, --help      this text
 
 examples:
-  titan-async plot outputs/debug_cpu
-  titan-async plot outputs/debug_cpu outputs/sync --labels Async2BW,1F1B --out compared.svg
+  titan-async plot outputs/debug
+  titan-async plot outputs/debug outputs/sync --labels Async2BW,1F1B --out compared.svg
 """
 
 

@@ -29,8 +29,8 @@ flags:
   -h, --help      this text
 
 examples:
-  titan-async trace outputs/debug_cpu
-  titan-async trace outputs/debug_cpu --steps 1-20 --out first.json.gz
+  titan-async trace outputs/debug
+  titan-async trace outputs/debug --steps 1-20 --out first.json.gz
 """
 
 
