@@ -36,7 +36,7 @@ def mistake(
     for name in ("RANK", "WORLD_SIZE", "NGPU", "NNODES"):
         monkeypatch.delenv(name, raising=False)
 
-    def start(*args: object) -> int:
+    def start(*args: object, **options: object) -> int:
         raise AssertionError("processes were started")
 
     monkeypatch.setattr(launch, "launch", start)

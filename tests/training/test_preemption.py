@@ -212,7 +212,7 @@ def in_a_terminal(folder: Path, *flags: object) -> tuple[int, int]:
     return pid, terminal
 
 
-def read_until(terminal: int, text: str | None, seconds: float = 60) -> str:
+def read_until(terminal: int, text: str | None, seconds: float = 150) -> str:
     """What a terminal shows up to `text`, or up to the end of the processes in it."""
     shown, deadline = b"", time.monotonic() + seconds
     while text is None or text.encode() not in shown:
