@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from tests.support.training import Run, train
+from tests.support.training import RECIPE, Run, train
 from titan_async.monitor.events import RankReader, utilization_of
 from titan_async.monitor.journal import JournalReader
 from titan_async.monitor.run_folder import read_info, runs_in
 from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
+from titan_async.training import cpu
 
 MICROBATCHES = 4
 
@@ -185,16 +187,28 @@ def test_one_stage_records_whole_passes(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_without_its_record(tmp_path: Path) -> None:
-    """Off by one key; and a folder that cannot be made is a line on stderr for each rank."""
+    """A folder that cannot be made is a line on stderr."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "events").write_text("no folder")
-    flags = (
-        "--training.steps", 1, "--parallelism.pipeline_parallel_degree", 1,
+    blocked = train(
+        tmp_path, "--training.steps", 1, "--parallelism.pipeline_parallel_degree", 1,
         "--validator.no-enable", "--checkpoint.no-enable",
     )  # fmt: skip
-    blocked = train(tmp_path, *flags)
     assert (blocked.status, blocked.steps) == (0, [1])
     assert blocked.err.count("rank 0 no longer records events") == 1
-    off = train(tmp_path, *flags, "--monitor.no-events")
-    assert (off.status, off.steps, off.err) == (0, [1], "")
     assert (tmp_path / "run" / "events").is_file()
+
+
+def test_one_key_turns_it_off(tmp_path: Path) -> None:
+    from titan_async.training.recipe_file import resolve
+
+    config = resolve([str(RECIPE), "--monitor.no-events", "--dump_folder", str(tmp_path)])
+    cpu.ensure_device()
+    from titan_async.training.record_run import record
+
+    recording, passing = record(SimpleNamespace(config=config, parallel_dims=None), first_step=0)
+    with passing(0, 0), recording.span(Kind.STEP, 1):
+        pass
+    assert recording.end_interval(1) == {}
+    recording.close("finished")
+    assert list(tmp_path.iterdir()) == []
