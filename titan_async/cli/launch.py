@@ -8,14 +8,13 @@ started for each rank on this machine.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,11 +41,12 @@ def train(argv: Sequence[str]) -> int:
 
         return int(worker.main(list(argv)) or 0)
 
+    from titan_async.cli.quiet import quiet
     from titan_async.training.recipe_file import resolve_recipe
 
     live = "--live" in argv
     argv = [word for word in argv if word != "--live"]
-    with _without_warnings():
+    with quiet():
         resolved = resolve_recipe(argv)
     if resolved.dry_run:
         sys.stdout.write(resolved.to_toml())
@@ -60,23 +60,13 @@ def train(argv: Sequence[str]) -> int:
         check_recorded(resolved.config)
     gpus = _gpu_count()
     nproc = processes_per_node(resolved.config.parallelism, os.environ, gpus)
-    with _without_warnings():
+    with quiet():
         preflight.check(resolved.config, world_size=nproc * (_positive(os.environ, "NNODES") or 1))
     if gpus == 0:
         # Threads of several processes on the same few cores only get in each other's way.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     command = [sys.executable, "-m", "titan_async.training.worker", *argv]
     return launch(nproc, command, watch=Path(resolved.config.dump_folder) if live else None)
-
-
-@contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Hushes torchtitan's remarks about a configuration: the workers, which build it again, make them."""
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def _gpu_count() -> int:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_async.cli.command_line import parse
+from titan_async.cli.command_line import CommandLine, parse
 from titan_async.errors import UserError
 
 __all__ = ["run"]
@@ -55,17 +55,19 @@ def run(argv: Sequence[str]) -> int:
     line = parse("plan", argv, _FLAGS, switches=("no-suggest",), optional=("json",), recipe=True)
     nodes, achievable = line.whole("nodes", None), _achievable(line.value("achievable"))
 
-    import logging
-    import warnings
+    from titan_async.cli.quiet import quiet
 
+    with quiet():
+        _plan(line, nodes, achievable)
+    return 0
+
+
+def _plan(line: CommandLine, nodes: int | None, achievable: float | None) -> None:
     from titan_async.planning.hardware import cluster_of
 
     cluster = cluster_of(line.value("gpu") or "h100-80gb")
     if achievable is not None:
         cluster = cluster.reaching(achievable)
-    # torchtitan's remarks about a configuration, which training makes too, and about running on a CPU.
-    logging.disable(logging.WARNING)
-    warnings.filterwarnings("ignore", category=UserWarning, module="torchtitan")
 
     from titan_async.training.recipe_file import resolve_recipe
 
@@ -91,7 +93,7 @@ def run(argv: Sequence[str]) -> int:
     plan = planner.plan(config, resolved.recipe, suggests="no-suggest" not in line.values)
     if "json" not in line.values:
         print_plan(plan)
-        return 0
+        return
     text, file = json.dumps(plan.to_json(), indent=1) + "\n", line.value("json")
     if file in (None, "-"):
         sys.stdout.write(text)
@@ -101,7 +103,6 @@ def run(argv: Sequence[str]) -> int:
         print_plan(plan)
         with writing_output(Path(file), "--json") as partial:
             partial.write_text(text, encoding="utf-8")
-    return 0
 
 
 def _achievable(text: str | None) -> float | None:
