@@ -20,6 +20,7 @@ from titan_async.monitor.curves import Curve, Utilization, gap, smoothed
 from titan_async.monitor.gantt import Box, Chart, Mark, draw_charts, tint_of
 from titan_async.monitor.output_files import writing_output
 from titan_async.monitor.spans import RankSpans, RunSpans
+from titan_async.monitor.words import name_stages
 from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
 
 __all__ = ["draw_losses", "draw_timelines", "draw_utilizations", "save", "style"]
@@ -138,7 +139,7 @@ def draw_timelines(figure: Figure | SubFigure, runs: Sequence[tuple[str, RunSpan
     charts = [
         Chart(
             f"{label}: {_words(run.steps)}{_SEVERAL if len(run.ranks[0].stages) > 1 else ''}",
-            [_stages(spans.stages) for spans in _pipeline(run)],
+            [name_stages(spans.stages) for spans in _pipeline(run)],
             _boxes(run),
             _step_marks(run),
         )
@@ -158,19 +159,19 @@ def _pipeline(run: RunSpans) -> list[RankSpans]:
     return sorted((spans for spans in run.ranks if spans.copy == first), key=lambda spans: spans.stages)
 
 
-def _seconds(run: RunSpans, nanoseconds: int) -> float:
-    origin = min(int(spans.records["start"].min()) for spans in _pipeline(run))
-    return (int(nanoseconds) - origin) / 1e9
+def _origin(run: RunSpans) -> int:
+    """When the first pipeline begins, in nanoseconds."""
+    return min(int(spans.records["start"].min()) for spans in _pipeline(run))
 
 
 def _boxes(run: RunSpans) -> list[Box]:
-    boxes = []
+    boxes, origin = [], _origin(run)
     for row, spans in enumerate(_pipeline(run)):
         for record in spans.records[np.argsort(spans.records["depth"], kind="stable")]:
             kind, microbatch = Kind(record["kind"]), int(record["microbatch"])
             if kind == Kind.STEP:
                 continue
-            start, end = _seconds(run, record["start"]), _seconds(run, record["end"])
+            start, end = ((int(record[name]) - origin) / 1e9 for name in ("start", "end"))
             label, tint = "", 0.0
             if kind in COMPUTE_KINDS:
                 label = str(microbatch)
@@ -179,13 +180,10 @@ def _boxes(run: RunSpans) -> list[Box]:
     return boxes
 
 
-def _stages(stages: Sequence[int]) -> str:
-    return ("stage " if len(stages) == 1 else "stages ") + " and ".join(map(str, stages))
-
-
 def _step_marks(run: RunSpans) -> list[Mark]:
+    origin = _origin(run)
     return [
-        Mark(row, _seconds(run, record["start"]), "" if row else f"step {record['batch']}")
+        Mark(row, (int(record["start"]) - origin) / 1e9, "" if row else f"step {record['batch']}")
         for row, spans in enumerate(_pipeline(run))
         for record in spans.of_kind(Kind.STEP)
     ]
@@ -203,7 +201,7 @@ def draw_utilizations(figure: Figure | SubFigure, runs: Sequence[tuple[str, Util
         shades = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(run.stages)))
         for stages, busy, shade in zip(run.stages, run.busy, shades, strict=True):
             named = len(run.stages) <= _MOST_NAMED or stages in (run.stages[0], run.stages[-1])
-            name = _stages(stages) if named else None
+            name = name_stages(stages) if named else None
             _draw_intervals(panel, run, busy, color=shade, linewidth=0.9, label=name)
         _draw_intervals(panel, run, run.busy.mean(axis=0), color="black", linewidth=1.8, label="mean")
         panel.set_ylim(0, 1)

@@ -17,14 +17,11 @@ import numpy.typing as npt
 
 from titan_async.monitor.output_files import writing_output
 from titan_async.monitor.spans import RankSpans, RunSpans
-from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
+from titan_async.pipelining.recording import COMPUTE_KINDS, GRADIENT_KINDS, RELEASING_KINDS, Kind
 
 __all__ = ["trace_of", "write_trace"]
 
 Event = dict[str, Any]
-
-_BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-_LETS_GO = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # what a microbatch's activations are held for
 
 
 def write_trace(path: Path, run: RunSpans) -> int:
@@ -141,7 +138,7 @@ def _version_lane(copy: int, stage: int, records: _Array, starts: _Array, ends: 
 
 def _held(copy: int, stage: int, records: _Array, starts: _Array, ends: _Array) -> Iterator[Event]:
     """Counter events: a microbatch is held from the begin of its forward to the end of its backward."""
-    forward, lets_go = records["kind"] == Kind.FORWARD, np.isin(records["kind"], _LETS_GO)
+    forward, lets_go = records["kind"] == Kind.FORWARD, np.isin(records["kind"], RELEASING_KINDS)
     begun = {(int(r["batch"]), int(r["microbatch"])) for r in records[forward]}
     held = sum((int(r["batch"]), int(r["microbatch"])) not in begun for r in records[lets_go])
     changes = [(int(ts), 1) for ts in starts[forward]] + [(int(ts), -1) for ts in ends[lets_go]]
@@ -154,7 +151,7 @@ def _held(copy: int, stage: int, records: _Array, starts: _Array, ends: _Array) 
 def _arrows(run: RunSpans, origin: int) -> tuple[list[Event], int]:
     events: list[Event] = []
     lost = 0
-    for kinds, name, step in (((Kind.FORWARD,), "activations", 1), (_BACKWARDS, "gradients", -1)):
+    for kinds, name, step in (((Kind.FORWARD,), "activations", 1), (GRADIENT_KINDS, "gradients", -1)):
         computed = {
             (spans.copy, int(r["stage"]), int(r["batch"]), int(r["microbatch"])): (
                 int(r["start"]),

@@ -7,7 +7,15 @@ writes files; any object with these two methods will do.
 from enum import IntEnum
 from typing import Any, Protocol
 
-__all__ = ["COMPUTE_KINDS", "Kind", "NoRecorder", "Recorder"]
+__all__ = [
+    "BACKWARD_KINDS",
+    "COMPUTE_KINDS",
+    "GRADIENT_KINDS",
+    "RELEASING_KINDS",
+    "Kind",
+    "NoRecorder",
+    "Recorder",
+]
 
 
 class Kind(IntEnum):
@@ -47,7 +55,16 @@ class Kind(IntEnum):
     """A validation."""
 
 
-COMPUTE_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+BACKWARD_KINDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+"""Backwards, whole or in halves."""
+
+GRADIENT_KINDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+"""Those that start from the next stage's gradient, and give the stage before its own."""
+
+RELEASING_KINDS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+"""Those after which nothing of a microbatch is held any more."""
+
+COMPUTE_KINDS = (Kind.FORWARD, *BACKWARD_KINDS)
 """The kinds in which a stage is busy."""
 
 

@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from titan_async.monitor.journal import Journal
+from titan_async.monitor.words import format_duration
 
-__all__ = ["Reporter", "StepReport", "format_duration"]
+__all__ = ["Reporter", "StepReport"]
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,6 @@ class StepReport:
     tokens_per_second: float
     """Of the whole run, all data-parallel ranks together."""
     learning_rate: float
-
-
-def format_duration(seconds: float) -> str:
-    """As 1:02:03, or 2:03 under an hour."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 class Reporter:

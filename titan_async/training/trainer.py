@@ -24,6 +24,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.moe import MoE
 from torchtitan.trainer import Trainer
 
+from titan_async.monitor.words import format_duration
 from titan_async.pipelining.recording import Kind
 from titan_async.training import cpu, random_state
 from titan_async.training._titan_internals import saves_at, stages_of
@@ -46,7 +47,7 @@ from titan_async.training.pipeline_metrics import pipeline_metrics
 from titan_async.training.preemption import PreemptedError, Preemption
 from titan_async.training.record_run import record
 from titan_async.training.recording import Recording
-from titan_async.training.reporter import Reporter, format_duration
+from titan_async.training.reporter import Reporter
 from titan_async.training.skipped_updates import SkippedUpdates
 from titan_async.training.stage_spans import Passing, no_spans
 from titan_async.training.stage_times import StageTimer, write_measured

@@ -7,7 +7,7 @@ import numpy as np
 
 from titan_async.monitor.view.stages import StageFigures
 from titan_async.pipelining.programs import schedule_programs
-from titan_async.pipelining.recording import Kind
+from titan_async.pipelining.recording import BACKWARD_KINDS, Kind
 from titan_async.pipelining.simulation import Timing, simulate
 
 __all__ = ["StageSeconds", "bubble_of_1f1b", "stage_seconds"]
@@ -40,7 +40,7 @@ def stage_seconds(stages: Sequence[StageFigures]) -> StageSeconds | None:
             return None
         seconds = np.sum([step.by_kind for step in stage.steps], axis=0)
         forward += seconds[Kind.FORWARD] / forwards
-        backward += seconds[[Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]].sum() / backwards
+        backward += seconds[list(BACKWARD_KINDS)].sum() / backwards
         by_kind += seconds / len(stage.steps)
     gather, reduction, update = by_kind[[Kind.GATHER, Kind.REDUCE, Kind.OPTIMIZER]]
     return StageSeconds(float(forward), float(backward), float(gather), float(reduction), float(update))

@@ -14,6 +14,7 @@ from titan_async.monitor.view.curve_panel import draw_curves
 from titan_async.monitor.view.history import History, LogLine
 from titan_async.monitor.view.snapshot import Snapshot
 from titan_async.monitor.view.stage_table import StageTable, sorted_rows
+from titan_async.monitor.words import format_duration
 
 __all__ = ["Frame", "Shown", "clean"]
 
@@ -237,8 +238,7 @@ def _count(number: int, what: str) -> str:
 
 def _clock(seconds: int) -> str:
     """1:02, 3:04:05 or 6 d 07:08."""
-    minutes, seconds = divmod(seconds, 60)
-    hours, minutes = divmod(minutes, 60)
+    hours, minutes = divmod(seconds // 60, 60)
     if hours >= 48:
         return f"{hours // 24} d {hours % 24:02}:{minutes:02}"
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    return format_duration(seconds)

@@ -1,15 +1,14 @@
 """A run as plain lines, where there is no terminal to draw on."""
 
-import socket
 import time
 from pathlib import Path
 from typing import Any, TextIO
 
 from titan_async.monitor.journal import JournalReader
-from titan_async.monitor.run_folder import read_info
+from titan_async.monitor.run_folder import RunInfo, read_info
 from titan_async.monitor.view.following import Launched
 from titan_async.monitor.view.frame import clean
-from titan_async.monitor.view.processes import is_alive
+from titan_async.monitor.view.processes import has_gone
 from titan_async.monitor.view.signals import Interrupts
 
 __all__ = ["print_lines"]
@@ -38,13 +37,17 @@ def print_lines(file: TextIO, source: Path | Launched) -> int:
 
 def _follow(file: TextIO, source: Path | Launched) -> None:
     folder: Path | None = None
+    info: RunInfo | None = None
     reader: JournalReader | None = None
     end: str | None = None
     while True:
         latest = source.latest() if isinstance(source, Launched) else source
         if latest is not None and latest != folder:
-            folder, reader, end = latest, JournalReader(latest), None
-        over = source.is_over(end) if isinstance(source, Launched) else end is not None or _is_dead(source)
+            folder, info, reader, end = latest, read_info(latest), JournalReader(latest), None
+        if isinstance(source, Launched):
+            over = source.is_over(end)
+        else:
+            over = end is not None or (info is not None and has_gone(info))
         for entry in reader.new_entries() if reader else []:
             line = _line(entry)
             if line is not None:
@@ -64,9 +67,3 @@ def _line(entry: dict[str, Any]) -> str | None:
     if entry["kind"] == "warning":
         return f"warning: {clean(str(entry.get('text')))}"
     return None
-
-
-def _is_dead(folder: Path) -> bool:
-    """Whether the run's process was here and has gone."""
-    info = read_info(folder)
-    return info.host == socket.gethostname() and not is_alive(info.pid)

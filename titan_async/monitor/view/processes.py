@@ -1,9 +1,12 @@
-"""Whether a process on this machine still runs."""
+"""Whether a process on this machine still runs, that of a run above all."""
 
 import os
+import socket
 from pathlib import Path
 
-__all__ = ["is_alive"]
+from titan_async.monitor.run_folder import RunInfo
+
+__all__ = ["has_gone", "is_alive", "is_here"]
 
 
 def is_alive(pid: int) -> bool:
@@ -20,3 +23,13 @@ def is_alive(pid: int) -> bool:
     except (OSError, IndexError):
         return True
     return state not in ("Z", "X")
+
+
+def is_here(info: RunInfo) -> bool:
+    """Whether a run's rank 0 is on this machine."""
+    return info.host == socket.gethostname()
+
+
+def has_gone(info: RunInfo) -> bool:
+    """Whether a run's rank 0 was on this machine and is no more."""
+    return is_here(info) and not is_alive(info.pid)

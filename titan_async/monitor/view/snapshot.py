@@ -1,6 +1,5 @@
 """What a run looks like now, from files that are read as they grow."""
 
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from titan_async.monitor.journal import JournalReader
 from titan_async.monitor.run_folder import RunInfo, read_info
 from titan_async.monitor.view.bubble import bubble_of_1f1b, stage_seconds
 from titan_async.monitor.view.history import History
-from titan_async.monitor.view.processes import is_alive
+from titan_async.monitor.view.processes import has_gone, is_here
 from titan_async.monitor.view.stages import RankFigures, StepSpans
 from titan_async.monitor.view.stalls import SILENCE, RankNow, Stall, duration, find_stalls
 from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
@@ -99,7 +98,7 @@ class RunWatch:
         self._read = [0] * len(self._readers)  # records, those that were lost included
         self._heard: list[float | None] = [None] * len(self._readers)  # by the clock of this process
         self._since = time.monotonic()
-        self._is_here = self.info.host == socket.gethostname()
+        self._is_here = is_here(self.info)
         self._compared: tuple[float, float | None] | None = None  # when, with what result
 
     def poll(self) -> None:
@@ -132,7 +131,7 @@ class RunWatch:
         over = self.history.end is not None or (bool(ranks) and not going)
         silent = bool(going) and min(now.silent for now in going) > SILENCE
         # A process of that number may also be unknown because it runs in another container.
-        dead = not over and silent and self._is_here and not is_alive(self.info.pid)
+        dead = not over and silent and has_gone(self.info)
         stalls = [] if over or dead else find_stalls(going, self.info.stages)
         by_all = min((now.figures.step for now in ranks), default=0)
         step = max(self.history.step, self.info.first_step, by_all)

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_async.monitor.events import RECORD
-from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
+from titan_async.pipelining.recording import COMPUTE_KINDS, GRADIENT_KINDS, RELEASING_KINDS, Kind
 
 __all__ = ["AVERAGED_STEPS", "RankFigures", "StageFigures", "StepFigures", "StepSpans", "own_seconds"]
 
@@ -24,8 +24,8 @@ def _table(*kinds: Kind) -> npt.NDArray[np.bool_]:
 
 
 _COMPUTING = _table(*COMPUTE_KINDS)
-_BACKWARDS = _table(Kind.BACKWARD, Kind.BACKWARD_INPUT)
-_RELEASING = _table(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+_BACKWARDS = _table(*GRADIENT_KINDS)
+_RELEASING = _table(*RELEASING_KINDS)
 
 
 @dataclass(frozen=True)

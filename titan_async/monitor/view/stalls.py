@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from titan_async.monitor.events import RankState
 from titan_async.monitor.view.stages import RankFigures
+from titan_async.monitor.words import name_stages
 from titan_async.pipelining.recording import Kind
 
 __all__ = ["SILENCE", "RankNow", "Stall", "describe", "duration", "find_stalls"]
@@ -90,7 +91,8 @@ def find_stalls(ranks: Sequence[RankNow], total_stages: int) -> list[Stall]:
     stalls = [
         Stall(
             tuple(now.figures.stages),
-            f"rank {now.rank} ({_names(now)}) has not been heard of for {duration(now.silent)}",
+            f"rank {now.rank} ({name_stages(sorted(now.figures.stages))}) "
+            f"has not been heard of for {duration(now.silent)}",
         )
         for now in ranks
         if now.silent > SILENCE
@@ -148,8 +150,3 @@ def _stall(now: RankNow, total_stages: int) -> Stall:
         clock = time.strftime("%H:%M:%S", time.localtime(int(current["start"]) / 1e9))
         text += f", since {clock} ({duration(now.seconds)})"
     return Stall((stage,), text)
-
-
-def _names(now: RankNow) -> str:
-    stages = sorted(now.figures.stages)
-    return ("stage " if len(stages) == 1 else "stages ") + " and ".join(map(str, stages))

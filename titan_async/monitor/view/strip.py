@@ -6,7 +6,7 @@ from enum import IntEnum
 import numpy as np
 
 from titan_async.monitor.view.stages import StepSpans
-from titan_async.pipelining.recording import Kind
+from titan_async.pipelining.recording import BACKWARD_KINDS, Kind
 
 __all__ = ["Doing", "strip"]
 
@@ -24,7 +24,7 @@ class Doing(IntEnum):
 
 _DOING = np.zeros(len(Kind), np.int64)
 _DOING[Kind.FORWARD] = Doing.FORWARD
-_DOING[[Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]] = Doing.BACKWARD
+_DOING[list(BACKWARD_KINDS)] = Doing.BACKWARD
 _DOING[[Kind.OPTIMIZER, Kind.REDUCE, Kind.GATHER, Kind.SWAP]] = Doing.UPDATE
 
 _LOOKS = 16  # at each cell
