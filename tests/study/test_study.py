@@ -1,0 +1,444 @@
+"""The study: what its runs compute, how results are kept, and that docs/study.md shows them."""
+
+import json
+import math
+import subprocess
+import sys
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).parents[2]
+STUDY = ROOT / "tools" / "study"
+sys.path.insert(0, str(STUDY))
+
+import report  # noqa: E402
+from _gaps import Losses, interval  # noqa: E402
+from _lookahead import AdaptiveStrength, Prediction, SmoothedFeedback  # noqa: E402
+from _model import MODELS, Decoder, Mixture, Shape, language_loss  # noqa: E402
+from _optimizers import OPTIMIZERS, build_optimizers  # noqa: E402
+from _paci import PaciGradients  # noqa: E402
+from _results import DEFAULT_PATH, Results, resolved, tuned_rate  # noqa: E402
+from _runs import Run, grid_runs, load_questions, rates_of, run_key  # noqa: E402
+from _text import Batches, splits  # noqa: E402
+from _training import evaluate, learning_rate, stages_of, train  # noqa: E402
+
+from titan_async.errors import UserError  # noqa: E402
+from titan_async.optim import ErrorFeedback  # noqa: E402
+
+TINY = Run(model="tiny", lr=1e-2, steps=20, sequences=4)
+
+
+def loop(run, delay):
+    """An independent reading of the recurrence: a list of weights, and gradients at those of `delay` ago."""
+    torch.manual_seed(run.seed)
+    model = Decoder(MODELS[run.model])
+    params = list(model.parameters())
+    optimizers = build_optimizers(model, run.optimizer, run.lr)
+    peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    versions = [[p.detach().clone() for p in params]]
+    for step in range(run.steps):
+        old = versions[max(step - delay, 0)]
+        shown = {name: w for (name, _), w in zip(model.named_parameters(), old, strict=True)}
+        leaves = {name: w.clone().requires_grad_() for name, w in shown.items()}
+
+        def at_old(x, leaves=leaves):
+            return torch.func.functional_call(model, leaves, x)
+
+        _, objective = language_loss(at_old, *Batches("training", run.sequences, 32, run.seed)(step))
+        gradients = torch.autograd.grad(objective, list(leaves.values()))
+        norm = math.sqrt(sum(float(g.square().sum()) for g in gradients))
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient * min(1.0, 1.0 / (norm + 1e-6))
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        for group, peak in zip(groups, peaks, strict=True):
+            group["lr"] = peak * learning_rate(step, run.steps)
+        for optimizer in optimizers:
+            optimizer.step()
+        versions.append([p.detach().clone() for p in params])
+    return evaluate(model, "test", 32)
+
+
+@pytest.mark.parametrize(("optimizer", "delay"), [("adamw", 0), ("adamw", 1), ("muon", 1), ("muon", 2)])
+def test_a_run_follows_the_recurrence(optimizer, delay):
+    run = replace(TINY, optimizer=optimizer, delay=delay)
+    assert train(run)["test"] == pytest.approx(loop(run, delay), abs=2e-4)
+    assert abs(loop(run, delay) - loop(run, delay + 1)) > 1e-3
+
+
+def test_rates_rise_over_a_tenth_and_fall_to_a_tenth():
+    rates = [learning_rate(step, 100) for step in range(100)]
+    assert rates[:11] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.0])
+    assert rates[10:] == sorted(rates[10:], reverse=True) and 0.1 < rates[-1] < 0.101
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_takes_every_parameter_once_and_survives_feedback(optimizer):
+    torch.manual_seed(0)
+    model = Decoder(MODELS["tiny"])
+    built = build_optimizers(model, optimizer, 1e-3)
+    taken = [param for each in built for group in each.param_groups for param in group["params"]]
+    assert len(taken) == len(set(taken)) and set(taken) == set(model.parameters())
+    assert math.isfinite(
+        train(replace(TINY, optimizer=optimizer, delay=1, feedback="update", steps=4))["test"]
+    )
+
+
+def test_a_mixture_sends_each_byte_to_its_best_experts_alone():
+    shape = Shape(width=8, layers=1, heads=1, hidden=4, length=4, experts=4)
+    torch.manual_seed(0)
+    mixture = Mixture(shape)
+    for param in mixture.parameters():
+        nn.init.normal_(param)
+    x = torch.randn(1, 3, 8)
+    out, _ = mixture(x)
+    for place in range(3):
+        byte = x[0, place]
+        scores = (mixture.router.weight @ byte).softmax(0)
+        best = scores.topk(2)
+        expected = sum(
+            score
+            / best.values.sum()
+            * (mixture.down[e] @ (nn.functional.silu(mixture.gate[e] @ byte) * (mixture.up[e] @ byte)))
+            for score, e in zip(best.values, best.indices, strict=True)
+        )
+        torch.testing.assert_close(out[0, place], expected)
+
+
+def test_averaged_feedback_without_averaging_is_the_librarys():
+    runs = [
+        replace(TINY, optimizer="muon", delay=1, feedback="update", strength=0.5),
+        replace(TINY, optimizer="muon", delay=1, feedback="smoothed", strength=0.5, smoothing=0.0),
+        replace(TINY, optimizer="muon", delay=1, feedback="smoothed", strength=0.5, smoothing=0.5),
+    ]
+    library, same, other = (train(run)["test"] for run in runs)
+    assert same == pytest.approx(library, abs=1e-4)
+    assert abs(other - library) > 2e-4
+
+
+def test_averaged_feedback_by_hand():
+    weight = nn.Parameter(torch.tensor([0.0], dtype=torch.float64))
+    feedback = SmoothedFeedback([weight], strength=2.0, smoothing=0.75)
+    own, average = 0.0, None
+    for displacement in (1.0, 3.0, -2.0, 0.5):
+        feedback.before_step()
+        with torch.no_grad():
+            weight.add_(displacement)
+        feedback.after_step()
+        own += displacement
+        average = displacement if average is None else 0.75 * average + 0.25 * displacement
+        # The sum of all changes of the average, twice; the first displacement of 1 is no change.
+        assert weight.item() == pytest.approx(own + 2.0 * (average - 1.0))
+
+
+def test_prediction_moves_by_the_displacement_known_at_the_begin_of_the_batch():
+    weight = nn.Parameter(torch.tensor([0.0]))
+    prediction = Prediction([weight], horizon=2.0)
+    displacements = [1.0, 10.0, 100.0]
+    for displacement in displacements:
+        with torch.no_grad():
+            weight.add_(displacement)
+        prediction.after_step()
+    with torch.no_grad():
+        weight.fill_(11.0)  # what a delay of one shows of 111
+    prediction.move()
+    assert weight.item() == 11.0 + 2.0 * 10.0
+
+
+def test_feedback_trains_where_prediction_looks():
+    """Both take gradients at the same places: weights under feedback are those of prediction, moved ahead.
+
+    But for the first displacement, which feedback leaves uncorrected; plain gradient descent here, because
+    decay acts on different weights.
+    """
+
+    def gradient(w):
+        return w**3 + 0.5 * w
+
+    rate, steps = 0.1, 30
+    fed = nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+    optimizer = ErrorFeedback(torch.optim.SGD([fed], lr=rate))
+    seen = deque([fed.detach().clone()] * 2, maxlen=2)
+    places_fed = []
+    for _ in range(steps):
+        places_fed.append(float(seen[0]))
+        fed.grad = gradient(seen[0])
+        optimizer.step()
+        seen.append(fed.detach().clone())
+
+    y = [1.0]
+    displacements, places = [], []
+    for step in range(steps):
+        at = y[max(step - 1, 0)] + (displacements[step - 2] - displacements[0] if step > 1 else 0.0)
+        places.append(at)
+        displacements.append(-rate * float(gradient(torch.tensor(at, dtype=torch.float64))))
+        y.append(y[-1] + displacements[-1])
+    assert places_fed == pytest.approx(places, abs=1e-12)
+    # What the study calls settled.
+    settled = fed.detach() - optimizer.state[fed]["error_feedback_update"]
+    assert float(settled) == pytest.approx(y[-1] - displacements[0], abs=1e-12)
+
+
+def test_adaptive_strength_is_the_cosine_of_successive_updates():
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = ErrorFeedback(torch.optim.SGD([weight], lr=1.0))
+    adaptive = AdaptiveStrength([optimizer], "update")
+    expected = [1.0, 0.6, 0.0]
+    for gradient, strength in zip([[1.0, 0.0], [3.0, 4.0], [-3.0, -4.0]], expected, strict=True):
+        weight.grad = torch.tensor(gradient)
+        optimizer.step()
+        adaptive.after_step()
+        assert adaptive.value == optimizer.strength == pytest.approx(strength, abs=1e-6)
+
+
+class TwoStages(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x))), x.new_zeros(())
+
+
+def test_paci_goes_forward_with_old_and_backward_with_new_weights():
+    torch.manual_seed(0)
+    model = TwoStages().double()
+    stages = [list(model.first.parameters()), list(model.second.parameters())]
+    paci = PaciGradients(model, stages)
+    x = torch.randn(4, 2, 3, dtype=torch.float64)
+    target = torch.randint(3, (4, 2))
+    paci.backward(x, target)
+    model.zero_grad()
+    old = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param))
+    paci.backward(x, target)
+
+    expected = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for index in range(2):
+        part, wanted = x[2 * index : 2 * index + 2].flatten(0, 1), target[2 * index : 2 * index + 2].flatten()
+        # Stage 0 of 2 is one microbatch ahead: the first one of a batch met its weights before the update.
+        first = old["first.weight"] if index == 0 else model.first.weight.detach()
+        hidden = torch.tanh(part @ first.T)
+        second = model.second.weight.detach()
+        error = (torch.softmax(hidden @ second.T, -1) - nn.functional.one_hot(wanted, 3)) / len(wanted)
+        expected["second.weight"] += error.T @ hidden / 2
+        # The activations are those of the forward.
+        expected["first.weight"] += ((error @ second) * (1 - hidden**2)).T @ part / 2
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.grad, expected[name])
+
+
+def test_paci_sends_errors_back_through_new_weights():
+    """With three stages the middle one's weights differ between forward and backward."""
+    torch.manual_seed(1)
+
+    class Three(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(3))
+
+        def forward(self, x):
+            for part in self.parts:
+                x = part(x)
+            return x, x.new_zeros(())
+
+    model = Three().double()
+    paci = PaciGradients(model, [list(part.parameters()) for part in model.parts])
+    x, target = torch.randn(3, 1, 3, dtype=torch.float64), torch.randint(3, (3, 1))
+    paci.backward(x, target)
+    model.zero_grad()
+    old = [part.weight.detach().clone() for part in model.parts]
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param))
+    new = [part.weight.detach() for part in model.parts]
+    paci.backward(x, target)
+    expected = torch.zeros(3, 3, dtype=torch.float64)
+    for index in range(3):
+        stale = [index < 2 - stage for stage in range(3)]
+        seen = [o if late else n for o, n, late in zip(old, new, stale, strict=True)]
+        logits = x[index] @ seen[0].T @ seen[1].T @ seen[2].T
+        error = torch.softmax(logits, -1) - nn.functional.one_hot(target[index], 3)
+        expected += (error @ new[2] @ new[1]).T @ x[index] / 3
+    torch.testing.assert_close(model.parts[0].weight.grad, expected)
+
+
+def test_stages_are_cut_in_order_and_complete():
+    model = Decoder(MODELS["tiny"])
+    names = {param: name for name, param in model.named_parameters()}
+    for count in (1, 2, 4, 8):
+        stages = stages_of(model, count)
+        assert sorted(names[p] for stage in stages for p in stage) == sorted(names.values())
+        assert "embedding.weight" in {names[p] for p in stages[0]}
+        assert "head.weight" in {names[p] for p in stages[-1]}
+        layers = [int(names[p].split(".")[1]) for stage in stages for p in stage if "layers" in names[p]]
+        assert layers == sorted(layers)
+    with pytest.raises(ValueError, match="at most 8 stages"):
+        stages_of(model, 9)
+
+
+def test_splits_share_no_scene_and_batches_are_of_their_split():
+    parts = splits()
+    total = sum(len(part) for part in parts.values())
+    assert 0.88 < len(parts["training"]) / total < 0.92
+    text = bytes(parts["training"].tolist())
+    for held_out in ("validation", "test"):
+        sample = bytes(parts[held_out][5000:5200].tolist())
+        assert sample not in text
+        inputs, targets = Batches(held_out, 3, 50, seed=1)(7)
+        assert torch.equal(inputs[:, 1:], targets[:, :-1])
+        assert bytes(inputs[0].tolist()) in bytes(parts[held_out].tolist())
+    assert not torch.equal(Batches("test", 3, 50, 1)(7)[0], Batches("test", 3, 50, 2)(7)[0])
+
+
+def result(validation, test, diverged=False):
+    return {"validation": validation, "test": test, "diverged": diverged}
+
+
+def tuned(results, *rows):
+    """Fill a grid of two rates with (rate, seed, validation, test, diverged)."""
+    for rate, seed, *losses in rows:
+        results.add(replace(TINY, lr=rate, seed=seed), result(*losses))
+    return tuned_rate(replace(TINY, lr="tuned"), results)
+
+
+def test_the_rate_is_chosen_by_validation_loss_of_complete_synchronous_grids(tmp_path):
+    low, high = rates_of("tiny", "adamw")
+    # The test split says otherwise, one seed alone as well, and so does a delayed run.
+    rows = [
+        (low, 0, 2.0, 9.0),
+        (high, 0, 2.2, 1.0),
+        (low, 1, 2.0, 9.0),
+        (high, 1, 1.9, 1.0),
+        (high, 2, 0.5, 1.0),
+    ]
+    results = Results(tmp_path / "results.jsonl")
+    results.add(replace(TINY, lr=high, delay=1), result(0.1, 0.1))
+    assert tuned(results, *rows) == low
+    diverged = Results(tmp_path / "diverged.jsonl")
+    assert tuned(diverged, (low, 0, 1.0, 1.0, True), (high, 0, 3.0, 3.0)) == high
+    with pytest.raises(UserError, match="have not been compared"):
+        tuned(Results(tmp_path / "none.jsonl"), (low, 0, 1.0, 1.0))
+
+
+def test_a_gap_is_paired_by_seed_and_a_diverged_run_has_none(tmp_path):
+    results = Results(tmp_path / "results.jsonl")
+    for seed, (base, delayed) in enumerate([(1.0, 1.1), (5.0, 5.2), (3.0, 3.3)]):
+        results.add(replace(TINY, seed=seed), result(0.0, base))
+        results.add(replace(TINY, seed=seed, delay=1), result(0.0, delayed))
+    found = Losses(results).gap(replace(TINY, delay=1))
+    # Student's t of two degrees of freedom: 4.303 times the standard deviation 0.1 over the root of three.
+    assert found.mean == pytest.approx(0.2) and found.half == pytest.approx(4.303 * 0.1 / math.sqrt(3))
+    assert Losses(results).shown_gap(replace(TINY, delay=1)) == "+0.200 ± 0.248"
+    results.add(replace(TINY, seed=2, delay=2), result(0.0, 9.0, True))
+    assert Losses(results).shown_gap(replace(TINY, delay=2)) == "1 of 1 diverged"
+    assert math.isnan(interval([1.0]).half)
+
+
+def test_tables_of_a_question_file(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'title = "Mine"\n[defaults]\nmodel = "tiny"\n[[runs]]\ndelay = [0, 1]\nlr = "grid"\nseed = [0, 1]\n'
+        '[[runs]]\noptimizer = "muon"\nmomentum = [0.9, 0.95]\n'
+    )
+    (question,) = load_questions([str(file)])
+    assert len(question.runs) == 2 * 2 * len(rates_of("tiny", "adamw")) + 2
+    # The default momentum spelled out is the default.
+    assert {run.momentum for run in question.runs if run.optimizer == "muon"} == {0.9, None}
+    assert {run.lr for run in grid_runs(question.runs)} == set(rates_of("tiny", "muon"))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[[runs]]\ndelays = 1", "a run has no 'delays'; it has delay,"),
+        ('[[runs]]\noptimizer = "adam"', "There is no optimizer 'adam': choose from adamw"),
+        ("[[runs", "cannot be read as TOML"),
+        (
+            '[[runs]]\noptimizer = "sgd"\nmodel = "tiny"\nlr = "grid"',
+            "no learning rates for sgd on the model",
+        ),
+        ('[[runs]]\nmodel = "huge"', "There is no model 'huge': choose from dense"),
+    ],
+)
+def test_a_wrong_question_file_is_one_sentence(tmp_path, text, sentence):
+    (tmp_path / "wrong.toml").write_text(text)
+    command = [sys.executable, STUDY / "run.py", tmp_path / "wrong.toml", "--results", tmp_path / "r.jsonl"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and sentence in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_the_study_runs_resumes_and_reports(tmp_path):
+    """The real commands on a question of a minute's length."""
+    file, path = tmp_path / "short.toml", tmp_path / "results.jsonl"
+    file.write_text(
+        'title = "Short"\n[defaults]\nmodel = "tiny"\nsteps = 10\nsequences = 2\nseed = [0, 1]\n'
+        '[[runs]]\noptimizer = ["adamw", "muon"]\ndelay = [0, 1]\n'
+    )
+    command = [sys.executable, STUDY / "run.py", file, "--results", path, "--workers", "2"]
+
+    def run():
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        return path.read_text().splitlines(keepends=True)
+
+    lines = run()
+    # Two rates for each optimizer and seed, and the delayed runs at the better one.
+    assert len(lines) == 2 * 2 * 2 + 4
+    rows = [json.loads(line) for line in lines]
+    assert all(row["versions"]["torch"] == torch.__version__.split("+")[0] for row in rows)
+    assert all(row["seconds"] > 0 and len(row["curve"]) == 10 for row in rows)
+    assert sum(row["run"]["delay"] == 1 for row in rows) == 4
+    # Killed while it wrote: that line is lost and no other.
+    path.write_text("".join(lines[:-1]) + lines[-1][:50])
+    again = run()
+    assert again[:-1] == lines[:-1]
+    first, second = json.loads(lines[-1]), json.loads(again[-1])
+    assert second["run"] == first["run"] and second["test"] == first["test"]
+    assert run() == again
+
+
+def test_a_results_file_of_something_else_is_one_sentence(tmp_path):
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"loss": 1}\n')
+    with pytest.raises(UserError, match="line 1 is no result of the study"):
+        Results(path)
+
+
+def test_questions_have_three_seeds_and_share_runs():
+    questions = load_questions([])
+    assert len(questions) == 8
+    for question in questions:
+        for run in question.runs:
+            assert {replace(run, seed=seed) for seed in range(3)} <= set(question.runs), question.name
+    runs = [run for question in questions for run in question.runs]
+    assert len({run_key(run) for run in runs}) == len(set(runs)) < len(runs)
+
+
+def test_the_committed_results_answer_every_question():
+    results = Results(DEFAULT_PATH)
+    for question in load_questions([]):
+        missing = [run for run in resolved(question.runs, results) if results.get(run) is None]
+        assert not missing, f"{question.name} lacks {missing[:3]}"
+
+
+def test_the_document_shows_the_committed_results():
+    document = (report.DOCS / "study.md").read_text(encoding="utf-8")
+    made = report.tables(Results(DEFAULT_PATH), Run())
+    assert report.filled(document, made) == document, "run tools/study/report.py"
+    for name in made:
+        assert f"<!-- table {name} -->" in document, name
+    for picture in [*report.PLOTS, "wallclock"]:
+        assert f"study/{picture}.svg" in document and (report.DOCS / "study" / f"{picture}.svg").is_file()
+
+
+def test_a_table_that_does_not_exist_is_named():
+    with pytest.raises(UserError, match="no table 'nonsense'"):
+        report.filled("<!-- table nonsense -->\n<!-- end -->", {"optimizers": ""})

@@ -1,0 +1,81 @@
+"""The results file: one line of JSON a run, appended when the run has ended."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from _runs import Run, rates_of, run_key, synchronous
+
+from titan_async.errors import UserError
+
+__all__ = ["DEFAULT_PATH", "Results", "resolved", "tuned_rate"]
+
+DEFAULT_PATH = Path(__file__).parent / "results.jsonl"
+
+
+class Results:
+    """What has been measured, by `run_key`. A line that was cut off while it was written is dropped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.by_key: dict[str, dict[str, Any]] = {}
+        self.wallclock: list[dict[str, Any]] = []
+        if not path.exists():
+            return
+        lines = path.read_text(encoding="utf-8").split("\n")
+        if lines[-1]:
+            lines.pop()
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        for number, line in enumerate(filter(None, lines), 1):
+            try:
+                row = json.loads(line)
+                if row["kind"] == "wallclock":
+                    self.wallclock.append(row)
+                else:
+                    self.by_key[run_key(Run(**row["run"]))] = row
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(
+                    f"{path}, line {number} is no result of the study ({error!r}): "
+                    f"remove it, or name another file."
+                ) from error
+
+    def get(self, run: Run) -> dict[str, Any] | None:
+        return self.by_key.get(run_key(run))
+
+    def add(self, run: Run, result: dict[str, Any]) -> None:
+        row = {"kind": "run", "run": asdict(run), **result}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        self.by_key[run_key(run)] = row
+
+
+def tuned_rate(run: Run, results: Results) -> float:
+    """The rate of the grid with the lowest validation loss of synchronous runs, in the mean over seeds.
+
+    Of the seeds that have run for the whole grid; a rate at which one of them diverged is out.
+
+    Raises:
+        UserError: no seed has.
+    """
+    losses: dict[int, dict[float, float]] = defaultdict(dict)
+    rates = rates_of(run.model, run.optimizer)
+    for row in results.by_key.values():
+        other = Run(**row["run"])
+        compared = replace(synchronous(run), lr=other.lr, momentum=None, seed=other.seed)
+        if other.lr in rates and other == compared:
+            losses[other.seed][other.lr] = float("inf") if row["diverged"] else row["validation"]
+    complete = [by_rate for by_rate in losses.values() if len(by_rate) == len(rates)]
+    if not complete:
+        raise UserError(
+            f"The rates of {run.optimizer} on the model {run.model} have not been compared in "
+            f"{results.path}: run the question first."
+        )
+    return min(rates, key=lambda rate: sum(by_rate[rate] for by_rate in complete))
+
+
+def resolved(runs: Iterable[Run], results: Results) -> list[Run]:
+    """The runs with the tuned rates in place of "tuned"."""
+    return [replace(run, lr=tuned_rate(run, results)) if run.lr == "tuned" else run for run in runs]

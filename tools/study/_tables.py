@@ -1,0 +1,294 @@
+"""The tables of docs/study.md, one function a question, in Markdown.
+
+Gaps are in nats a byte of the test split, above the synchronous run of the same optimizer, learning rate,
+momentum and seed; "±" is half of the 95 % interval over seeds.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from _gaps import Interval, Losses, interval
+from _optimizers import OPTIMIZERS
+from _results import Results
+from _runs import Run, rates_of
+
+__all__ = ["LEVELS", "MOMENTA", "NAMES", "STRENGTHS", "TABLES", "mitigations", "plain_momentum", "wallclock"]
+
+NAMES = {
+    "adamw": "AdamW",
+    "nadam": "NAdam",
+    "adan": "Adan",
+    "mars": "MARS",
+    "soap": "SOAP",
+    "muon": "Muon",
+    "normuon": "NorMuon",
+    "lion": "Lion",
+    "sgd": "SGD, momentum",
+    "nadam_99": "NAdam, 0.99",
+}
+STRENGTHS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, "adaptive")
+MOMENTA = (0.8, 0.9, 0.95, 0.98, 0.99)
+DELAYS = (1, 2, 4, "pipedream-2", "pipedream-4", "pipedream-8")
+LEVELS = ("update", "gradient")
+_LARGER = Run(model="dense_5m", steps=200)
+
+# Validation losses of arXiv 2606.30634 (SmolLM-2 360M): synchronous, delayed, with error feedback.
+_PAPER = {
+    "muon": (2.578, 2.590, 2.583),
+    "adan": (2.641, 2.651, None),
+    "soap": (2.581, 2.608, 2.590),
+    "adamw": (2.612, 2.890, 2.640),
+}
+
+
+def _table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    headings = list(headings)
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _number(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:g}"
+
+
+def _loss(found: Interval | None) -> str:
+    return "-" if found is None else found.shown()
+
+
+def optimizers(losses: Losses, base: Run) -> str:
+    """Question 1."""
+    rows = []
+    for name in NAMES:
+        if name == "nadam_99":
+            continue
+        run = replace(base, optimizer=name)
+        delayed = replace(run, delay=1)
+        paper = _PAPER.get(name)
+        told = [f"{value - paper[0]:+.3f}" if paper and value else "" for value in (paper or (0, 0, 0))[1:]]
+        rows.append(
+            [
+                NAMES[name],
+                _number(losses.tuned(run)),
+                _loss(losses.loss(run)),
+                losses.shown_gap(delayed),
+                losses.shown_gap(replace(delayed, feedback="update")),
+                *told,
+            ]
+        )
+    headings = [
+        "optimizer",
+        "rate",
+        "synchronous",
+        "delayed",
+        "delayed + EF",
+        "paper: delayed",
+        "paper: + EF",
+    ]
+    return _table(headings, rows)
+
+
+def feedback(losses: Losses, base: Run) -> str:
+    """Question 2, of one model: gaps by level and strength."""
+    rows = []
+    for name in ("adamw", "muon", "soap", "lion"):
+        delayed = replace(base, optimizer=name, delay=1)
+        for level in LEVELS:
+            corrected = replace(delayed, feedback=level)
+            cells = [losses.shown_gap(replace(corrected, strength=strength)) for strength in STRENGTHS]
+            adaptive = losses.rows(replace(corrected, strength="adaptive")).values()
+            if adaptive:
+                mean = interval([row["strength"] for row in adaptive]).mean
+                cells[-1] += f" (mean {mean:.2f})"
+            rows.append([NAMES[name], level, losses.shown_gap(delayed), *cells])
+    return _table(["optimizer", "level", "none", *map(str, STRENGTHS)], rows)
+
+
+def momentum(losses: Losses, base: Run) -> str:
+    """Question 3."""
+    rows = []
+    for name in ("adamw", "muon"):
+        runs = [replace(base, optimizer=name, momentum=plain_momentum(name, value)) for value in MOMENTA]
+        delayed = [replace(run, delay=1) for run in runs]
+        rows += [
+            [NAMES[name], "synchronous loss", *(_loss(losses.loss(run)) for run in runs)],
+            ["", "delayed, gap", *(losses.shown_gap(run) for run in delayed)],
+            ["", "+ EF, gap", *(losses.shown_gap(replace(run, feedback="update")) for run in delayed)],
+        ]
+    return _table(["optimizer", "", *map(str, MOMENTA)], rows)
+
+
+def plain_momentum(optimizer: str, value: float) -> float | None:
+    """A momentum as runs have it, None for the default."""
+    return None if value == OPTIMIZERS[optimizer].momentum else value
+
+
+def depth(losses: Losses, base: Run) -> str:
+    """Question 4."""
+    names = {
+        1: "1 everywhere (2BW, any number of stages)",
+        2: "2 everywhere",
+        4: "4 everywhere",
+        "pipedream-2": "PipeDream, 2 stages",
+        "pipedream-4": "PipeDream, 4 stages",
+        "pipedream-8": "PipeDream, 8 stages",
+    }
+    rows = []
+    for delay in DELAYS:
+        runs = [replace(base, optimizer=name, delay=delay) for name in ("adamw", "muon")]
+        cells = [
+            cell
+            for run in runs
+            for cell in (losses.shown_gap(run), losses.shown_gap(replace(run, feedback="update")))
+        ]
+        rows.append([names[delay], *cells])
+    return _table(["delay", "AdamW", "AdamW + EF", "Muon", "Muon + EF"], rows)
+
+
+def rates(losses: Losses, base: Run) -> str:
+    """Question 5: validation losses, by which rates are chosen."""
+    rows = []
+    for name in NAMES:
+        if name == "nadam_99":
+            continue
+        grid = rates_of(base.model, name)
+        for delay, label in ((0, "synchronous"), (1, "delayed")):
+            runs = [replace(base, optimizer=name, lr=rate, delay=delay) for rate in grid]
+            found = [losses.loss(run, "validation") for run in runs]
+            best = min((each.mean for each in found if each), default=None)
+            cells = []
+            for run, rate, each in zip(runs, grid, found, strict=True):
+                shown = _loss(each) if each or not losses.diverged(run) else "diverged"
+                shown = f"**{shown}**" if each and each.mean == best else shown
+                cells.append(f"{rate:g}: {shown}")
+            rows.append([NAMES[name] if not delay else "", label, *cells])
+    return _table(["optimizer", "", "rate: loss", "", "", "", ""], rows)
+
+
+def mixture(losses: Losses, base: Run) -> str:
+    """Question 6."""
+    rows = []
+    for name in ("adamw", "muon"):
+        for model in ("dense", "moe"):
+            run = replace(base, optimizer=name, model=model)
+            delayed = replace(run, delay=1)
+            corrected = [
+                replace(delayed, feedback=level, strength=strength)
+                for level in LEVELS
+                for strength in (0.5, 1.0, 1.5)
+            ]
+            rows.append(
+                [
+                    NAMES[name],
+                    {"dense": "dense", "moe": "mixture"}[model],
+                    _number(losses.tuned(run)),
+                    _loss(losses.loss(run)),
+                    losses.shown_gap(delayed),
+                    *(losses.shown_gap(each) for each in corrected),
+                ]
+            )
+    strengths = [f"{level} {strength}" for level in LEVELS for strength in (0.5, 1.0, 1.5)]
+    return _table(["optimizer", "model", "rate", "synchronous", "delayed", *strengths], rows)
+
+
+def mitigations() -> list[tuple[str, Callable[[Run], Run]]]:
+    """Question 7: what each is called, and the run it is, made from the delayed one."""
+    return [
+        ("nothing", lambda run: run),
+        ("error feedback, update", lambda run: replace(run, feedback="update")),
+        ("error feedback, gradient", lambda run: replace(run, feedback="gradient")),
+        ("weight prediction", lambda run: replace(run, prediction=1.0)),
+        ("first 10 % synchronous", lambda run: replace(run, synchronous_start=0.1)),
+        ("first 25 % synchronous", lambda run: replace(run, synchronous_start=0.25)),
+        ("half the rate", lambda run: replace(run, lr_factor=0.5)),
+        ("rate rising from half (PipeMare)", lambda run: replace(run, lr_anneal=0.25)),
+        ("PACI, 4 stages", lambda run: replace(run, delay=0, paci=4)),
+        *(
+            (
+                f"averaged feedback {smoothing}, strength {strength:g}",
+                lambda run, smoothing=smoothing, strength=strength: replace(
+                    run, feedback="smoothed", smoothing=smoothing, strength=strength
+                ),
+            )
+            for smoothing in (0.5, 0.8)
+            for strength in (1.0, 2.0)
+        ),
+    ]
+
+
+def mitigation_gaps(losses: Losses, base: Run) -> str:
+    """Question 7."""
+    rows = []
+    for label, change in mitigations():
+        runs = [change(replace(base, optimizer=name, delay=1)) for name in ("adamw", "muon")]
+        over = [replace(base, optimizer=name) for name in ("adamw", "muon")]
+        rows.append([label, *(losses.shown_gap(run, over=o) for run, o in zip(runs, over, strict=True))])
+        if label == "error feedback, update":
+            settled = [
+                losses.shown_gap(run, "settled_test", over=o) for run, o in zip(runs, over, strict=True)
+            ]
+            rows.append(["the same, read without its look-ahead", *settled])
+    nesterov = replace(base, optimizer="nadam_99", delay=1)
+    adamw = replace(base, optimizer="adamw")
+    rows.append(["NAdam, 0.99 (AsyncPP), against AdamW", losses.shown_gap(nesterov, over=adamw), ""])
+    rows.append(
+        [
+            "the same without a delay, against AdamW",
+            losses.shown_gap(replace(nesterov, delay=0), over=adamw),
+            "",
+        ]
+    )
+    corrected = replace(nesterov, feedback="update")
+    rows.append(["the same with error feedback, against AdamW", losses.shown_gap(corrected, over=adamw), ""])
+    return _table(["mitigation", "AdamW", "Muon"], rows)
+
+
+def larger(losses: Losses, base: Run) -> str:
+    """The confirmation at 5 M parameters."""
+    rows = []
+    for name in ("adamw", "muon"):
+        run = replace(_LARGER, optimizer=name)
+        delayed = replace(run, delay=1)
+        gaps = [delayed, *(replace(delayed, feedback=level) for level in LEVELS)]
+        rows.append(
+            [
+                NAMES[name],
+                _number(losses.tuned(run)),
+                _loss(losses.loss(run)),
+                *(losses.shown_gap(each) for each in gaps),
+            ]
+        )
+    return _table(["optimizer", "rate", "synchronous", "delayed", "EF, update", "EF, gradient"], rows)
+
+
+def wallclock(results: Results) -> str:
+    """Question 8."""
+    groups: dict[tuple[str, str, str], list[dict]] = defaultdict(list)
+    for row in results.wallclock:
+        groups[row["setting"], row["optimizer"], row["schedule"]].append(row)
+    rows = []
+    for (setting, optimizer, schedule), found in groups.items():
+        step = interval([row["step_s"] for row in found])
+        rows.append(
+            [
+                setting,
+                NAMES[optimizer],
+                schedule,
+                f"{1e3 * step.mean:.0f}",
+                f"{interval([row['steps'] for row in found]).mean:.0f}",
+                interval([row["test_loss"] for row in found]).shown(),
+            ]
+        )
+    return _table(["setting", "optimizer", "schedule", "ms a step", "steps", "test loss at the end"], rows)
+
+
+TABLES: dict[str, Callable[[Losses, Run], str]] = {
+    "optimizers": optimizers,
+    "feedback": feedback,
+    "momentum": momentum,
+    "depth": depth,
+    "rates": rates,
+    "mixture": mixture,
+    "mitigations": mitigation_gaps,
+    "larger": larger,
+}

@@ -1,0 +1,195 @@
+"""One run of the study: a model trained with a delay on one process, and its losses."""
+
+import importlib.metadata
+import math
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from _lookahead import AdaptiveStrength, Prediction, SmoothedFeedback
+from _model import MODELS, Decoder, language_loss
+from _optimizers import build_optimizers
+from _paci import PaciGradients
+from _runs import Run
+from _text import Batches
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.optimizer import Optimizer
+
+from titan_async.optim import DelayedGradients, ErrorFeedback, pipedream_delays
+
+__all__ = ["evaluate", "learning_rate", "stages_of", "train", "versions"]
+
+MAX_NORM = 1.0  # as in arXiv 2606.30634
+_WARM_UP = 0.1
+_EVALUATED_BYTES = 49_152  # of validation and of test
+_CURVE_POINTS = 20
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """The share of the peak rate: linear over the first tenth, then a cosine to a tenth."""
+    warm_up = max(1, round(_WARM_UP * steps))
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.55 + 0.45 * math.cos(math.pi * (step - warm_up) / (steps - warm_up))
+
+
+def stages_of(model: Decoder, count: int) -> list[list[nn.Parameter]]:
+    """The parameters of `count` stages of about the same depth, cut between half layers.
+
+    Attention and MLP of a layer are a half each; embedding and head go with the first and last stage.
+    """
+    halves = [
+        half
+        for layer in model.layers
+        for half in ((layer.norm_attention, layer.attention), (layer.norm_mlp, layer.mlp))
+    ]
+    if count > len(halves):
+        raise ValueError(f"{len(model.layers)} layers make at most {len(halves)} stages, not {count}")
+    stages: list[list[nn.Parameter]] = [[] for _ in range(count)]
+    for index, half in enumerate(halves):
+        stages[index * count // len(halves)] += [p for module in half for p in module.parameters()]
+    stages[0] += model.embedding.parameters()
+    stages[-1] += [*model.norm.parameters(), *model.head.parameters()]
+    return stages
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, split: str, length: int) -> float:
+    """Mean cross-entropy in nats a byte, always over the same places of the split."""
+    sequences = 16
+    batches = Batches(split, sequences, length, seed=0)
+    count = _EVALUATED_BYTES // (sequences * length)
+    return sum(float(language_loss(model, *batches(index))[0]) for index in range(count)) / count
+
+
+def versions() -> dict[str, str]:
+    packages = ("torch", "titan-async", "pytorch-optimizer")
+    return {package: importlib.metadata.version(package) for package in packages}
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Train as `run` says.
+
+    Returns:
+        Losses in nats a byte: "validation", "test", "curve" (of training, means over equal parts of the run).
+        "settled_validation" and "settled_test" where error feedback is at the level of updates: without its
+        look-ahead. "strength", the mean of an adaptive one; "diverged", whether the loss was no number or
+        ended above that of a model that knows nothing; "seconds" of training; "versions"; "started", in UTC.
+    """
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    torch.manual_seed(run.seed)
+    shape = MODELS[run.model]
+    model = Decoder(shape)
+    begin = time.perf_counter()
+    losses, loop = _train(run, model)
+    seconds = time.perf_counter() - begin
+
+    result = {name: _rounded(evaluate(model, name, shape.length)) for name in ("validation", "test")}
+    if loop.feedback and run.feedback == "update" and math.isfinite(result["test"]):
+        loop.settle()
+        for name in ("validation", "test"):
+            result[f"settled_{name}"] = _rounded(evaluate(model, name, shape.length))
+    if loop.adaptive is not None:
+        result["strength"] = _rounded(sum(loop.strengths) / len(loop.strengths))
+    parts = torch.tensor(losses).tensor_split(min(_CURVE_POINTS, len(losses)))
+    ignorant = math.log(128)
+    return {
+        **result,
+        "curve": [round(float(part.mean()), 4) for part in parts],
+        "diverged": not result["test"] < ignorant,
+        "seconds": round(seconds, 2),
+        "versions": versions(),
+        "started": started,
+    }
+
+
+def _rounded(loss: float) -> float:
+    return round(loss, 5)
+
+
+class _Loop:
+    """The optimizers of a run, and what of the study's own acts between their steps."""
+
+    def __init__(self, run: Run, model: Decoder) -> None:
+        assert isinstance(run.lr, float)
+        self.params = list(model.parameters())
+        built = build_optimizers(model, run.optimizer, run.lr, run.lr_factor, run.momentum)
+        self.feedback = run.feedback in ("update", "gradient")
+        self.adaptive = None
+        self.strengths: list[float] = []
+        if self.feedback:
+            adaptive = run.strength == "adaptive"
+            strength = 1.0 if adaptive else run.strength
+            built = [ErrorFeedback(optimizer, strength, run.feedback) for optimizer in built]
+            self.adaptive = AdaptiveStrength(built, run.feedback) if adaptive else None
+        self.optimizers: list[Optimizer] = built
+        delay = run.delay if isinstance(run.delay, int) else 0
+
+        def share(step: int) -> float:
+            annealed = run.lr_anneal * run.steps
+            power = max(0.0, 1 - step / annealed) if annealed else 0.0
+            return learning_rate(step, run.steps) / (1 + delay) ** power
+
+        self.rates = [LambdaLR(optimizer, share) for optimizer in built]
+        self.smoothed = (
+            SmoothedFeedback(self.params, run.strength, run.smoothing) if run.feedback == "smoothed" else None
+        )
+        self.prediction = Prediction(self.params, run.prediction) if run.prediction else None
+
+    def step(self) -> None:
+        if self.smoothed is not None:
+            self.smoothed.before_step()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for rates in self.rates:
+            rates.step()
+        for part in (self.smoothed, self.prediction, self.adaptive):
+            if part is not None:
+                part.after_step()
+        if self.adaptive is not None:
+            self.strengths.append(self.adaptive.value)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Take the look-ahead of error feedback off the weights."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    param.sub_(optimizer.state[param]["error_feedback_update"], alpha=optimizer.strength)
+
+
+def _train(run: Run, model: Decoder) -> tuple[list[float], _Loop]:
+    loop = _Loop(run, model)
+    delay = _delay(run, model)
+    switch = round(run.synchronous_start * run.steps)
+    delayed = DelayedGradients(model, 0 if switch else delay)
+    paci = PaciGradients(model, stages_of(model, run.paci)) if run.paci else None
+    batches = Batches("training", run.sequences, MODELS[run.model].length, run.seed)
+    losses = []
+    for step in range(run.steps):
+        if switch and step == switch:
+            delayed = DelayedGradients(model, delay)
+        inputs, targets = batches(step)
+        if paci is not None:
+            loss = paci.backward(inputs, targets)
+        else:
+            with delayed.batch():
+                if loop.prediction is not None:
+                    loop.prediction.move()
+                loss, objective = language_loss(model, inputs, targets)
+                objective.backward()
+        losses.append(float(loss.detach()))
+        if not math.isfinite(losses[-1]):
+            break
+        nn.utils.clip_grad_norm_(loop.params, MAX_NORM)
+        loop.step()
+    return losses, loop
+
+
+def _delay(run: Run, model: Decoder) -> int | dict[nn.Parameter, int]:
+    if isinstance(run.delay, int):
+        return run.delay
+    return pipedream_delays(stages_of(model, int(run.delay.removeprefix("pipedream-"))))
