@@ -1,0 +1,223 @@
+"""wallclock.py: its pipelines train as one process does, and padding a stage changes times alone."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "study"))
+
+import _pipeline_run
+import wallclock
+from _model import MODELS, Decoder, language_loss
+from _optimizers import build_optimizers
+from _pipeline_run import SCHEDULES, Part, PipelineRun, train_stage
+from _pool import Pool
+from _text import Batches
+from _training import learning_rate
+
+from titan_async.optim import DelayedGradients, ErrorFeedback
+
+STEPS = 8
+MAX_NORM = 0.25
+"""Of the clip, for which the first gradients are all too large."""
+RUN = PipelineRun(model="tiny", schedule="1F1B", steps=STEPS, seed=3, optimizer="muon", lr=0.02)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool([2]) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def train_in_float64(rank: int, group: dist.ProcessGroup, run: PipelineRun) -> dict[str, Any]:
+    with float64(), mock.patch.object(_pipeline_run, "MAX_NORM", MAX_NORM):
+        return train_stage(rank, group, run)
+
+
+def train_alone(
+    run: PipelineRun, delay: int, feedback: bool = False, max_norm: float = MAX_NORM
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights and losses of the recurrence on one process, without stages or microbatches."""
+    torch.manual_seed(run.seed)
+    model = Decoder(MODELS[run.model])
+    optimizers = build_optimizers(model, run.optimizer, run.lr)
+    peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    if feedback:
+        optimizers = [ErrorFeedback(optimizer) for optimizer in optimizers]
+    delayed = DelayedGradients(model, delay)
+    batches = Batches("training", run.sequences, MODELS[run.model].length, run.seed)
+    losses = []
+    for step in range(run.steps):
+        with delayed.batch():
+            loss, _ = language_loss(model, *batches(step))
+            loss.backward()
+        losses.append(float(loss.detach()))
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        assert max_norm > MAX_NORM or step or norm > 2 * max_norm, "it was not to be clipped"
+        for optimizer, rates in zip(optimizers, peaks, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * learning_rate(step, run.steps)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.state_dict(), losses
+
+
+def farthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_pipeline_trains_as_one_process_does(pool: Pool, schedule: str, optimizer: str) -> None:
+    run = replace(RUN, schedule=schedule, optimizer=optimizer)
+    stages = pool.run(2, train_in_float64, run)
+    with float64():
+        weights, losses = train_alone(run, delay=int(schedule != "1F1B"), feedback=schedule == "Async2BW+EF")
+        other, _ = train_alone(run, delay=int(schedule == "1F1B"))
+    # Muon orthogonalizes in float32.
+    tolerance = 1e-5 if optimizer == "muon" else 1e-9
+    found = wallclock.joined_weights(stages)
+    assert farthest(found, weights) < tolerance
+    assert farthest(other, weights) > 100 * tolerance
+    assert stages[1]["losses"] == pytest.approx(losses, abs=tolerance)
+
+
+def test_stages_make_up_the_decoder() -> None:
+    torch.manual_seed(0)
+    model = Decoder(MODELS["tiny"])
+    inputs, _ = Batches("training", 2, 32, seed=0)(0)
+    for count in (1, 2, 3, 4):
+        parts = [Part(model, index, count) for index in range(count)]
+        x = inputs
+        for part in parts:
+            x = part(x)
+        assert torch.equal(x, model(inputs)[0])
+        names = [name for part in parts for name in part.state_dict()]
+        assert sorted(names) == sorted(model.state_dict())
+
+
+def test_padding_changes_times_alone(pool: Pool) -> None:
+    passes = STEPS * RUN.microbatches
+    for schedule in SCHEDULES:
+        run = replace(RUN, schedule=schedule)
+        plain = pool.run(2, train_stage, run)
+        padded = pool.run(2, train_stage, replace(run, forward_s=0.004))
+        for before, after in zip(plain, padded, strict=True):
+            assert farthest(after["weights"], before["weights"]) == 0
+            assert after["losses"] == before["losses"]
+            assert before["passes"] == after["passes"] == 2 * passes
+            assert after["computing"]["forward"] >= passes * 0.004
+            assert after["computing"]["backward"] >= passes * 0.008
+            assert after["computing"]["backward"] > after["computing"]["forward"]
+            assert sum(after["computing"].values()) < after["seconds"]
+            assert after["times"] == sorted(after["times"]) and after["times"][-1] <= after["seconds"]
+            assert before["late"] == 2 * passes > 2 * after["late"]
+
+
+def test_a_measurement_is_of_the_weights_that_were_trained(pool: Pool) -> None:
+    measurement = wallclock.Measurement(
+        setting="pp2", schedule="Async2BW", seed=3, optimizer="muon", lr=0.02, budget_s=1.0, model="tiny"
+    )
+    row = wallclock.measure(pool, measurement, STEPS)
+    weights, losses = train_alone(replace(RUN, schedule="Async2BW"), delay=1, max_norm=1.0)
+    model = Decoder(MODELS["tiny"])
+    model.load_state_dict(weights)
+    for split in ("validation", "test"):
+        expected = wallclock.evaluate(model, split, MODELS["tiny"].length)
+        assert row[f"{split}_loss"] == pytest.approx(expected, abs=1e-3)
+        assert expected < losses[0] - 0.1
+    assert [loss for _, loss in row["curve"]] == pytest.approx(losses, abs=1e-3)
+    assert wallclock.measurement_of(row) == measurement
+    assert row["steps"] == STEPS and row["step_s"] == pytest.approx(row["seconds"] / STEPS, abs=1e-4)
+    assert 0 < row["utilization"] < 1 and row["late_share"] is None and row["forward_s"] is None
+
+
+def test_the_budget_is_spent_at_the_pace_after_the_first_steps() -> None:
+    # Three first steps of a second each; then 0.1 s in the first round and 0.3 s in the second.
+    rounds = iter([0.1, 0.1, 0.1, 0.3, 0.3, 0.3])
+
+    class Fake:
+        def run(self, stages: int, function: Any, run: PipelineRun) -> list[dict[str, Any]]:
+            pace = next(rounds)
+            later = [3.0 + pace * count for count in range(1, run.steps - 2)]
+            return [{"times": []}, {"times": [1.0, 2.0, 3.0, *later]}]
+
+    measurements = [
+        wallclock.Measurement(
+            setting="pp2", schedule=schedule, seed=seed, optimizer="muon", lr=0.02, budget_s=10.0
+        )
+        for seed in (0, 1)
+        for schedule in SCHEDULES
+    ]
+    assert wallclock.steps_in_budget(Fake(), measurements) == dict.fromkeys(SCHEDULES, 50)
+    with pytest.raises(StopIteration):
+        next(rounds)
+
+
+@pytest.fixture
+def one_pool(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
+    monkeypatch.setattr(wallclock, "Pool", lambda sizes: contextlib.nullcontext(pool))
+
+
+@pytest.mark.usefixtures("one_pool")
+def test_what_is_in_the_results_is_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "results.jsonl"
+    command = ["--model", "tiny", "--setting", "pp2", "--results", str(results), "--budget", "0.5", "--seeds"]
+    assert wallclock.main([*command, "0"]) == 0
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [row["schedule"] for row in rows] == list(SCHEDULES)
+    assert all(row["kind"] == "wallclock" and row["budget_s"] == 0.5 and row["steps"] >= 10 for row in rows)
+    shown = capsys.readouterr().out
+    assert all(f"{1e3 * row['step_s']:.1f}" in shown and f"{row['test_loss']:.3f}" in shown for row in rows)
+
+    # A run that was interrupted, and a seed that is new.
+    results.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]) + '{"kind": "wallcl')
+    measured = []
+
+    def fake(pool: Pool, measurement: Any, steps: int) -> dict[str, Any]:
+        measured.append((measurement.schedule, measurement.seed))
+        return {**rows[0], "schedule": measurement.schedule, "seed": measurement.seed}
+
+    monkeypatch.setattr(wallclock, "measure", fake)
+    assert wallclock.main([*command, "0", "1"]) == 0
+    assert measured == [("Async2BW+EF", 0), *((schedule, 1) for schedule in SCHEDULES)]
+    assert len(results.read_text().splitlines()) == 6
+    monkeypatch.setattr(wallclock, "Pool", None)
+    assert wallclock.main([*command, "0", "1"]) == 0
+    assert len(measured) == 4
+
+
+@pytest.mark.usefixtures("one_pool")
+def test_mistakes_are_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = tmp_path / "results.jsonl"
+    command = ["--model", "tiny", "--setting", "pp2", "--seeds", "0", "--results"]
+    assert wallclock.main([*command, str(results), "--budget", "0.001"]) == 2
+    assert "too few to learn: give a larger --budget." in capsys.readouterr().err
+    assert not results.exists()
+    assert wallclock.main([*command, str(tmp_path / "no" / "results.jsonl")]) == 2
+    assert "There is no folder" in capsys.readouterr().err
+    for wrong in (["--budget", "0"], ["--budget", "nan"], ["--lr", "-1"], ["--setting", "pp3"]):
+        with pytest.raises(SystemExit, match="2"):
+            wallclock.main([*command, str(results), *wrong])

@@ -1,0 +1,185 @@
+"""One stage of a pipeline that trains the study's model: what the processes of wallclock.py run.
+
+With `FixedSpeedStage` several processes on one core stand for accelerators of a fixed speed: what a stage
+computes is padded by sleeping, in which other stages compute.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from _model import MODELS, Decoder
+from _optimizers import build_optimizers
+from _text import Batches, splits
+from _training import MAX_NORM, learning_rate
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.optim.lr_scheduler import LambdaLR
+
+from titan_async.optim import ErrorFeedback
+from titan_async.pipelining import ScheduleAsync2BW
+
+__all__ = ["SCHEDULES", "FixedSpeedStage", "Part", "PipelineRun", "train_stage"]
+
+SCHEDULES = {"1F1B": Schedule1F1B, "Async2BW": ScheduleAsync2BW, "Async2BW+EF": ScheduleAsync2BW}
+"""By the names in the results; EF is error feedback around every optimizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineRun:
+    """One training run of a pipeline."""
+
+    schedule: str
+    steps: int
+    seed: int
+    optimizer: str
+    lr: float
+    """Peak learning rate."""
+    model: str = "dense"
+    sequences: int = 12
+    microbatches: int = 4
+    forward_s: float = 0.0
+    """The least that the forward of a microbatch lasts on every stage; a backward lasts twice that."""
+
+
+class Part(nn.Module):
+    """The layers of stage `index` of `count` stages, under the names that they have in the whole decoder.
+
+    The first stage takes bytes [batch, length], the last gives logits [batch, length, VOCAB]; between stages
+    are hidden states [batch, length, width]. Load-balancing losses of mixtures are left out.
+    """
+
+    def __init__(self, model: Decoder, index: int, count: int) -> None:
+        super().__init__()
+        layers = len(model.layers)
+        assert count <= layers
+        self.embedding = model.embedding if index == 0 else None
+        self.layers = nn.ModuleDict(
+            {
+                str(number): model.layers[number]
+                for number in range(index * layers // count, (index + 1) * layers // count)
+            }
+        )
+        last = index == count - 1
+        self.norm, self.head = (model.norm, model.head) if last else (None, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for layer in self.layers.values():
+            x, _ = layer(x)
+        return x if self.head is None else self.head(self.norm(x))
+
+
+class FixedSpeedStage(PipelineStage):
+    """A stage whose forwards last at least `forward_s` seconds, and its backwards twice as long.
+
+    Args:
+        module, index, count, group: of the stage.
+        forward_s: 0 for a stage that takes the time it needs.
+    """
+
+    def __init__(
+        self, module: nn.Module, index: int, count: int, group: dist.ProcessGroup, forward_s: float
+    ) -> None:
+        super().__init__(module, index, count, torch.device("cpu"), group=group)
+        self._forward_s = forward_s
+        self.passes = 0
+        self.late = 0
+        """Of the passes, how many computed for longer than they were to last."""
+        self.seconds = {"forward": 0.0, "backward": 0.0}
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lasting("forward", self._forward_s):
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        with self._lasting("backward", 2 * self._forward_s):
+            super().backward_one_chunk(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _lasting(self, kind: str, seconds: float) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        rest = begin + seconds - time.perf_counter()
+        self.passes += 1
+        if rest > 0:
+            time.sleep(rest)
+        else:
+            self.late += 1
+        self.seconds[kind] += time.perf_counter() - begin
+
+
+def _loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
+    return F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten())
+
+
+def _clip_over_stages(params: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """What `ScheduleAsync2BW.clip_grad_norm_` does, for a schedule that has nothing of its own."""
+    squared = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]) ** 2
+    dist.all_reduce(squared, group=group)
+    nn.utils.clip_grads_with_norm_(params, MAX_NORM, squared.sqrt())
+
+
+def train_stage(rank: int, group: dist.ProcessGroup, run: PipelineRun) -> dict[str, Any]:
+    """Train the stage of this rank.
+
+    Returns:
+        "weights", the newest, by name. "times", seconds since the begin at which each step's forwards and
+        backwards had ended; "seconds", at which all was done. "losses" of the steps, in nats a byte, on the
+        last stage. "passes" and "late" of the stage; "computing", the seconds of its forwards and backwards.
+    """
+    # Weights that decay to almost nothing would be slow.
+    torch.set_flush_denormal(True)
+    torch.manual_seed(run.seed)
+    part = Part(Decoder(MODELS[run.model]), rank, group.size())
+    params = list(part.parameters())
+    stage = FixedSpeedStage(part, rank, group.size(), group, run.forward_s)
+    schedule = SCHEDULES[run.schedule](stage, run.microbatches, loss_fn=_loss)
+    optimizers = build_optimizers(part, run.optimizer, run.lr)
+    if run.schedule == "Async2BW+EF":
+        optimizers = [ErrorFeedback(optimizer) for optimizer in optimizers]
+    rates = [LambdaLR(optimizer, lambda step: learning_rate(step, run.steps)) for optimizer in optimizers]
+    batches = Batches("training", run.sequences, MODELS[run.model].length, run.seed)
+    splits()  # reads the text
+    of_step: list[Tensor] = []
+    times, losses = [], []
+
+    def update() -> None:
+        if isinstance(schedule, ScheduleAsync2BW):
+            schedule.clip_grad_norm_(MAX_NORM)
+        else:
+            _clip_over_stages(params, group)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for rate in rates:
+            rate.step()
+
+    dist.barrier(group)
+    begin = time.perf_counter()
+    for step in range(run.steps):
+        inputs, targets = batches(step) if stage.is_first or stage.is_last else (None, None)
+        args = (inputs,) if stage.is_first else ()
+        schedule.step(*args, target=targets if stage.is_last else None, losses=of_step, return_outputs=False)
+        times.append(time.perf_counter() - begin)
+        if stage.is_last:
+            losses.append(float(torch.stack(of_step).detach().mean()))
+        if not isinstance(schedule, ScheduleAsync2BW) or schedule.gradient_ready:
+            update()
+    if isinstance(schedule, ScheduleAsync2BW) and schedule.drain():
+        update()
+    return {
+        "seconds": time.perf_counter() - begin,
+        "times": times,
+        "losses": losses,
+        "weights": {name: value.detach().clone() for name, value in part.state_dict().items()},
+        "passes": stage.passes,
+        "late": stage.late,
+        "computing": stage.seconds,
+    }
