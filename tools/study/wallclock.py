@@ -200,7 +200,7 @@ def table_of(rows: Iterable[dict[str, Any]]) -> Table:
     """Means over the seeds, with 95 % intervals of the losses."""
     table = Table(box=SIMPLE_HEAD, caption="Losses in nats a byte. Late: took longer than its padding.")
     for heading in ("setting", "schedule"):
-        table.add_column(heading)
+        table.add_column(heading, no_wrap=True)
     for heading in ("seeds", "ms a step", "steps", "seconds", "busy", "late", "validation", "test"):
         table.add_column(heading, justify="right")
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
@@ -268,7 +268,7 @@ def main(argv: list[str] | None = None) -> int:
         for seed in dict.fromkeys(arguments.seeds)
         for schedule in SCHEDULES
     ]
-    console = Console()
+    console = Console(width=110)
     try:
         if not arguments.results.parent.is_dir():
             raise UserError(
