@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 STUDY = ROOT / "tools" / "study"
 sys.path.insert(0, str(STUDY))
 
+import _training  # noqa: E402
 import report  # noqa: E402
 from _gaps import Losses, interval  # noqa: E402
 from _lookahead import AdaptiveStrength, Prediction, SmoothedFeedback  # noqa: E402
@@ -30,19 +31,30 @@ from _training import evaluate, learning_rate, stages_of, train  # noqa: E402
 from titan_async.errors import UserError  # noqa: E402
 from titan_async.optim import ErrorFeedback  # noqa: E402
 
+
+@pytest.fixture(autouse=True)
+def _short_evaluations(monkeypatch):
+    monkeypatch.setattr(_training, "_EVALUATED_BYTES", 4096)
+
+
 TINY = Run(model="tiny", lr=1e-2, steps=20, sequences=4)
 
 
-def loop(run, delay):
-    """An independent reading of the recurrence: a list of weights, and gradients at those of `delay` ago."""
+def loop(run, delay, switch=0):
+    """An independent reading of the recurrence: a list of weights, and gradients at those of `delay` ago.
+
+    Before the batch `switch` there is no delay, and no feedback either.
+    """
     torch.manual_seed(run.seed)
     model = Decoder(MODELS[run.model])
     params = list(model.parameters())
     optimizers = build_optimizers(model, run.optimizer, run.lr)
+    if run.feedback != "none":
+        optimizers = [ErrorFeedback(optimizer, 0.0, run.feedback) for optimizer in optimizers]
     peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     versions = [[p.detach().clone() for p in params]]
     for step in range(run.steps):
-        old = versions[max(step - delay, 0)]
+        old = versions[max(step - delay, switch) if step >= switch else step]
         shown = {name: w for (name, _), w in zip(model.named_parameters(), old, strict=True)}
         leaves = {name: w.clone().requires_grad_() for name, w in shown.items()}
 
@@ -58,6 +70,8 @@ def loop(run, delay):
         for group, peak in zip(groups, peaks, strict=True):
             group["lr"] = peak * learning_rate(step, run.steps)
         for optimizer in optimizers:
+            if run.feedback != "none" and step == switch:
+                optimizer.strength = run.strength
             optimizer.step()
         versions.append([p.detach().clone() for p in params])
     return evaluate(model, "test", 32)
@@ -66,8 +80,16 @@ def loop(run, delay):
 @pytest.mark.parametrize(("optimizer", "delay"), [("adamw", 0), ("adamw", 1), ("muon", 1), ("muon", 2)])
 def test_a_run_follows_the_recurrence(optimizer, delay):
     run = replace(TINY, optimizer=optimizer, delay=delay)
-    assert train(run)["test"] == pytest.approx(loop(run, delay), abs=2e-4)
+    assert train(run)["test"] == pytest.approx(loop(run, delay), abs=5e-5)
     assert abs(loop(run, delay) - loop(run, delay + 1)) > 1e-3
+
+
+@pytest.mark.parametrize("feedback", ["none", "update"])
+def test_a_synchronous_start_ends_when_it_says(feedback):
+    run = replace(TINY, optimizer="muon", lr=3e-2, delay=1, synchronous_start=0.5, feedback=feedback)
+    expected = loop(run, 1, switch=10)
+    assert train(run)["test"] == pytest.approx(expected, abs=5e-5)
+    assert abs(loop(run, 1, switch=0) - expected) > 1e-3 and abs(loop(run, 1, switch=20) - expected) > 1e-3
 
 
 def test_rates_rise_over_a_tenth_and_fall_to_a_tenth():
@@ -217,15 +239,16 @@ def test_paci_goes_forward_with_old_and_backward_with_new_weights():
     with torch.no_grad():
         for param in model.parameters():
             param.add_(torch.randn_like(param))
+    new = {name: p.detach().clone() for name, p in model.named_parameters()}
     paci.backward(x, target)
 
     expected = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for index in range(2):
         part, wanted = x[2 * index : 2 * index + 2].flatten(0, 1), target[2 * index : 2 * index + 2].flatten()
         # Stage 0 of 2 is one microbatch ahead: the first one of a batch met its weights before the update.
-        first = old["first.weight"] if index == 0 else model.first.weight.detach()
+        first = old["first.weight"] if index == 0 else new["first.weight"]
         hidden = torch.tanh(part @ first.T)
-        second = model.second.weight.detach()
+        second = new["second.weight"]
         error = (torch.softmax(hidden @ second.T, -1) - nn.functional.one_hot(wanted, 3)) / len(wanted)
         expected["second.weight"] += error.T @ hidden / 2
         # The activations are those of the forward.
@@ -257,7 +280,7 @@ def test_paci_sends_errors_back_through_new_weights():
     with torch.no_grad():
         for param in model.parameters():
             param.add_(torch.randn_like(param))
-    new = [part.weight.detach() for part in model.parts]
+    new = [part.weight.detach().clone() for part in model.parts]
     paci.backward(x, target)
     expected = torch.zeros(3, 3, dtype=torch.float64)
     for index in range(3):
@@ -267,6 +290,7 @@ def test_paci_sends_errors_back_through_new_weights():
         error = torch.softmax(logits, -1) - nn.functional.one_hot(target[index], 3)
         expected += (error @ new[2] @ new[1]).T @ x[index] / 3
     torch.testing.assert_close(model.parts[0].weight.grad, expected)
+    assert all(torch.equal(part.weight, weight) for part, weight in zip(model.parts, new, strict=True))
 
 
 def test_stages_are_cut_in_order_and_complete():

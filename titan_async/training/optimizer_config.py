@@ -124,10 +124,11 @@ class ErrorFeedbackConfig(Configurable.Config):
     synchronous schedule or on one stage, there is nothing to correct and this has no effect."""
 
     strength: float = 1.0
-    """Strength s of the correction; 1 is the paper's."""
+    """Strength s of the correction; 1 is the paper's, and for Muon none from 0.25 to 1.5 was better
+    (docs/study.md, question 2)."""
 
     level: Literal["update", "gradient"] = "update"
-    """Correct the update (the paper's way) or the gradient."""
+    """Correct the update (the paper's way) or the gradient, which for Muon was no better at any strength."""
 
     dtype: StateDtype = "auto"
     """Dtype of its buffer, one for each parameter; "bfloat16" halves it, and rounds the correction to

@@ -124,6 +124,7 @@ class _Loop:
             strength = 1.0 if adaptive else run.strength
             built = [ErrorFeedback(optimizer, strength, run.feedback) for optimizer in built]
             self.adaptive = AdaptiveStrength(built, run.feedback) if adaptive else None
+            self._strength = strength
         self.optimizers: list[Optimizer] = built
         delay = run.delay if isinstance(run.delay, int) else 0
 
@@ -152,6 +153,12 @@ class _Loop:
         if self.adaptive is not None:
             self.strengths.append(self.adaptive.value)
 
+    def feed_back(self, strength: float | None = None) -> None:
+        """Set the strength of error feedback; by default to that of the run."""
+        if self.feedback:
+            for optimizer in self.optimizers:
+                optimizer.strength = self._strength if strength is None else strength
+
     @torch.no_grad()
     def settle(self) -> None:
         """Take the look-ahead of error feedback off the weights."""
@@ -166,12 +173,15 @@ def _train(run: Run, model: Decoder) -> tuple[list[float], _Loop]:
     delay = _delay(run, model)
     switch = round(run.synchronous_start * run.steps)
     delayed = DelayedGradients(model, 0 if switch else delay)
+    if switch:
+        loop.feed_back(0.0)  # the history is kept all the same
     paci = PaciGradients(model, stages_of(model, run.paci)) if run.paci else None
     batches = Batches("training", run.sequences, MODELS[run.model].length, run.seed)
     losses = []
     for step in range(run.steps):
         if switch and step == switch:
             delayed = DelayedGradients(model, delay)
+            loop.feed_back()
         inputs, targets = batches(step)
         if paci is not None:
             loss = paci.backward(inputs, targets)
