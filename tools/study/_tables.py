@@ -203,7 +203,7 @@ def mitigations() -> list[tuple[str, Callable[[Run], Run]]]:
         ("first 25 % synchronous", lambda run: replace(run, synchronous_start=0.25)),
         *(
             (
-                f"first {share:.0%} synchronous, then feedback",
+                f"first {100 * share:.0f} % synchronous, then feedback",
                 lambda run, share=share: replace(run, synchronous_start=share, feedback="update"),
             )
             for share in (0.1, 0.25)
@@ -276,8 +276,9 @@ def wallclock(results: Results) -> str:
         groups[row["setting"], row["optimizer"], row["schedule"]].append(row)
     rows = []
     for (setting, optimizer, schedule), found in groups.items():
-        step_s, steps, busy = (
-            interval([row[name] for row in found]).mean for name in ("step_s", "steps", "utilization")
+        step_s, steps, seconds, busy = (
+            interval([row[name] for row in found]).mean
+            for name in ("step_s", "steps", "seconds", "utilization")
         )
         late = [row["late_share"] for row in found]
         rows.append(
@@ -287,6 +288,7 @@ def wallclock(results: Results) -> str:
                 schedule,
                 f"{1e3 * step_s:.0f}",
                 f"{steps:.0f}",
+                f"{seconds:.1f}",
                 f"{busy:.0%}",
                 "" if None in late else f"{interval(late).mean:.1%}",
                 interval([row["test_loss"] for row in found]).shown(),

@@ -51,7 +51,7 @@ PEAK_RATES = {"muon": 1e-2, "adamw": 4e-3}
 
 _CURVE_POINTS = 40
 _LEAST_STEPS = 10
-_ROUNDS, _WARM_UP_STEPS, _TIMED_STEPS = 2, 3, 10
+_ROUNDS, _WARM_UP_STEPS, _TIMED_STEPS = 5, 3, 20
 """Of timing a schedule's steps."""
 
 
@@ -165,7 +165,7 @@ def steps_in_budget(pool: Pool, measurements: Sequence[Measurement]) -> dict[str
             times = pool.run(measurement.stages, train_stage, run)[-1]["times"]
             seconds[schedule].append((times[-1] - times[_WARM_UP_STEPS - 1]) / _TIMED_STEPS)
     budget = measurements[0].budget_s
-    steps = {schedule: round(budget / statistics.fmean(each)) for schedule, each in seconds.items()}
+    steps = {schedule: round(budget / statistics.median(each)) for schedule, each in seconds.items()}
     for schedule, count in steps.items():
         if count < _LEAST_STEPS:
             raise UserError(
