@@ -275,7 +275,7 @@ def wallclock(results: Results) -> str:
     for row in results.wallclock:
         groups[row["setting"], row["optimizer"], row["schedule"]].append(row)
     rows = []
-    for (setting, optimizer, schedule), found in groups.items():
+    for (setting, optimizer, schedule), found in sorted(groups.items()):
         step_s, steps, seconds, busy = (
             interval([row[name] for row in found]).mean
             for name in ("step_s", "steps", "seconds", "utilization")
