@@ -214,7 +214,7 @@ def test_adaptive_strength_is_the_cosine_of_successive_updates():
         weight.grad = torch.tensor(gradient)
         optimizer.step()
         adaptive.after_step()
-        assert adaptive.value == optimizer.strength == pytest.approx(strength, abs=1e-6)
+        assert adaptive.values[-1] == optimizer.strength == pytest.approx(strength, abs=1e-6)
 
 
 class TwoStages(nn.Module):
@@ -461,6 +461,12 @@ def test_the_document_shows_the_committed_results():
         assert f"<!-- table {name} -->" in document, name
     for picture in [*report.PLOTS, "wallclock"]:
         assert f"study/{picture}.svg" in document and (report.DOCS / "study" / f"{picture}.svg").is_file()
+
+
+def test_every_row_of_a_table_has_a_cell_for_every_heading():
+    for name, table in report.tables(Results(DEFAULT_PATH), Run()).items():
+        widths = {line.count("|") for line in table.splitlines()}
+        assert len(widths) == 1 and len(table.splitlines()) > 2, name
 
 
 def test_a_table_that_does_not_exist_is_named():

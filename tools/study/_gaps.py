@@ -24,10 +24,6 @@ class Interval:
 
     mean: float
     half: float
-    count: int
-
-    def excludes_zero(self) -> bool:
-        return abs(self.mean) > self.half
 
     def shown(self, signed: bool = False) -> str:
         mean = f"{self.mean:+.3f}" if signed else f"{self.mean:.3f}"
@@ -38,7 +34,7 @@ def interval(values: Sequence[float]) -> Interval:
     """Of at most ten values, by Student's t."""
     count = len(values)
     half = _T_95[count] * statistics.stdev(values) / math.sqrt(count) if count > 1 else math.nan
-    return Interval(statistics.fmean(values), half, count)
+    return Interval(statistics.fmean(values), half)
 
 
 class Losses:

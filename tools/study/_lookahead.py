@@ -76,7 +76,8 @@ class AdaptiveStrength:
     def __init__(self, optimizers: list[Optimizer], level: str) -> None:
         self._optimizers, self._key = optimizers, f"error_feedback_{level}"
         self._last: Tensor | None = None
-        self.value = 1.0
+        self.values: list[float] = []
+        """The strengths so far, one an update."""
 
     def after_step(self) -> None:
         now = torch.cat(
@@ -88,7 +89,8 @@ class AdaptiveStrength:
             ]
         )
         if self._last is not None:
-            self.value = max(0.0, float(torch.cosine_similarity(now, self._last, dim=0)))
+            strength = max(0.0, float(torch.cosine_similarity(now, self._last, dim=0)))
             for optimizer in self._optimizers:
-                optimizer.strength = self.value
+                optimizer.strength = strength
+        self.values.append(self._optimizers[0].strength)
         self._last = now

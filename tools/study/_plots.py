@@ -8,7 +8,7 @@ import numpy as np
 from _gaps import Interval, Losses
 from _results import Results
 from _runs import Run, rates_of
-from _tables import LEVELS, MOMENTA, NAMES, STRENGTHS, mitigations, plain_momentum
+from _tables import COMPARED, LEVELS, MOMENTA, NAMES, STRENGTHS, mitigations, plain_momentum
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -60,11 +60,10 @@ def _rows(
 
 
 def optimizers(figure: Figure, losses: Losses, base: Run) -> None:
-    names = [name for name in NAMES if name != "nadam_99"]
-    delayed = [replace(base, optimizer=name, delay=1) for name in names]
+    delayed = [replace(base, optimizer=name, delay=1) for name in COMPARED]
     _rows(
         figure.subplots(),
-        [NAMES[name] for name in names],
+        [NAMES[name] for name in COMPARED],
         [
             ("one update of delay", DELAYED, [losses.gap(run) for run in delayed]),
             (
@@ -120,7 +119,7 @@ def depth(figure: Figure, losses: Losses, base: Run) -> None:
     for axes, name in zip(panels, ("adamw", "muon"), strict=True):
         run = replace(base, optimizer=name)
         stages = (1, 2, 4, 8)
-        none = Interval(0.0, 0.0, 1)
+        none = Interval(0.0, 0.0)
         steady = losses.gap(replace(run, delay=1))
         corrected = losses.gap(replace(run, delay=1, feedback="update"))
         variable = [losses.gap(replace(run, delay=f"pipedream-{count}")) for count in stages[1:]]
@@ -137,9 +136,8 @@ def depth(figure: Figure, losses: Losses, base: Run) -> None:
 
 
 def rates(figure: Figure, losses: Losses, base: Run) -> None:
-    names = [name for name in NAMES if name != "nadam_99"]
     panels = figure.subplots(3, 3)
-    for axes, name in zip(panels.flat, names, strict=True):
+    for axes, name in zip(panels.flat, COMPARED, strict=True):
         grid = rates_of(base.model, name)
         for delay, colour, label in ((0, PLAIN, "synchronous"), (1, DELAYED, "one update of delay")):
             runs = [replace(base, optimizer=name, lr=rate, delay=delay) for rate in grid]

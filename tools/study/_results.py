@@ -1,7 +1,7 @@
 """The results file: one line of JSON a run, appended when the run has ended."""
 
 import json
-from collections import defaultdict
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 from _runs import Run, rates_of, run_key, synchronous
 
 from titan_async.errors import UserError
+from titan_async.whole_files import writing_whole
 
 __all__ = ["DEFAULT_PATH", "Results", "resolved", "tuned_rate"]
 
@@ -28,7 +29,8 @@ class Results:
         lines = path.read_text(encoding="utf-8").split("\n")
         if lines[-1]:
             lines.pop()
-            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            with writing_whole(path) as partial:
+                partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         for number, line in enumerate(filter(None, lines), 1):
             try:
                 row = json.loads(line)
@@ -47,9 +49,16 @@ class Results:
 
     def add(self, run: Run, result: dict[str, Any]) -> None:
         row = {"kind": "run", "run": asdict(run), **result}
+        self._append(row)
+        self.by_key[run_key(run)] = row
+
+    def add_wallclock(self, row: dict[str, Any]) -> None:
+        self._append(row)
+        self.wallclock.append(row)
+
+    def _append(self, row: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-        self.by_key[run_key(run)] = row
 
 
 def tuned_rate(run: Run, results: Results) -> float:
@@ -60,14 +69,15 @@ def tuned_rate(run: Run, results: Results) -> float:
     Raises:
         UserError: no seed has.
     """
-    losses: dict[int, dict[float, float]] = defaultdict(dict)
     rates = rates_of(run.model, run.optimizer)
-    for row in results.by_key.values():
-        other = Run(**row["run"])
-        compared = replace(synchronous(run), lr=other.lr, momentum=None, seed=other.seed)
-        if other.lr in rates and other == compared:
-            losses[other.seed][other.lr] = float("inf") if row["diverged"] else row["validation"]
-    complete = [by_rate for by_rate in losses.values() if len(by_rate) == len(rates)]
+    base = replace(synchronous(run), momentum=None)
+    complete = []
+    for seed in {row["run"]["seed"] for row in results.by_key.values()}:
+        found = {rate: results.get(replace(base, lr=rate, seed=seed)) for rate in rates}
+        if all(found.values()):
+            complete.append(
+                {rate: math.inf if row["diverged"] else row["validation"] for rate, row in found.items()}
+            )
     if not complete:
         raise UserError(
             f"The rates of {run.optimizer} on the model {run.model} have not been compared in "

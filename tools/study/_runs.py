@@ -1,6 +1,6 @@
 """What a run of the study is, and how a question's TOML file spells many of them.
 
-A file has a ``title`` and tables ``[[runs]]``. A table is a product: a list as a value stands for one run
+A file has tables ``[[runs]]``. A table is a product: a list as a value stands for one run
 for each of its entries. Fields are those of `Run`; those left out are the defaults of the file's
 ``[defaults]`` and then of `Run`. ``lr = "grid"`` is every rate of the optimizer's grid (``grids.toml``), and
 ``lr = "tuned"``, the default, the one whose synchronous runs end with the lowest validation loss.
@@ -61,7 +61,6 @@ class Run:
 @dataclass(frozen=True)
 class Question:
     name: str
-    title: str
     runs: tuple[Run, ...]
 
 
@@ -110,7 +109,7 @@ def _load(path: Path) -> Question:
         raise UserError(f"{path} cannot be read as TOML: {error}.") from error
     defaults = content.get("defaults", {})
     runs = [run for table in content.get("runs", []) for run in _expand({**defaults, **table}, path)]
-    return Question(path.stem, content.get("title", path.stem), tuple(dict.fromkeys(runs)))
+    return Question(path.stem, tuple(dict.fromkeys(runs)))
 
 
 def _expand(table: dict[str, Any], path: Path) -> Iterable[Run]:

@@ -7,13 +7,25 @@ momentum and seed; "±" is half of the 95 % interval over seeds.
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from _gaps import Interval, Losses, interval
 from _optimizers import OPTIMIZERS
 from _results import Results
 from _runs import Run, rates_of
 
-__all__ = ["LEVELS", "MOMENTA", "NAMES", "STRENGTHS", "TABLES", "mitigations", "plain_momentum", "wallclock"]
+__all__ = [
+    "COMPARED",
+    "LEVELS",
+    "MOMENTA",
+    "NAMES",
+    "STRENGTHS",
+    "TABLES",
+    "mitigations",
+    "plain_momentum",
+    "wallclock",
+    "wallclock_cells",
+]
 
 NAMES = {
     "adamw": "AdamW",
@@ -27,6 +39,9 @@ NAMES = {
     "sgd": "SGD, momentum",
     "nadam_99": "NAdam, 0.99",
 }
+COMPARED = [name for name in NAMES if name != "nadam_99"]
+"""Those of questions 1 and 5."""
+
 STRENGTHS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, "adaptive")
 MOMENTA = (0.8, 0.9, 0.95, 0.98, 0.99)
 DELAYS = (1, 2, 4, "pipedream-2", "pipedream-4", "pipedream-8")
@@ -60,9 +75,7 @@ def _loss(found: Interval | None) -> str:
 def optimizers(losses: Losses, base: Run) -> str:
     """Question 1."""
     rows = []
-    for name in NAMES:
-        if name == "nadam_99":
-            continue
+    for name in COMPARED:
         run = replace(base, optimizer=name)
         delayed = replace(run, delay=1)
         paper = _PAPER.get(name)
@@ -149,9 +162,7 @@ def depth(losses: Losses, base: Run) -> str:
 def rates(losses: Losses, base: Run) -> str:
     """Question 5: validation losses, by which rates are chosen."""
     rows = []
-    for name in NAMES:
-        if name == "nadam_99":
-            continue
+    for name in COMPARED:
         grid = rates_of(base.model, name)
         for delay, label in ((0, "synchronous"), (1, "delayed")):
             runs = [replace(base, optimizer=name, lr=rate, delay=delay) for rate in grid]
@@ -199,13 +210,12 @@ def mitigations() -> list[tuple[str, Callable[[Run], Run]]]:
         ("error feedback, update", lambda run: replace(run, feedback="update")),
         ("error feedback, gradient", lambda run: replace(run, feedback="gradient")),
         ("weight prediction", lambda run: replace(run, prediction=1.0)),
-        ("first 10 % synchronous", lambda run: replace(run, synchronous_start=0.1)),
-        ("first 25 % synchronous", lambda run: replace(run, synchronous_start=0.25)),
         *(
             (
-                f"first {100 * share:.0f} % synchronous, then feedback",
-                lambda run, share=share: replace(run, synchronous_start=share, feedback="update"),
+                f"first {100 * share:.0f} % synchronous{then}",
+                lambda run, share=share, level=level: replace(run, synchronous_start=share, feedback=level),
             )
+            for level, then in (("none", ""), ("update", ", then feedback"))
             for share in (0.1, 0.25)
         ),
         ("half the rate", lambda run: replace(run, lr_factor=0.5)),
@@ -269,42 +279,40 @@ def larger(losses: Losses, base: Run) -> str:
     return _table(["optimizer", "rate", "synchronous", "delayed", "delayed + EF"], rows)
 
 
-def wallclock(results: Results) -> str:
-    """Question 8."""
-    groups: dict[tuple[str, str, str], list[dict]] = defaultdict(list)
-    for row in results.wallclock:
-        groups[row["setting"], row["optimizer"], row["schedule"]].append(row)
+def wallclock_cells(results: Iterable[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows of question 8: means over the seeds of a setting, optimizer and schedule."""
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
+    for result in results:
+        groups[result["setting"], result["optimizer"], result["schedule"]].append(result)
     rows = []
     for (setting, optimizer, schedule), found in sorted(groups.items()):
-        step_s, steps, seconds, busy = (
-            interval([row[name] for row in found]).mean
-            for name in ("step_s", "steps", "seconds", "utilization")
+        step_s, steps, seconds, busy, validation, test = (
+            interval([result[name] for result in found])
+            for name in ("step_s", "steps", "seconds", "utilization", "validation_loss", "test_loss")
         )
-        late = [row["late_share"] for row in found]
+        late = [result["late_share"] for result in found]
         rows.append(
             [
                 setting,
                 NAMES[optimizer],
                 schedule,
-                f"{1e3 * step_s:.0f}",
-                f"{steps:.0f}",
-                f"{seconds:.1f}",
-                f"{busy:.0%}",
-                "" if None in late else f"{interval(late).mean:.1%}",
-                interval([row["test_loss"] for row in found]).shown(),
+                str(len(found)),
+                f"{1e3 * step_s.mean:.1f}",
+                f"{steps.mean:.0f}",
+                f"{seconds.mean:.1f}",
+                f"{busy.mean:.0%}",
+                "-" if None in late else f"{interval(late).mean:.1%}",
+                validation.shown(),
+                test.shown(),
             ]
         )
-    headings = [
-        "setting",
-        "optimizer",
-        "schedule",
-        "ms a step",
-        "steps",
-        "busy",
-        "late",
-        "test loss at the end",
-    ]
-    return _table(headings, rows)
+    headings = ["setting", "optimizer", "schedule", "seeds", "ms a step", "steps", "seconds", "busy", "late"]
+    return [*headings, "validation", "test"], rows
+
+
+def wallclock(results: Results) -> str:
+    """Question 8."""
+    return _table(*wallclock_cells(results.wallclock))
 
 
 TABLES: dict[str, Callable[[Losses, Run], str]] = {

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import math
+import statistics
 import time
 from datetime import UTC, datetime
 from typing import Any
@@ -12,14 +13,14 @@ from _model import MODELS, Decoder, language_loss
 from _optimizers import build_optimizers
 from _paci import PaciGradients
 from _runs import Run
-from _text import Batches
+from _text import VOCAB, Batches
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer
 
 from titan_async.optim import DelayedGradients, ErrorFeedback, pipedream_delays
 
-__all__ = ["evaluate", "learning_rate", "stages_of", "train", "versions"]
+__all__ = ["MAX_NORM", "evaluate", "learning_rate", "stages_of", "train", "versions"]
 
 MAX_NORM = 1.0  # as in arXiv 2606.30634
 _WARM_UP = 0.1
@@ -87,14 +88,14 @@ def train(run: Run) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
 
     result = {name: _rounded(evaluate(model, name, shape.length)) for name in ("validation", "test")}
-    if loop.feedback and run.feedback == "update" and math.isfinite(result["test"]):
+    if run.feedback == "update" and math.isfinite(result["test"]):
         loop.settle()
         for name in ("validation", "test"):
             result[f"settled_{name}"] = _rounded(evaluate(model, name, shape.length))
     if loop.adaptive is not None:
-        result["strength"] = _rounded(sum(loop.strengths) / len(loop.strengths))
+        result["strength"] = _rounded(statistics.fmean(loop.adaptive.values))
     parts = torch.tensor(losses).tensor_split(min(_CURVE_POINTS, len(losses)))
-    ignorant = math.log(128)
+    ignorant = math.log(VOCAB)
     return {
         **result,
         "curve": [round(float(part.mean()), 4) for part in parts],
@@ -118,7 +119,6 @@ class _Loop:
         built = build_optimizers(model, run.optimizer, run.lr, run.lr_factor, run.momentum)
         self.feedback = run.feedback in ("update", "gradient")
         self.adaptive = None
-        self.strengths: list[float] = []
         if self.feedback:
             adaptive = run.strength == "adaptive"
             strength = 1.0 if adaptive else run.strength
@@ -150,8 +150,6 @@ class _Loop:
         for part in (self.smoothed, self.prediction, self.adaptive):
             if part is not None:
                 part.after_step()
-        if self.adaptive is not None:
-            self.strengths.append(self.adaptive.value)
 
     def feed_back(self, strength: float | None = None) -> None:
         """Set the strength of error feedback; by default to that of the run."""

@@ -13,7 +13,6 @@ import argparse
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
@@ -41,26 +40,21 @@ def quick(question: Question) -> Question:
     return replace(question, runs=tuple(dict.fromkeys(runs)))
 
 
-def run_questions(
-    questions: list[Question], results: Results, workers: int, console: Console, work: Callable = train
-) -> None:
+def run_questions(questions: list[Question], results: Results, workers: int, console: Console) -> None:
     """Run what the results lack: first what chooses the learning rates, then question by question."""
-    grids = [
-        Question(f"{question.name}, rates", question.title, tuple(grid_runs(question.runs)))
-        for question in questions
-    ]
+    grids = [Question(f"{question.name}, rates", tuple(grid_runs(question.runs))) for question in questions]
     context = multiprocessing.get_context("spawn")
     with (
         ProcessPoolExecutor(workers, mp_context=context, initializer=_set_up_worker) as pool,
         _progress(console) as progress,
     ):
-        _run_phase(grids, results, pool, progress, work)
+        _run_phase(grids, results, pool, progress)
         tuned = [replace(q, runs=tuple(resolved(q.runs, results))) for q in questions]
-        _run_phase(tuned, results, pool, progress, work)
+        _run_phase(tuned, results, pool, progress)
 
 
 def _run_phase(
-    questions: list[Question], results: Results, pool: ProcessPoolExecutor, progress: Progress, work: Callable
+    questions: list[Question], results: Results, pool: ProcessPoolExecutor, progress: Progress
 ) -> None:
     asked: dict[Run, None] = {}
     bars: dict[Run, Any] = {}
@@ -71,7 +65,7 @@ def _run_phase(
             progress.advance(bar, len(question.runs) - len(missing))
             bars |= dict.fromkeys(missing, bar)
         asked |= dict.fromkeys(missing)
-    futures: dict[Future, Run] = {pool.submit(work, run): run for run in asked}
+    futures: dict[Future, Run] = {pool.submit(train, run): run for run in asked}
     try:
         for future in as_completed(futures):
             run = futures[future]

@@ -10,7 +10,6 @@ goes on from there.
 """
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -27,11 +26,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
 import numpy as np
-from _gaps import interval
 from _model import MODELS, Decoder
 from _pipeline_run import SCHEDULES, PipelineRun, train_stage
 from _pool import Pool
 from _results import DEFAULT_PATH, Results
+from _tables import wallclock_cells
 from _training import evaluate, versions
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -187,9 +186,7 @@ def run_missing(measurements: Sequence[Measurement], results: Results, console: 
             steps = steps_in_budget(pool, of_setting)
             for measurement in of_setting:
                 row = measure(pool, measurement, steps[measurement.schedule])
-                with results.path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
-                results.wallclock.append(row)
+                results.add_wallclock(row)
                 console.print(
                     f"{setting}, {measurement.schedule}, seed {measurement.seed}: {row['steps']} steps in "
                     f"{row['seconds']:.1f} s, validation loss {row['validation_loss']:.4f}"
@@ -199,31 +196,11 @@ def run_missing(measurements: Sequence[Measurement], results: Results, console: 
 def table_of(rows: Iterable[dict[str, Any]]) -> Table:
     """Means over the seeds, with 95 % intervals of the losses."""
     table = Table(box=SIMPLE_HEAD, caption="Losses in nats a byte. Late: took longer than its padding.")
-    for heading in ("setting", "schedule"):
+    headings, cells = wallclock_cells(rows)
+    for heading in headings:
         table.add_column(heading, no_wrap=True)
-    for heading in ("seeds", "ms a step", "steps", "seconds", "busy", "late", "validation", "test"):
-        table.add_column(heading, justify="right")
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        groups[row["setting"], row["schedule"]].append(row)
-    for (setting, schedule), group in groups.items():
-        step_s, steps, seconds, busy, validation, test = (
-            interval([row[name] for row in group])
-            for name in ("step_s", "steps", "seconds", "utilization", "validation_loss", "test_loss")
-        )
-        padded = SETTINGS[setting].padded
-        table.add_row(
-            setting,
-            schedule,
-            str(len(group)),
-            f"{1e3 * step_s.mean:.1f}",
-            f"{steps.mean:.0f}",
-            f"{seconds.mean:.1f}",
-            f"{busy.mean:.3f}",
-            f"{interval([row['late_share'] for row in group]).mean:.1%}" if padded else "-",
-            validation.shown(),
-            test.shown(),
-        )
+    for row in cells:
+        table.add_row(*row)
     return table
 
 
