@@ -76,12 +76,16 @@ def train(folder: Path, *flags: object, recipe: object = RECIPE, timeout: float 
 
 
 def processes_of(launcher: int) -> dict[int, int]:
-    """The pid of every rank that a launcher has started, by rank."""
+    """The pid of every rank that a launcher has started, by rank; of those that are not ending just now."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     ranks = {}
     for pid in map(int, children):
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        try:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            command_line = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
         rank = next((value[5:] for value in variables if value.startswith(b"RANK=")), None)
-        if rank is not None and b"titan_async.training.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if rank is not None and b"titan_async.training.worker" in command_line:
             ranks[int(rank)] = pid
     return ranks

@@ -142,7 +142,10 @@ def wait_for_step(run: subprocess.Popen[str], number: int) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    children = [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    try:
+        children = [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return []
     return children + [pid for child in children for pid in descendants(child)]
 
 
