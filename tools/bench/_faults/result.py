@@ -1,0 +1,86 @@
+"""What a run did about a fault: the row of the table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try of a fault."""
+
+    survived: bool
+    """Whether the run did what it is to do: went on or resumed to the weights of an undisturbed run, or ended
+    with the sentence and status that it is to end with, and left nothing half-written."""
+    work_lost: int | None = None
+    """Steps that were trained once more after resuming."""
+    notice: float | None = None
+    """Seconds from the fault to the end of all processes, or to what the run says of it."""
+    resume: float | None = None
+    """Seconds from starting again to the end of the first step after that."""
+    said: str = ""
+    """The line in which the run names the fault; why it did not survive, if it did not."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """All tries of a fault."""
+
+    family: str
+    fault: str
+    tried: int
+    survived: int
+    work_lost: int | None
+    """Steps, the most of all tries."""
+    notice: float | None
+    """Seconds, the median."""
+    resume: float | None
+    """Seconds, the median."""
+    said: str
+    """Of the first try that did not survive, or of the first."""
+
+
+def summarize(family: str, fault: str, attempts: Sequence[Attempt]) -> Result:
+    """Counts the tries of one fault."""
+    lost = [attempt.work_lost for attempt in attempts if attempt.work_lost is not None]
+    telling = next((attempt for attempt in attempts if not attempt.survived), attempts[0])
+    return Result(
+        family=family,
+        fault=fault,
+        tried=len(attempts),
+        survived=sum(attempt.survived for attempt in attempts),
+        work_lost=max(lost, default=None),
+        notice=_median([attempt.notice for attempt in attempts]),
+        resume=_median([attempt.resume for attempt in attempts]),
+        said=telling.said,
+    )
+
+
+def _median(seconds: Sequence[float | None]) -> float | None:
+    known = [value for value in seconds if value is not None]
+    return statistics.median(known) if known else None
+
+
+def as_table(results: Sequence[Result]) -> Table:
+    """A row for each fault, with a line between families."""
+    table = Table(title="Faults")
+    table.add_column("fault")
+    for heading in ("tried", "survived", "steps lost", "noticed, s", "resumed, s"):
+        table.add_column(heading, justify="right")
+    table.add_column("said", overflow="fold")
+    for number, result in enumerate(results):
+        if number and result.family != results[number - 1].family:
+            table.add_section()
+        table.add_row(
+            result.fault,
+            str(result.tried),
+            str(result.survived),
+            "" if result.work_lost is None else str(result.work_lost),
+            *("" if value is None else f"{value:.1f}" for value in (result.notice, result.resume)),
+            result.said,
+        )
+    return table

@@ -1,0 +1,82 @@
+"""Starts runs of the debug recipes in a folder, and reads what they have left there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from _faults.injected import FAULT
+
+ROOT = Path(__file__).parents[3]
+RECIPE = ROOT / "toml_configs" / "debug_cpu.toml"
+MOE_RECIPE = ROOT / "toml_configs" / "debug_moe_cpu.toml"
+
+SMALL = ("--training.local_batch_size", "8", "--training.seq_len", "64", "--training.max_norm", "1.0",
+         "--metrics.log_freq", "1", "--validator.no-enable", "--dump_folder", "run")  # fmt: skip
+"""The default recipe with less in a batch, so that a step takes a tenth of a second."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a run ended."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that it reported, in order."""
+        return [int(number) for number in re.findall(r"^step +(\d+)/", self.out, re.MULTILINE)]
+
+
+def command(*flags: object, recipe: Path = RECIPE) -> list[str]:
+    """`titan-async train` with the small form of a debug recipe."""
+    module = ("--module", "_faults.injected")
+    return [sys.executable, "-m", "titan_async.cli", "train", str(recipe), *module, *SMALL, *map(str, flags)]
+
+
+def environment(fault: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """The variables of a run that does itself the harm that `fault` says (`_faults.injected`)."""
+    path = os.pathsep.join((str(ROOT), str(ROOT / "tools" / "bench")))
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    return variables if fault is None else variables | {FAULT: json.dumps(fault)}
+
+
+def start(
+    folder: Path, *flags: object, recipe: Path = RECIPE, fault: Mapping[str, Any] | None = None
+) -> subprocess.Popen[str]:
+    """Start a run, in a session of its own, that writes to `folder`/run."""
+    return subprocess.Popen(
+        command(*flags, recipe=recipe), cwd=folder, env=environment(fault), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+
+
+def train(
+    folder: Path,
+    *flags: object,
+    recipe: Path = RECIPE,
+    fault: Mapping[str, Any] | None = None,
+    timeout: float = 300,
+) -> Run:
+    """Run until it ends.
+
+    Raises:
+        subprocess.TimeoutExpired: it did not.
+    """
+    process = start(folder, *flags, recipe=recipe, fault=fault)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        process.communicate(timeout=90)
+        raise
+    return Run(process.returncode, out, err)
