@@ -1,8 +1,8 @@
 """The debug recipes, for runs that do harm to themselves: what `--module _faults.injected` names.
 
 The variable `TITAN_ASYNC_FAULT` says what goes wrong, as JSON: `{"kind": ..., ...}`. The module of that kind
-changes the trainer of every worker process, and nothing in the launcher. Without the variable the recipes are what they
-are.
+changes the trainer of every worker process, and nothing in the launcher. Without the variable the recipes are
+what they are.
 """
 
 from __future__ import annotations
