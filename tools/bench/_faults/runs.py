@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from _faults.injected import FAULT
+
+from titan_async.checkpoint.distributed import SavedTensors
 
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "toml_configs" / "debug_cpu.toml"
@@ -80,3 +83,14 @@ def train(
         process.communicate(timeout=90)
         raise
     return Run(process.returncode, out, err)
+
+
+def saved_state(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint of `folder`/run: weights, optimizers' state, the next batch's weights."""
+    saved = SavedTensors(folder / "run" / "checkpoint" / f"step-{step}")
+    return {key: saved.read(key) for key in saved.tensors}
+
+
+def is_same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    """Whether two states are the same, bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
