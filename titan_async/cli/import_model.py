@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
     if len(line.words) not in (2, 3):
         raise UserError(
             "import takes the folder of a model, one for the run, and a recipe file, as in "
-            "titan-async import hf/debug outputs/more toml_configs/debug_cpu.toml"
+            "titan-async import hf/debug outputs/more debug_cpu.toml"
         )
     model, run_folder, *recipe = line.words
 

@@ -34,9 +34,9 @@ flags:
   -h, --help              this text
 
 examples:
-  titan-async plan toml_configs/moe_10b_200b.toml
-  titan-async plan toml_configs/moe_10b_200b.toml --nodes 16 --gpu h200-141gb
-  titan-async plan toml_configs/dense_1b.toml --schedule 1F1B --json plan.json
+  titan-async plan moe_10b_200b.toml
+  titan-async plan moe_10b_200b.toml --nodes 16 --gpu h200-141gb
+  titan-async plan dense_1b.toml --schedule 1F1B --json plan.json
 """
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from titan_async.training.recipe_list import list_recipes
+from titan_async.training.recipe_list import list_recipes, recipe_files
 
 __all__ = ["EXAMPLES", "listing", "run"]
 
 EXAMPLES = """\
-  titan-async train toml_configs/debug_cpu.toml
-  titan-async train toml_configs/debug_cpu.toml --training.steps 500 --compile.no-enable
-  titan-async train toml_configs/debug_cpu.toml --optimizer.muon.lr 5e-3
-  titan-async train toml_configs/debug_cpu.toml --dry-run > my_run.toml
+  titan-async train debug_cpu.toml
+  titan-async train debug_cpu.toml --training.steps 500 --compile.no-enable
+  titan-async train debug_cpu.toml --optimizer.muon.lr 5e-3
+  titan-async train debug_cpu.toml --dry-run > my_run.toml
 """
 
 _HELP = """\
@@ -25,11 +24,13 @@ Train a model. RECIPE.toml names a recipe, which is a complete configuration, an
 likes of it, in torchtitan's own section and field names; flags override the file:
 
   recipe = "NAME"
-  include = "base.toml"            # optional: another file, read first
+  include = "base.toml"            # optional: another file, read first; beside this one
   activation_checkpoint = "none"   # or "selective", "full", "memory_budget"
 
   [training]
   steps = 300
+
+Where there is no file RECIPE.toml, or base.toml, the name is that of one of the recipe files below.
 
 Outside torchrun or a cluster's job step this starts the processes itself: as many as the degrees of
 parallelism multiply to.
@@ -76,13 +77,19 @@ def run(argv: Sequence[str]) -> int:
     return launch.train(list(argv))
 
 
-def listing(folder: Path | None = None) -> str:
-    """Returns the recipes and, in a checkout, the recipe files, each with a line about it."""
-    recipes = [(recipe.name, recipe.summary) for recipe in list_recipes()]
-    folder = folder or Path("toml_configs")
-    files = [(os.fspath(path), _first_comment(path)) for path in sorted(folder.glob("*.toml"))]
+def listing(files: Mapping[str, Path] | None = None) -> str:
+    """Returns the recipes and the recipe files, each with a line about it.
+
+    Args:
+        files: recipe files by their names; by default the project's.
+    """
+    files = recipe_files() if files is None else files
+    folder = next((path.parent for path in files.values()), None)
     blocks = []
-    for title, entries in (("recipes", recipes), (f"recipe files in {folder}/", files)):
+    for title, entries in (
+        ("recipes", [(recipe.name, recipe.summary) for recipe in list_recipes()]),
+        (f"recipe files, of {folder}", [(name, _first_comment(path)) for name, path in files.items()]),
+    ):
         if entries:
             width = max(len(name) for name, _ in entries) + 2
             lines = [f"  {name:<{width}}{about}".rstrip() + "\n" for name, about in entries]

@@ -4,7 +4,7 @@ A recipe file names a recipe function, which returns a whole configuration, and 
 it by their paths, in torchtitan's own section and field names; flags override the file:
 
     recipe = "debug"
-    include = "base.toml"     # optional, read first; relative to this file
+    include = "base.toml"     # optional, read first; beside this file, or one of the project's
 
     [training]
     steps = 300

@@ -40,7 +40,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
             has no value.
     """
     if not argv or (argv[0].startswith("-") and argv[0] != "-"):
-        what = f"not {argv[0]}" if argv else "as in titan-async train toml_configs/debug_cpu.toml"
+        what = f"not {argv[0]}" if argv else "as in titan-async train debug_cpu.toml"
         raise UserError(f"the first argument must be a recipe file (.toml), {what}")
     module, dry_run, edits = None, False, []
     for flag, words in _split(argv[1:]):

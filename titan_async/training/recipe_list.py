@@ -1,7 +1,8 @@
-"""Finds recipes by reading their source, so that listing them imports nothing.
+"""Finds recipes by reading their source, so that listing them imports nothing; and the recipe files.
 
 The recipes are in the package `titan_async.recipes`, which is the top-level folder `recipes/` of a
-checkout. An installation maps the one to the other; a bare checkout on the path is handled here.
+checkout. An installation maps the one to the other, and `toml_configs/` to `titan_async/toml_configs`; a
+bare checkout on the path is handled here.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Recipe", "import_recipe_module", "list_recipes", "recipes_folder"]
+import titan_async
+
+__all__ = ["Recipe", "import_recipe_module", "list_recipes", "recipe_files", "recipes_folder"]
 
 _PACKAGE = "titan_async.recipes"
 
@@ -39,6 +42,14 @@ def recipes_folder() -> Path | None:
         return Path(next(iter(spec.submodule_search_locations)))
     beside_the_package = Path(__file__).resolve().parents[2] / "recipes"
     return beside_the_package if (beside_the_package / "__init__.py").is_file() else None
+
+
+def recipe_files() -> dict[str, Path]:
+    """Returns the project's recipe files by their names, sorted."""
+    package = Path(titan_async.__file__).parent
+    folders = (package / "toml_configs", package.parent / "toml_configs")  # installed, in a checkout
+    folder = next((folder for folder in folders if folder.is_dir()), None)
+    return {} if folder is None else {path.name: path for path in sorted(folder.glob("*.toml"))}
 
 
 def list_recipes(folder: Path | None = None) -> list[Recipe]:

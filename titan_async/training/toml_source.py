@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titan_async.errors import UserError
-from titan_async.training.edit import Edit, Path, dotted
+from titan_async.training.edit import Edit, Path, dotted, nearest
+from titan_async.training.recipe_list import recipe_files
 
 __all__ = ["RecipeSource", "TomlFile", "read_recipe_file", "read_toml"]
 
@@ -75,7 +76,10 @@ def read_toml(path: str) -> TomlFile:
         with open(path, "rb") as file:
             raw = file.read()
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
+        ours = {name.removesuffix(".toml") for name in recipe_files()}
+        close = nearest(os.path.basename(path).removesuffix(".toml"), ours, cutoff=0.7)
+        hint = f"; did you mean {close}.toml, which comes with titan_async?" if close else ""
+        raise UserError(f"{path}: no such file{hint}") from None
     except IsADirectoryError:
         raise UserError(f"{path}: this is a directory; name a recipe file (.toml)") from None
     except (OSError, ValueError) as error:
@@ -124,11 +128,20 @@ class RecipeSource:
 def read_recipe_file(path: str) -> RecipeSource:
     """Reads a recipe file and, first, the files it includes.
 
+    A bare name that is no file in its folder is that of one of the project's recipe files.
+
     Raises:
         UserError: for what `read_toml` refuses, a cycle of includes, or a `recipe` or `include` that
             is not a string.
     """
-    return _read(path, including=())
+    return _read(_or_own(path, named=path), including=())
+
+
+def _or_own(path: str, *, named: str) -> str:
+    """The project's recipe file called `named`, where there is nothing at `path`."""
+    if os.path.exists(path) or named not in recipe_files():
+        return path
+    return str(recipe_files()[named])
 
 
 def _read(path: str, *, including: tuple[str, ...]) -> RecipeSource:
@@ -142,6 +155,7 @@ def _read(path: str, *, including: tuple[str, ...]) -> RecipeSource:
     recipe_file = file
     if include is not None:
         base_path = os.path.normpath(os.path.join(os.path.dirname(path), include))
+        base_path = _or_own(base_path, named=include)
         real = os.path.realpath(base_path)
         chain = (*including, os.path.realpath(path))
         if real in chain:

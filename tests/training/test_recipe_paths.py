@@ -1,0 +1,58 @@
+"""Where a recipe file is looked for: at its path, and then, by a bare name, among the project's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from titan_async.errors import UserError
+from titan_async.training.recipe_list import recipe_files
+from titan_async.training.toml_source import read_recipe_file
+
+OURS = "debug_cpu.toml"
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def edits(path: str) -> list[object]:
+    return [(edit.path, edit.value) for edit in read_recipe_file(path).edits]
+
+
+def test_a_bare_name_is_one_of_ours_unless_there_is_such_a_file() -> None:
+    assert read_recipe_file(OURS).path == str(recipe_files()[OURS])
+    Path(OURS).write_text('recipe = "mine"\n')
+    found = read_recipe_file(OURS)
+    assert (found.path, found.recipe) == (OURS, "mine")
+
+
+def test_an_include_by_a_bare_name_is_one_of_ours_unless_there_is_such_a_file() -> None:
+    Path("folder").mkdir()
+    Path("folder/mine.toml").write_text(f'include = "{OURS}"\ntraining.seq_len = 64\n')
+    assert edits("folder/mine.toml") == [*edits(OURS), (("training",), {"seq_len": 64})]
+    Path("folder", OURS).write_text('recipe = "mine"\n')
+    found = read_recipe_file("folder/mine.toml")
+    assert (found.recipe, len(found.edits)) == ("mine", 1)
+
+
+def test_a_file_may_have_the_name_of_the_one_it_includes_elsewhere() -> None:
+    Path("folder").mkdir()
+    Path("folder", OURS).write_text('recipe = "mine"\n')
+    Path(OURS).write_text(f'include = "folder/{OURS}"\n')
+    assert read_recipe_file(OURS).recipe == "mine"
+
+
+@pytest.mark.parametrize("path", [f"toml_configs/{OURS}", "debug_gpu.toml", "debug_cpu", "debug"])
+def test_a_path_that_is_almost_one_of_ours(path: str) -> None:
+    with pytest.raises(UserError) as error:
+        read_recipe_file(path)
+    assert str(error.value) == f"{path}: no such file; did you mean {OURS}, which comes with titan_async?"
+
+
+def test_a_path_that_is_not() -> None:
+    with pytest.raises(UserError) as error:
+        read_recipe_file("mine.toml")
+    assert str(error.value) == "mine.toml: no such file"
