@@ -10,11 +10,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
-from _faults.injected import FAULT
 
+from _faults.injected import FAULT
 from titan_async.checkpoint.distributed import SavedTensors
 
 ROOT = Path(__file__).parents[3]
@@ -54,12 +54,16 @@ def environment(fault: Mapping[str, Any] | None = None) -> dict[str, str]:
 
 
 def start(
-    folder: Path, *flags: object, recipe: Path = RECIPE, fault: Mapping[str, Any] | None = None
+    folder: Path,
+    *flags: object,
+    recipe: Path = RECIPE,
+    fault: Mapping[str, Any] | None = None,
+    out: IO[str] | int = subprocess.PIPE,
 ) -> subprocess.Popen[str]:
-    """Start a run, in a session of its own, that writes to `folder`/run."""
+    """Start a run, in a session of its own, that writes to `folder`/run, and what it says to `out`."""
     return subprocess.Popen(
         command(*flags, recipe=recipe), cwd=folder, env=environment(fault), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        stdout=out, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
 
 

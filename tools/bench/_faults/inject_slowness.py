@@ -1,0 +1,100 @@
+"""Stages of a fixed speed, ranks that are slower, computations that take now more, now less, late messages.
+
+netem would delay real packets, but few kernels have it, and it would delay those of other programs too.
+"""
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from titan_async.pipelining.messages import Messages
+
+
+def install(
+    rank: int,
+    forward: float,
+    backward: float,
+    factors: Sequence[float] = (),
+    jitter: float = 0.0,
+    latency: float = 0.0,
+) -> None:
+    """Pad computations by sleeping, so that processes on few cores stand for ranks that share none.
+
+    Args:
+        rank: of this process.
+        forward, backward: the seconds that one of a microbatch takes at least.
+        factors: by which those of each rank are longer.
+        jitter: half the width of the uniform distribution of a computation's time, as a part of its mean.
+        latency: seconds that are added to each message between stages.
+    """
+    factor = factors[rank] if factors else 1.0
+    draw = random.Random(rank)
+
+    def seconds(mean: float) -> Callable[[], float]:
+        return lambda: factor * mean * draw.uniform(1 - jitter, 1 + jitter)
+
+    for name, mean in (("forward_one_chunk", forward), ("backward_one_chunk", backward)):
+        setattr(_PipelineStageBase, name, _padded(getattr(_PipelineStageBase, name), seconds(mean)))
+    if latency:
+        _delay_messages(latency)
+
+
+def _padded(function: Callable[..., Any], seconds: Callable[[], float]) -> Callable[..., Any]:
+    def padded(*args: Any, **kwargs: Any) -> Any:
+        end = time.perf_counter() + seconds()
+        result = function(*args, **kwargs)
+        time.sleep(max(end - time.perf_counter(), 0.0))
+        return result
+
+    return padded
+
+
+@dataclass
+class _LateSend:
+    """A send that is not under way yet."""
+
+    op: dist.P2POp
+    group: dist.ProcessGroup
+    due: float
+    started: threading.Event = field(default_factory=threading.Event)
+    work: dist.Work | None = None
+
+    def wait(self) -> None:
+        self.started.wait()
+        assert self.work is not None
+        self.work.wait()
+
+
+def _delay_messages(latency: float) -> None:
+    """Let messages leave late, in their order, while the rank goes on."""
+    queues: dict[dist.ProcessGroup, SimpleQueue[_LateSend]] = {}
+    start = Messages._start
+
+    def send_from(queue: SimpleQueue[_LateSend]) -> None:
+        for late in itertools.starmap(queue.get, itertools.repeat(())):
+            time.sleep(max(late.due - time.perf_counter(), 0.0))
+            late.work = late.op.op(late.op.tensor, late.op.peer, late.group)
+            late.started.set()
+
+    def start_late(self: Messages, action: Any, ops: list[dist.P2POp]) -> list[Any]:
+        if not any(op.op is dist.isend for op in ops):
+            return start(self, action, ops)
+        works = []
+        for op in ops:
+            group = self._lanes.groups[action.kind, op.peer]
+            if group not in queues:
+                queues[group] = SimpleQueue()
+                threading.Thread(target=send_from, args=(queues[group],), daemon=True).start()
+            works.append(_LateSend(op, group, time.perf_counter() + latency))
+            queues[group].put(works[-1])
+        return works
+
+    Messages._start = start_late

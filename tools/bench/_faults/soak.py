@@ -1,0 +1,133 @@
+"""A long run, watched: memory, file descriptors, threads, logs and event files of every rank must not grow.
+
+The mixture of experts, with validation, checkpoints, an average of the weights and TensorBoard, in small steps
+so that as many as can be are done; at the end it is asked to stop.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from _faults.result import Attempt, Result, summarize
+from _faults.runs import MOE_RECIPE, start
+
+MEGABYTES_AN_HOUR = 20.0
+"""Of private memory, of a rank: what a slope may be for the run to count as flat."""
+
+LOG_MEGABYTES_AN_HOUR = 20.0
+"""Of everything in the run's folder but its checkpoints."""
+
+_PERIOD = 5.0
+_WARM_UP = 0.2
+"""Share of the time that is not counted: allocators fill up, files are read for the first time."""
+
+FLAGS = ("--training.steps", 1_000_000, "--metrics.log_freq", 10, "--checkpoint.interval", 200,
+         "--validator.enable", "--validator.freq", 200, "--validator.steps", 2, "--ema.decay", 0.99,
+         "--metrics.enable_tensorboard")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a process holds at a time."""
+
+    seconds: float
+    memory: float
+    """Megabytes of private memory in RAM."""
+    files: int
+    threads: int
+
+
+def measure(scratch: Path, *, minutes: float) -> Iterator[Result]:
+    """Train for so many minutes."""
+    with open(scratch / "out", "w") as out:
+        run = start(scratch, *FLAGS, recipe=MOE_RECIPE, out=out)
+    samples: dict[str, list[Sample]] = {}
+    sizes: list[tuple[float, float]] = []
+    begin = time.monotonic()
+    while time.monotonic() < begin + 60 * minutes and run.poll() is None:
+        time.sleep(_PERIOD)
+        now = time.monotonic() - begin
+        for name, pid in _processes(run.pid):
+            sample = _sample(now, pid)
+            if sample:
+                samples.setdefault(name, []).append(sample)
+        sizes.append((now, _written(scratch / "run") / 1e6))
+    run.send_signal(signal.SIGTERM)
+    status = run.wait(timeout=120)
+    steps = sum(1 for line in (scratch / "out").read_text().splitlines() if line.startswith("step ")) * 10
+    for name, series in sorted(samples.items()):
+        yield _judge(name, series, minutes)
+    slope = _slope(sizes)
+    said = f"{slope:.2f} MB an hour, {sizes[-1][1]:.1f} MB at the end"
+    yield summarize("soak", "files but checkpoints", [Attempt(slope < LOG_MEGABYTES_AN_HOUR, said=said)])
+    said = f"{minutes:g} minutes, about {steps} steps, ended with status {status}"
+    yield summarize("soak", "end at SIGTERM", [Attempt(status == 0, said=said)])
+
+
+def _judge(name: str, series: list[Sample], minutes: float) -> Result:
+    counted = [sample for sample in series if sample.seconds > _WARM_UP * 60 * minutes]
+    slope = _slope([(sample.seconds, sample.memory) for sample in counted])
+    files, threads = ({getattr(sample, kind) for sample in counted} for kind in ("files", "threads"))
+    said = (
+        f"{counted[0].memory:.0f} to {counted[-1].memory:.0f} MB ({slope:+.1f} MB an hour), "
+        f"{_range(files)} files, {_range(threads)} threads"
+    )
+    halves = counted[: len(counted) // 2], counted[len(counted) // 2 :]
+    grown = any(
+        max(getattr(sample, kind) for sample in halves[1])
+        > max(getattr(sample, kind) for sample in halves[0])
+        for kind in ("files", "threads")
+    )
+    return summarize("soak", name, [Attempt(slope < MEGABYTES_AN_HOUR and not grown, said=said)])
+
+
+def _range(numbers: set[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _slope(points: list[tuple[float, float]]) -> float:
+    """Of a line through the points, an hour."""
+    seconds, values = np.array(points).T
+    return float(np.polyfit(seconds / 3600, values, 1)[0])
+
+
+def _processes(launcher: int) -> list[tuple[str, int]]:
+    """The launcher and its ranks, by name."""
+    found = [("launcher", launcher)]
+    try:
+        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+        for pid in map(int, children):
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            found += [(f"rank {each[5:].decode()}", pid) for each in variables if each.startswith(b"RANK=")]
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        pass
+    return found
+
+
+def _sample(seconds: float, pid: int) -> Sample | None:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        files = len(os.listdir(f"/proc/{pid}/fd"))
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = dict(line.split(":", 1) for line in lines)
+    if "RssAnon" not in fields:  # it has ended, and nobody has asked how
+        return None
+    return Sample(seconds, int(fields["RssAnon"].split()[0]) / 1e3, files, int(fields["Threads"]))
+
+
+def _written(folder: Path) -> int:
+    """Bytes of the files of a run, but for checkpoints."""
+    total = 0
+    for path, folders, names in os.walk(folder):
+        if "checkpoint" in folders:
+            folders.remove("checkpoint")
+        for name in names:
+            total += (Path(path) / name).stat().st_size
+    return total
