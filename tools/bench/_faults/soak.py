@@ -1,7 +1,7 @@
 """A long run, watched: memory, file descriptors, threads, logs and event files of every rank must not grow.
 
-The mixture of experts, with validation, checkpoints, an average of the weights and TensorBoard, in small steps
-so that as many as can be are done; at the end it is asked to stop.
+The mixture of experts, with validation, checkpoints, an average of the weights and TensorBoard, in small
+steps so that as many as can be are done; at the end it is asked to stop.
 """
 
 import os
