@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from titan_async.cli.command_line import parse
+from titan_async.cli.progress import progress_bar
 from titan_async.errors import UserError
-from titan_async.huggingface.progress import progress_bar
 
 ROOT = Path(__file__).parents[2]
 

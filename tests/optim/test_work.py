@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from titan_async.optim.layout import boxes, intersection, relative
+from titan_async.optim.boxes import boxes, intersection, relative
 from titan_async.optim.work import Item, divide
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_async.pipelining._order_internals import torch_order
+from titan_async.pipelining.actions import drain_actions, step_actions
 from titan_async.pipelining.programs import async_programs, schedule_programs, stages_of_ranks
-from titan_async.pipelining.simulation import Task, Timing, async_2bw_programs, simulate
+from titan_async.pipelining.simulation import Task, Timing, simulate
 
 FORWARD, BACKWARD = 1.0, 2.0
 PAIR = FORWARD + BACKWARD
@@ -126,8 +127,12 @@ def test_async_2bw_waits_for_nothing_but_a_late_norm(lookahead):
 
 
 def test_async_2bw_does_what_it_does_without_updates():
-    plain = [[task for task in tasks if task.kind in "FB"] for tasks in async_programs(3, 4, 5, 1)]
-    assert plain == async_2bw_programs(3, 4, 5, 1)
+    d, m, batches, lookahead = 3, 4, 5, 1
+    for stage, tasks in enumerate(async_programs(d, m, batches, lookahead)):
+        steps = [step_actions(stage, d, m, batch, lookahead) for batch in range(batches)]
+        drained = drain_actions(stage, d, m, batches - 1, lookahead)
+        computed = [(task.kind, task.batch, task.microbatch) for task in tasks if task.kind in "FB"]
+        assert computed == [action for actions in (*steps, drained) for action in actions]
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])

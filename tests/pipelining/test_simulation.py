@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_async.pipelining.simulation import Run, Span, Task, Timing, async_2bw_programs, simulate
+from titan_async.pipelining.actions import drain_actions, step_actions
+from titan_async.pipelining.simulation import Run, Span, Task, Timing, simulate
 
 FORWARD, BACKWARD = 1.0, 2.0
 PAIR = FORWARD + BACKWARD
@@ -31,6 +32,20 @@ def one_f_one_b_programs(stages, microbatches, batches):
             for i, backward in enumerate(backwards):
                 program += [backward, *forwards[warm_up + i : warm_up + i + 1]]
         programs.append(program)
+    return programs
+
+
+def async_2bw_programs(stages, microbatches, batches, lookahead=0):
+    """What the stages of `ScheduleAsync2BW` compute in so many steps and a drain, without updates."""
+    programs = []
+    for stage in range(stages):
+        actions = [
+            action
+            for batch in range(batches)
+            for action in step_actions(stage, stages, microbatches, batch, lookahead)
+        ]
+        actions += drain_actions(stage, stages, microbatches, batches - 1, lookahead)
+        programs.append([Task(kind, stage, batch, microbatch) for kind, batch, microbatch in actions])
     return programs
 
 

@@ -77,8 +77,8 @@ def run(argv: Sequence[str]) -> int:
     with quiet():
         cpu.ensure_device()  # before torchtitan is imported
 
+        from titan_async.cli.progress import progress_bar
         from titan_async.huggingface.convert import convert
-        from titan_async.huggingface.progress import progress_bar
         from titan_async.huggingface.saved_model import open_saved
 
         saved = open_saved(place, recipe=line.value("recipe"), flags=line.recipe_flags, weights=weights)

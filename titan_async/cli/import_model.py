@@ -53,8 +53,8 @@ def run(argv: Sequence[str]) -> int:
     with quiet():
         cpu.ensure_device()  # before torchtitan is imported
 
+        from titan_async.cli.progress import progress_bar
         from titan_async.huggingface.import_model import import_model
-        from titan_async.huggingface.progress import progress_bar
 
         with progress_bar("importing") as progress:
             import_model(

@@ -131,16 +131,9 @@ class TokenFiles:
             )
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
             raise UserError(f"The token file {file} can't be read ({error}): {_MEND}.") from error
-        if (
-            (header["tokens"]["dtype"], tokens.size, ends.size)
-            != (
-                self.index.dtype,
-                shard.tokens,
-                shard.documents,
-            )
-            or (np.diff(ends, prepend=0) < 1).any()
-            or ends[-1] != tokens.size
-        ):
+        there = (header["tokens"]["dtype"], tokens.size, ends.size)
+        promised = (self.index.dtype, shard.tokens, shard.documents)
+        if there != promised or (np.diff(ends, prepend=0) < 1).any() or ends[-1] != tokens.size:
             raise UserError(f"The token file {file} is not the one that the index names: {_MEND}.")
         return tokens, ends
 

@@ -85,11 +85,8 @@ SUMMARY = np.dtype(
         ("start", "<i8"),
         ("end", "<i8"),
         ("stage", "<u2"),
-        (
-            "seconds",
-            "<f4",
-            (len(Kind),),
-        ),  # by kind, without those of spans within; IDLE is what is left of steps
+        # By kind, without those of spans within; IDLE is what is left of steps.
+        ("seconds", "<f4", (len(Kind),)),
     ]
 )
 """An interval of steps on one stage. What is no stage's own, such as the optimizer, counts for the rank's

@@ -18,15 +18,14 @@ __all__ = ["Agreement", "agree", "gradients_are_zero"]
 
 
 class Agreement(NamedTuple):
-    """Args:
-    moving: for each parameter, whether it has a gradient on every rank that shares it.
-    finite: whether all gradients are, on every rank.
-    zero: whether all of them are zero; False if that was not asked for.
-    """
+    """What all ranks have found."""
 
     moving: list[bool]
+    """For each parameter, whether it has a gradient on every rank that shares it."""
     finite: bool
+    """Whether all gradients are, on every rank."""
     zero: bool
+    """Whether all of them are zero; False if that was not asked for."""
 
 
 def agree(

@@ -76,8 +76,7 @@ class ErrorFeedback(Optimizer):
         strength: s of the formulas; 1 is the paper's correction, 0 none.
         level: "update" (the paper's) or "gradient".
         dtype: of the history; None is that of the parameter, but at least float32. bfloat16 halves the buffer
-            and
-            rounds the correction to 3 digits.
+            and rounds the correction to 3 digits.
 
     Raises:
         TypeError: ``optimizer`` is no torch optimizer, or ``dtype`` no floating-point dtype.

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_async.optim.layout import Box, relative
+from titan_async.optim.boxes import Box, relative
 from titan_async.optim.local_tensors import at_least_float32
 from titan_async.optim.work import Bucket, Part, Task
 
@@ -141,8 +141,7 @@ class Exchange:
 
         Returns:
             For each parameter the box of it that this rank holds, and the pieces of which the result for it
-            is
-            made: the box of each, that of its task, and the values, in that shape.
+            is made: the box of each, that of its task, and the values, in that shape.
         """
         received = _split(self._scattering.wait(), [_count(route.part.box) for route in self._from_owner])
         found: dict[int, tuple[Box, list[tuple[Box, Box, Tensor]]]]

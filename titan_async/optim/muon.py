@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from titan_async.optim.agreement import agree
+from titan_async.optim.boxes import Box, relative
 from titan_async.optim.coefficients import STANDARD_COEFFICIENTS, Coefficients
 from titan_async.optim.correction import (
     LEVELS,
@@ -22,7 +23,6 @@ from titan_async.optim.correction import (
     snapshot,
 )
 from titan_async.optim.distribution import Distribution
-from titan_async.optim.layout import Box, relative
 from titan_async.optim.local_tensors import as_dtensor, fits, local_part, named
 from titan_async.optim.muon_options import (
     DTYPES,

@@ -6,7 +6,7 @@ from itertools import product
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_async.optim.layout import Box, boxes
+from titan_async.optim.boxes import Box, boxes
 from titan_async.optim.local_tensors import as_dtensor
 
 __all__ = ["Mesh", "placed_on"]

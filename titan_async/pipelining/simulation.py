@@ -15,9 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from titan_async.pipelining.actions import drain_actions, step_actions
-
-__all__ = ["COMPUTE", "Kind", "Run", "Task", "Timing", "async_2bw_programs", "inputs_of", "simulate"]
+__all__ = ["COMPUTE", "Kind", "Run", "Task", "Timing", "inputs_of", "simulate"]
 
 Kind = Literal["F", "B", "I", "W", "G", "R", "U"]
 """Forward and backward of a microbatch; in place of a backward its two halves, the gradient of the input
@@ -244,19 +242,3 @@ def simulate(programs: Sequence[Sequence[Task]], timing: Timing) -> Run:
     if waiting:
         raise ValueError(f"the ranks wait for each other: {', '.join(waiting)}")
     return Run(timelines)
-
-
-def async_2bw_programs(
-    num_stages: int, n_microbatches: int, n_batches: int, lookahead: int = 0
-) -> list[list[Task]]:
-    """What the stages of `ScheduleAsync2BW`, one a rank, do in `n_batches` steps and a drain."""
-    programs = []
-    for stage in range(num_stages):
-        actions = [
-            action
-            for batch in range(n_batches)
-            for action in step_actions(stage, num_stages, n_microbatches, batch, lookahead)
-        ]
-        actions += drain_actions(stage, num_stages, n_microbatches, n_batches - 1, lookahead)
-        programs.append([Task(kind, stage, batch, microbatch) for kind, batch, microbatch in actions])
-    return programs

@@ -28,7 +28,7 @@ from torchtitan.trainer import Trainer  # noqa: E402
 from titan_async.rehearsal._torch_internals import stage_of, state_messages  # noqa: E402
 from titan_async.rehearsal.narrow import narrowed, prepared  # noqa: E402
 from titan_async.rehearsal.peers import Peers  # noqa: E402
-from titan_async.rehearsal.plan import plan_of  # noqa: E402
+from titan_async.rehearsal.saved import plan_of  # noqa: E402
 
 __all__ = ["Shape", "Trained", "build_at_real_width", "rehearse"]
 

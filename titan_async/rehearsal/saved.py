@@ -5,26 +5,37 @@ import logging
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.distributed import ParallelDims
 from torchtitan.trainer import Trainer
 
 from titan_async.rehearsal.narrow import narrowed, prepared
-from titan_async.rehearsal.plan import plan_of
 from titan_async.training import random_state
 from titan_async.training.checkpoint import EMA_WEIGHTS, NEXT_WEIGHTS, RANDOM_STATE
 from titan_async.training.ema import keeps_average
 from titan_async.training.optimizer import AsyncOptimizers
 from titan_async.training.pipeline import delays_gradients
 
-__all__ = ["Entries", "check_plans", "entries_of", "expected_entries"]
+__all__ = ["Entries", "check_plans", "entries_of", "expected_entries", "plan_of"]
 
 Entries = Mapping[str, tuple[int, ...] | None]
 """What a checkpoint holds, by key: the shape of a tensor, None for anything else."""
 
 _Box = tuple[tuple[int, int], ...]  # start and end in each dimension
+
+
+def plan_of(state: dict[str, Any], rank: int) -> SavePlan:
+    """What a rank would write of a state, as torch.distributed.checkpoint plans it."""
+    planner = DefaultSavePlanner()
+    values = {
+        key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()
+    }
+    planner.set_up_planner(values, is_coordinator=rank == 0)
+    return planner.create_local_plan()
 
 
 def expected_entries(config: Trainer.Config, world: int, *, divisor: int) -> Entries:

@@ -23,7 +23,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from titan_async.pipelining.simulation import Run, Task, Timing, async_2bw_programs, simulate
+from titan_async.pipelining.programs import async_programs
+from titan_async.pipelining.simulation import COMPUTE, Run, Task, Timing, simulate
 
 SHAPES = [(2, 2), (4, 4), (4, 8), (8, 8), (8, 16)]
 """Ranks and microbatches."""
@@ -111,7 +112,11 @@ def _schedules(ranks: int, microbatches: int, latency: float) -> dict[str, tuple
     """The orders that are compared: those of Async2BW, and the best found for each placement."""
     schedules: dict[str, tuple[Layout, list[list[Task]]]] = {}
     for lookahead in sorted({0, min(ranks - 1, microbatches - ranks)}):
-        programs = async_2bw_programs(ranks, microbatches, _BATCHES, lookahead)
+        # Without updates, which the orders that are looked for do not have either.
+        programs = [
+            [task for task in tasks if task.kind in COMPUTE]
+            for tasks in async_programs(ranks, microbatches, _BATCHES, lookahead)
+        ]
         schedules[f"1, lookahead {lookahead}"] = Layout(ranks), programs
     for name, layout in _placements(ranks).items():
         schedules[name] = layout, _best_programs(layout, latency, microbatches)
