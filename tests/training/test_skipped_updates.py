@@ -109,8 +109,9 @@ def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
     )
     assert run.status == 2
     assert run.err == (
-        "the gradient was not finite 3 times in a row up to step 6: lower the learning rate or "
-        "training.max_norm, or look at the data (max_skipped_updates says how many)\n"
+        "the gradient was not finite 3 times in a row up to step 6, first in the gradient of lm_head.weight "
+        "on stage 1 (rank 1): lower the learning rate or training.max_norm, or look at the data "
+        "(max_skipped_updates says how many)\n"
     )
     told = re.findall(r"^step (\d+): the gradient is not finite, so its update is skipped \((\d) so far\)$",
                       run.out, re.MULTILINE)  # fmt: skip

@@ -20,8 +20,11 @@ class SkippedUpdates:
     total: int = 0
     in_a_row: int = 0
 
-    def note(self, finite: bool, step: int) -> None:
+    def note(self, finite: bool, step: int, where: str = "") -> None:
         """Count the update of `step`, made if its gradient is `finite` and skipped otherwise.
+
+        Args:
+            where: what is known of the place of the first value that is not; see `not_finite.Search`.
 
         Raises:
             UserError: if as many as `most_in_a_row` were skipped without one that was made.
@@ -30,6 +33,7 @@ class SkippedUpdates:
         self.total += not finite
         if self.in_a_row >= self.most_in_a_row:
             raise UserError(
-                f"the gradient was not finite {self.in_a_row} times in a row up to step {step}: lower the "
-                "learning rate or training.max_norm, or look at the data (max_skipped_updates says how many)"
+                f"the gradient was not finite {self.in_a_row} times in a row up to step {step}{where}: "
+                "lower the learning rate or training.max_norm, or look at the data (max_skipped_updates says "
+                "how many)"
             )

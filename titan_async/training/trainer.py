@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.moe import MoE
 from torchtitan.trainer import Trainer
 
+from titan_async._group_internals import set_joint_timeout
 from titan_async.monitor.words import format_duration
 from titan_async.pipelining.recording import Kind
 from titan_async.training import cpu, random_state
@@ -40,6 +42,7 @@ from titan_async.training.data import TextDataLoader
 from titan_async.training.ema import EmaConfig, WeightAverage
 from titan_async.training.metrics import AsyncMetrics, share_loss
 from titan_async.training.monitor_config import MonitorConfig
+from titan_async.training.not_finite import Search
 from titan_async.training.optimizer import AsyncOptimizers
 from titan_async.training.pipeline import adapt_model_spec, check_microbatches, delays_gradients
 from titan_async.training.pipeline_config import PipelineConfig
@@ -110,8 +113,13 @@ class AsyncTrainer(Trainer):
         self.average = WeightAverage(self.model_parts, config.ema.decay) if config.ema.decay else None
         self.random_key = random_state.layout_key(self.parallel_dims, dist.get_rank(), self.device)
         pipelined = self.parallel_dims.pp_enabled
-        self.stage_timer = StageTimer(stages_of(self.pp_schedule), self.device) if pipelined else None
+        stages = stages_of(self.pp_schedule) if pipelined else []
+        self.stage_timer = StageTimer(stages, self.device) if pipelined else None
+        self.search = Search(
+            [(stage.stage_index, stage.submod) for stage in stages] or enumerate(self.model_parts)
+        )
         self.preemption = Preemption()
+        self._limit_waits(config.comm.init_timeout_seconds)
         self.recording = Recording()
         self._passing: Passing = no_spans
         self.reporter = Reporter(speaks=dist.get_rank() == 0, steps=config.training.steps)
@@ -156,6 +164,9 @@ class AsyncTrainer(Trainer):
             self._first_step = self.step - 1
             self._start()
             self.preemption.listen()
+        elif self.step == self._first_step + 2:
+            # torchtitan has let all ranks meet after the first step, and shortened the waits of its groups.
+            self._limit_waits(self.config.comm.train_timeout_seconds)
         with self.recording.span(Kind.STEP, self.step):
             figures = self._train_on_batch(data_iterator)
         self.reporter.advance(self.step)
@@ -167,6 +178,12 @@ class AsyncTrainer(Trainer):
         request = self.preemption.end_step()
         if request and not last_step:
             raise PreemptedError(request)
+
+    def _limit_waits(self, seconds: int) -> None:
+        """How long ranks wait for each other in those groups of which torchtitan does not know."""
+        timeout = timedelta(seconds=seconds)
+        set_joint_timeout(timeout)
+        self.preemption.set_timeout(timeout)
 
     def _train_on_batch(self, data_iterator: Iterator[Microbatch]) -> _Figures:
         """One step without its report."""
@@ -183,10 +200,13 @@ class AsyncTrainer(Trainer):
         global_valid_tokens = local_valid_tokens.to(self.device)
         if dims.dp_enabled:
             global_valid_tokens = dist_utils.dist_sum_tensor(global_valid_tokens, dims.get_mesh("batch"))
+        # The loss of a batch without any label that counts is 0, and not 0 / 0.
+        global_valid_tokens = global_valid_tokens.clamp(min=1)
 
         if self.delayed:
             # The weights of the next batch, which a checkpoint holds too, are valid until now.
             self.checkpointer.maybe_wait_for_staging()
+        self.search.begin_batch()
         loss = torch.zeros(1, device=self.device)
         for number, microbatches in enumerate(groups):
             with self._passing(self.step - 1 - self._first_step, number * len(microbatches)):
@@ -198,7 +218,7 @@ class AsyncTrainer(Trainer):
         if validates or saves_at(self.checkpointer, self.step, last_step):
             self._drain_and_update()
         if self.stage_timer is not None and self.stage_timer.end_step():
-            write_measured(self.stage_timer, config, dims)
+            write_measured(self.stage_timer, config, dims, self.reporter.warn)
         return _Figures(loss, local_valid_tokens, global_valid_tokens, rates)
 
     @property
@@ -229,7 +249,9 @@ class AsyncTrainer(Trainer):
 
     def _update(self) -> None:
         with self.recording.span(Kind.CLIP, self.step):
+            self.search.look_at_gradients()
             finite = self._clip()
+        where = self.search.end_update(finite)
         self.checkpointer.maybe_wait_for_staging()
         if finite:
             with self.recording.span(Kind.OPTIMIZER, self.step):
@@ -240,10 +262,10 @@ class AsyncTrainer(Trainer):
             self._drop_token_counts()
         if finite and self.average is not None:
             self.average.update()
-        self.skipped.note(finite, self.step)
+        self.skipped.note(finite, self.step, where)
         if not finite:
             self.reporter.warn(
-                f"step {self.step}: the gradient is not finite, so its update is skipped "
+                f"step {self.step}: the gradient is not finite{where}, so its update is skipped "
                 f"({self.skipped.total} so far)"
             )
         self.lr_schedulers.step()
@@ -317,7 +339,7 @@ class AsyncTrainer(Trainer):
         tokens_seen = self.ntokens_seen
         if dims.dp_cp_enabled:
             mesh = dims.get_optional_mesh("loss")
-            tokens = figures.local_valid_tokens.to(self.device)
+            tokens = figures.local_valid_tokens.to(self.device).clamp(min=1)
             local_average = loss * figures.global_valid_tokens / tokens
             average, largest = dist_utils.dist_sum(loss, mesh), dist_utils.dist_max(local_average, mesh)
             tokens_seen = dist_utils.dist_sum(torch.tensor(tokens_seen, device=self.device), mesh)

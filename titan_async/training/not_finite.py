@@ -1,0 +1,144 @@
+"""Where values that are not finite come from: looked for while updates are skipped, and at no other time."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchtitan.components.checkpointer.utils import canonical_fqn
+
+from titan_async.optim.local_tensors import local_part
+
+__all__ = ["Search"]
+
+
+class _Found(NamedTuple):
+    """What one rank knows of a batch."""
+
+    forwards: list[int]
+    """Its stages that gave on what is not finite though they got nothing of the kind."""
+    gradients: list[tuple[int, str]]
+    """Its stages with a gradient that is not finite, and the parameter or layer where a backward meets it
+    first."""
+
+
+class Search:
+    """Looks at whole batches, from the one after a skipped update to the next update that is made.
+
+    Looking costs a reduction over what stages take and give, and over gradients; as long as all gradients
+    are finite nothing is looked at.
+
+    Args:
+        stages: of this rank, by their number in the pipeline.
+    """
+
+    def __init__(self, stages: Iterable[tuple[int, nn.Module]]) -> None:
+        self._stages = dict(stages)
+        self._hooks: list[Any] = []
+        self._begun = self._updates = 0
+        self._since = 0  # the first batch that is looked at as a whole
+        self._begins: dict[int, dict[int, Tensor]] = defaultdict(dict)  # batch, stage: a flag
+        self._largest: dict[int, tuple[list[str], Tensor]] = {}  # stage: of each parameter's gradient
+
+    def begin_batch(self) -> None:
+        """Note that the forwards of another batch follow."""
+        self._begun += 1
+
+    def look_at_gradients(self) -> None:
+        """Look at the gradient in `.grad`, before a clip spreads over all of it what is in a part."""
+        if not self._hooks:
+            return
+        for number, module in self._stages.items():
+            gradients = {
+                name: local_part(parameter.grad)
+                for name, parameter in module.named_parameters()
+                if parameter.grad is not None
+            }
+            parts = {name: part for name, part in gradients.items() if part.numel()}
+            if parts:
+                largest = torch._foreach_norm(list(parts.values()), torch.inf)
+                self._largest[number] = list(parts), torch.stack([value.float() for value in largest])
+
+    def end_update(self, finite: bool) -> str:
+        """Note that a gradient was clipped. If it was not `finite` on some rank, a collective over all.
+
+        Returns:
+            Where its batch had the first value that is not finite, in words that follow a comma; empty if
+            that is not known.
+        """
+        self._updates += 1
+        if finite:
+            self._stop()
+            return ""
+        if not self._hooks:
+            self._start()
+            return ""
+        # Every rank decides alike here, since all count the same batches.
+        if self._updates < self._since or dist.get_backend() == "fake":
+            return ""
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, self._found())
+        return _describe(everyone)
+
+    def _start(self) -> None:
+        self._since = self._begun + 1
+        for number, module in self._stages.items():
+
+            def look(module: nn.Module, args: tuple, kwargs: dict, output: Any, number: int = number) -> None:
+                if torch.is_grad_enabled() and module.training:
+                    begins = ~_are_finite(output) & _are_finite((*args, *kwargs.values()))
+                    seen = self._begins[self._begun]
+                    seen[number] = begins | seen[number] if number in seen else begins
+
+            self._hooks.append(module.register_forward_hook(look, with_kwargs=True))
+
+    def _stop(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._begins.clear()
+        self._largest.clear()
+
+    def _found(self) -> _Found:
+        begins = self._begins.pop(self._updates, {})
+        gradients = []
+        for number, (names, largest) in self._largest.items():
+            wrong = (~largest.isfinite()).nonzero().flatten().tolist()
+            if wrong:
+                gradients.append((number, _first_in_backward([names[index] for index in wrong])))
+        return _Found([number for number, flag in begins.items() if flag], gradients)
+
+
+def _are_finite(values: Any) -> Tensor:
+    """Whether all numbers in the tensors among `values` are, as a tensor without dimensions."""
+    flags = [
+        local_part(value.detach()).isfinite().all()
+        for value in (values if isinstance(values, tuple) else (values,))
+        if isinstance(value, Tensor) and value.is_floating_point()
+    ]
+    return torch.stack(flags).all() if flags else torch.tensor(True)
+
+
+def _first_in_backward(parameters: list[str]) -> str:
+    """The one of these parameters that a backward comes to first, or, if several are in its layer, that."""
+    names = [canonical_fqn(name).split(".") for name in parameters]
+    # Layers are in the order of the forward; what is inside of one need not be.
+    layer = names[-1][:2]
+    inside = [name for name in names if name[:2] == layer]
+    return ".".join(layer if len(inside) > 1 else names[-1])
+
+
+def _describe(everyone: list[_Found]) -> str:
+    forwards = [(number, rank) for rank, found in enumerate(everyone) for number in found.forwards]
+    if forwards:
+        number, rank = min(forwards)
+        return f", first in the output of stage {number} (rank {rank})"
+    gradients = [
+        (number, -rank, name) for rank, found in enumerate(everyone) for number, name in found.gradients
+    ]
+    if gradients:
+        number, rank, name = max(gradients)
+        return f", first in the gradient of {name} on stage {number} (rank {-rank})"
+    return ""
