@@ -4,15 +4,20 @@ Everything that touches how torch names process groups is here, so that a change
 """
 
 import hashlib
+import weakref
 from collections import Counter
 from collections.abc import Iterable
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-__all__ = ["joint_group"]
+__all__ = ["joint_group", "set_joint_timeout", "wait_for_message"]
 
 _joined: Counter[tuple[int, ...]] = Counter()
+_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_timeout: timedelta | None = None
 
 
 def joint_group(ranks: Iterable[int]) -> dist.ProcessGroup:
@@ -35,4 +40,29 @@ def joint_group(ranks: Iterable[int]) -> dist.ProcessGroup:
         distributed_c10d._hash_ranks_to_str = torch_name
         world.group_count = count
     assert isinstance(group, dist.ProcessGroup)
+    _groups.add(group)
+    if _timeout is not None:
+        dist.set_timeout(_timeout, group)
     return group
+
+
+def set_joint_timeout(timeout: timedelta) -> None:
+    """Let ranks wait so long, and not longer, for each other in groups of `joint_group`, later ones too."""
+    global _timeout
+    _timeout = timeout
+    for group in _groups:
+        dist.set_timeout(timeout, group)
+
+
+def wait_for_message(work: dist.Work, device: torch.device) -> None:
+    """Wait for a message of a `joint_group`; on an accelerator, let the current stream wait.
+
+    Raises:
+        RuntimeError: another rank is gone, or does not answer in time.
+    """
+    # gloo takes a group's timeout for its collectives alone; with one of its own a wait for NCCL would block
+    # the process, and NCCL takes the group's.
+    if _timeout is None or device.type != "cpu":
+        work.wait()
+    else:
+        work.wait(_timeout)

@@ -47,6 +47,11 @@ WORKER = """
             sys.exit(1)
         failures.report_failure("error", "RuntimeError: boom\\nsecond line")
         sys.exit(3)
+    elif case == "no_answer":
+        if rank == 0:
+            failures.report_failure("no_answer", "rank 1 does not answer")
+            sys.exit(1)
+        os.kill(os.getpid(), signal.SIGSTOP)
     elif case == "user":
         failures.report_failure("user", "lower the batch size")
         sys.exit(2)
@@ -151,6 +156,7 @@ def assert_gone(pids: list[int]) -> None:
         ("killed", 1, "rank 1 was killed by SIGKILL; the other ranks were stopped\n"),
         ("error", 1, "rank 1 failed (exit status 3): RuntimeError: boom second line\n"),
         ("user", 2, "lower the batch size\n"),
+        ("no_answer", 1, "rank 1 does not answer\n"),
         ("silent", 1, "rank 1 failed (exit status 7)\n"),
         ("stubborn", 1, "rank 1 failed (exit status 7)\n"),
     ],

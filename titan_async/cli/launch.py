@@ -242,5 +242,7 @@ def _judge(outcome: Outcome, reports: list[failures.Failure]) -> tuple[int, str 
         return FAILED, f"rank {first.rank} failed (exit status {first.status})"
     if cause.kind == "user":
         return USER_ERROR, " ".join(cause.message.split())
+    if cause.kind == "no_answer":
+        return FAILED, cause.message
     status = next((exit_.status for exit_ in outcome.exits if exit_.rank == cause.rank), FAILED)
     return FAILED, f"rank {cause.rank} failed (exit status {status}): {' '.join(cause.message.split())}"

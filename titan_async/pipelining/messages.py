@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from titan_async._group_internals import joint_group
+from titan_async._group_internals import joint_group, wait_for_message
 from titan_async.pipelining._torch_internals import group_of
 from titan_async.pipelining.actions import Action
 
@@ -90,7 +90,7 @@ class Messages:
     def wait(self, action: Action) -> None:
         """Wait until the input of `action` is there; on an accelerator, let the current stream wait."""
         for work in self._receiving.pop(action):
-            work.wait()
+            wait_for_message(work, self._stage.device)
 
     def send(self, action: Action, ops: list[dist.P2POp], most: int) -> None:
         """Start sending the output of `action`, once fewer than `most` of its kind are on their way."""
@@ -109,12 +109,11 @@ class Messages:
             works.append(work)
         return works
 
-    @staticmethod
-    def _finish(pending: _Sends, most: int) -> None:
+    def _finish(self, pending: _Sends, most: int) -> None:
         while len(pending) > most:
             _, works = pending.popleft()
             for work in works:
-                work.wait()
+                wait_for_message(work, self._stage.device)
 
 
 def _connect(stage: _PipelineStageBase, group: dist.ProcessGroup) -> _Lanes:

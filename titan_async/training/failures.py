@@ -14,11 +14,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["ERROR_DIR", "Failure", "end_with_launcher", "read_failures", "report_failure", "root_cause"]
+__all__ = [
+    "ERROR_DIR",
+    "Failure",
+    "NoAnswerError",
+    "end_with_launcher",
+    "read_failures",
+    "report_failure",
+    "root_cause",
+]
 
 ERROR_DIR = "TITAN_ASYNC_ERROR_DIR"
 
-Kind = Literal["user", "error", "lost_peer"]
+Kind = Literal["user", "error", "no_answer", "lost_peer"]
+
+
+class NoAnswerError(Exception):
+    """Another rank has not answered in time; the message is a sentence for the user."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +39,10 @@ class Failure:
 
     rank: int
     kind: Kind
-    """"user": a mistake the user can mend; "error": any exception; "lost_peer": another rank is gone."""
+    """"user": a mistake the user can mend; "error": any exception; "no_answer": another rank lets this one
+    wait too long; "lost_peer": another rank is gone."""
     message: str
-    """One sentence for "user"; the exception's type and text otherwise."""
+    """One sentence for "user" and "no_answer"; the exception's type and text otherwise."""
     time: float
     """Seconds since the epoch."""
 

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -72,6 +73,11 @@ class Preemption:
     def interrupted(self) -> bool:
         """Whether this process itself, and not only another rank's, was sent SIGINT."""
         return signal.SIGINT in self._heard
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Wait so long, and not longer, for the other ranks."""
+        if self._group is not None:
+            dist.set_timeout(timeout, self._group)
 
     def listen(self) -> None:
         """From now on, to the end of the process, take SIGTERM as a request.

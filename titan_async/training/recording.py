@@ -36,6 +36,8 @@ class Recording:
     journal: Journal | None = None
     _first_step: int = 0
     """Of the next interval."""
+    folder: Path | None = None
+    """Where the files are."""
 
     def span(self, kind: Kind, step: int) -> AbstractContextManager[None]:
         """Record what happens inside as part of a training step, from 1."""
@@ -132,7 +134,7 @@ def start_recording(
     except OSError as error:
         failed(error)
         return Recording()
-    return Recording(events, journal, shape.first_step + 1)
+    return Recording(events, journal, shape.first_step + 1, folder)
 
 
 def _name_of(device: torch.device) -> str:

@@ -1,10 +1,10 @@
 """One training process: `python -m titan_async.training.worker RECIPE.toml [flags]`, started by the launcher.
 
-Errors leave in three ways. A mistake of the user is one sentence, printed by the launcher for all ranks.
-Any other exception is printed here, with its traceback, before this process's connections close; the
-ranks that fail because it is gone stay silent. The exit status is 0, 2 for a mistake, 128 plus the signal's
-number after a SIGTERM or Ctrl-C for which nothing could be saved, 1 otherwise. Without a launcher of ours,
-which itself ends with 130 then, it is 130 after a Ctrl-C in any case.
+Errors leave in three ways. A mistake of the user is one sentence, printed by the launcher for all ranks, and
+so is it that another rank does not answer. Any other exception is printed here, with its traceback, before
+this process's connections close; the ranks that fail because it is gone stay silent. The exit status is 0, 2
+for a mistake, 128 plus the signal's number after a SIGTERM or Ctrl-C for which nothing could be saved, 1
+otherwise. Without a launcher of ours, which itself ends with 130 then, it is 130 after a Ctrl-C in any case.
 """
 
 import logging
@@ -42,6 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not failures.report_failure("user", str(error)):
             _say_once(str(error))
         return 2
+    except failures.NoAnswerError as error:
+        if not failures.report_failure("no_answer", str(error)):
+            print(error, file=sys.stderr, flush=True)
+        return 1
     except KeyboardInterrupt:
         return 130
     except Exception as error:
@@ -85,6 +89,7 @@ def _train(argv: list[str]) -> int:
     from torch.distributed.checkpoint.api import CheckpointException
     from torchtitan.observability import structured_logger
 
+    from titan_async.training.no_answer import name_the_silent, seconds_waited
     from titan_async.training.preemption import PreemptedError
 
     structured_logger.init_structured_logger(
@@ -106,6 +111,13 @@ def _train(argv: list[str]) -> int:
         if mistake is None:
             raise
         raise mistake from error
+    except Exception as error:
+        seconds = seconds_waited(error)
+        if seconds is None:
+            raise
+        folder = None if trainer is None else trainer.recording.folder
+        sentence = name_the_silent(seconds, dist.get_rank(), folder, config.comm)
+        raise failures.NoAnswerError(sentence) from error
     finally:
         if trainer is not None:
             trainer.close()

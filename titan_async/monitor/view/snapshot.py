@@ -12,7 +12,7 @@ from titan_async.monitor.view.bubble import bubble_of_1f1b, stage_seconds
 from titan_async.monitor.view.history import History
 from titan_async.monitor.view.processes import has_gone, is_here
 from titan_async.monitor.view.stages import RankFigures, StepSpans
-from titan_async.monitor.view.stalls import SILENCE, RankNow, Stall, duration, find_stalls
+from titan_async.monitor.view.stalls import SILENCE, RankNow, Stall, duration, find_culprits, find_stalls
 from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
 
 __all__ = ["RunWatch", "Snapshot", "StageRow"]
@@ -122,11 +122,7 @@ class RunWatch:
 
     def snapshot(self) -> Snapshot:
         """What the files have told."""
-        ranks = [
-            RankNow(rank, state, self._figures[rank], self._silence(rank, state.beat))
-            for rank, state in enumerate(self._states)
-            if state is not None
-        ]
+        ranks = self._ranks()
         going = [now for now in ranks if not now.state.closed]
         over = self.history.end is not None or (bool(ranks) and not going)
         silent = bool(going) and min(now.silent for now in going) > SILENCE
@@ -148,6 +144,18 @@ class RunWatch:
             stalls=tuple(stalls),
             entries=self._entries,
         )
+
+    def culprits(self, seconds: float) -> list[str]:
+        """Who has let others wait for so long, of those that go on; see `find_culprits`."""
+        going = [now for now in self._ranks() if not now.state.closed]
+        return find_culprits(going, self.info.stages, seconds)
+
+    def _ranks(self) -> list[RankNow]:
+        return [
+            RankNow(rank, state, self._figures[rank], self._silence(rank, state.beat))
+            for rank, state in enumerate(self._states)
+            if state is not None
+        ]
 
     def _silence(self, rank: int, beat: int) -> float:
         """Seconds since a rank was heard of."""

@@ -9,7 +9,7 @@ from titan_async.monitor.view.stages import RankFigures
 from titan_async.monitor.words import name_stages
 from titan_async.pipelining.recording import Kind
 
-__all__ = ["SILENCE", "RankNow", "Stall", "describe", "duration", "find_stalls"]
+__all__ = ["SILENCE", "RankNow", "Stall", "describe", "duration", "find_culprits", "find_stalls"]
 
 SILENCE = 10.0
 """Seconds after which a rank, which writes several times a second, is taken to be stopped or dead."""
@@ -88,27 +88,36 @@ def find_stalls(ranks: Sequence[RankNow], total_stages: int) -> list[Stall]:
         ranks: those that go on.
         total_stages: of the pipeline.
     """
-    stalls = [
-        Stall(
-            tuple(now.figures.stages),
-            f"rank {now.rank} ({name_stages(sorted(now.figures.stages))}) "
-            f"has not been heard of for {duration(now.silent)}",
-        )
-        for now in ranks
-        if now.silent > SILENCE
-    ]
+    stalls = [Stall(tuple(now.figures.stages), _silence(now)) for now in ranks if now.silent > SILENCE]
     heard = [now for now in ranks if now.silent <= SILENCE]
     late = [now for now in heard if now.is_late]
     if not late or any(now.kind in (Kind.SAVE, Kind.VALIDATE) for now in heard):
         return stalls
-    # Those who do something of their own have let the others wait for about as long.
-    causes = [
-        now for now in heard if now.kind not in _HELD_UP and (now.kind is None or now.seconds > _LEAST_WAIT)
-    ]
+    causes = _on_their_own(heard, _LEAST_WAIT)
     stalls += [_stall(now, total_stages) for now in causes]
     if len(late) == len(ranks) > 1 and not causes:
         stalls.append(Stall(tuple(range(total_stages)), "all stages wait for each other"))
     return stalls + [_stall(now, total_stages) for now in late if now not in causes]
+
+
+def find_culprits(ranks: Sequence[RankNow], total_stages: int, seconds: float) -> list[str]:
+    """Who has let the others wait for so long, where all that is known is that some have waited in vain.
+
+    A sentence without a full stop for each rank that has not been heard of for that time; if there is none,
+    for each that has done something of its own for that time, which no wait for others explains; if there is
+    none either, for those between two steps, where a rank may also wait.
+
+    Args:
+        ranks: those that may have.
+        total_stages: of the pipeline.
+        seconds: at least.
+    """
+    silent = [_silence(now) for now in ranks if now.silent > seconds]
+    if silent:
+        return silent
+    found = _on_their_own(ranks, seconds)
+    found = [now for now in found if now.kind is not None] or found
+    return [f"{_name(now)} {describe(now, total_stages)}{_since(now)}" for now in found]
 
 
 def describe(now: RankNow, total_stages: int) -> str:
@@ -141,12 +150,28 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
+def _on_their_own(ranks: Sequence[RankNow], seconds: float) -> list[RankNow]:
+    """Those who do something of their own: they have let the others wait for about as long."""
+    return [now for now in ranks if now.kind not in _HELD_UP and (now.kind is None or now.seconds > seconds)]
+
+
+def _name(now: RankNow) -> str:
+    return f"rank {now.rank} ({name_stages(sorted(now.figures.stages))})"
+
+
+def _silence(now: RankNow) -> str:
+    return f"{_name(now)} has not been heard of for {duration(now.silent)}"
+
+
+def _since(now: RankNow) -> str:
+    if now.kind is None:
+        return ""
+    clock = time.strftime("%H:%M:%S", time.localtime(int(now.state.current["start"]) / 1e9))
+    return f", since {clock} ({duration(now.seconds)})"
+
+
 def _stall(now: RankNow, total_stages: int) -> Stall:
     current = now.state.current
     stage = int(current["stage"]) if now.kind is not None else min(now.figures.stages)
     rank = "" if now.rank == stage else f" on rank {now.rank}"
-    text = f"stage {stage}{rank} {describe(now, total_stages)}"
-    if now.kind is not None:
-        clock = time.strftime("%H:%M:%S", time.localtime(int(current["start"]) / 1e9))
-        text += f", since {clock} ({duration(now.seconds)})"
-    return Stall((stage,), text)
+    return Stall((stage,), f"stage {stage}{rank} {describe(now, total_stages)}{_since(now)}")

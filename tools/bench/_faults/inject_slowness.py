@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
@@ -67,10 +68,10 @@ class _LateSend:
     started: threading.Event = field(default_factory=threading.Event)
     work: dist.Work | None = None
 
-    def wait(self) -> None:
+    def wait(self, *timeout: timedelta) -> None:
         self.started.wait()
         assert self.work is not None
-        self.work.wait()
+        self.work.wait(*timeout)
 
 
 def _delay_messages(latency: float) -> None:

@@ -1,0 +1,80 @@
+"""A rank that does not answer: the run ends soon, with the sentence that names it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support.training import command, environment, processes_of
+from tests.support.watching import going_on, write_now
+from titan_async.pipelining.recording import Kind
+from titan_async.training.no_answer import name_the_silent, seconds_waited
+
+COMM = SimpleNamespace(init_timeout_seconds=300, train_timeout_seconds=20)
+
+
+def test_only_waits_in_vain_have_a_length() -> None:
+    error = RuntimeError("[unbound_buffer.cc:78] Timed out waiting 15000ms for recv operation to complete")
+    assert seconds_waited(error) == 15
+    assert seconds_waited(RuntimeError("Connection closed by peer [127.0.0.1]:3982")) is None
+
+
+def test_the_sentence_names_the_rank_that_is_silent(tmp_path: Path) -> None:
+    folder = going_on(tmp_path)
+    write_now(folder, 0, Kind.RECEIVE, 20.0)
+    write_now(folder, 1, Kind.FORWARD, 0.1, ago=21.0)
+    assert name_the_silent(20, 0, folder, COMM) == (
+        "rank 1 (stage 1) has not been heard of for 21 s, and rank 0 has waited for 20 s "
+        "(comm.train_timeout_seconds) in vain: start the same command again, or raise "
+        "comm.train_timeout_seconds if ranks are only slow"
+    )
+
+
+def test_the_sentence_names_the_rank_that_is_stuck(tmp_path: Path) -> None:
+    folder = going_on(tmp_path)
+    write_now(folder, 0, Kind.FORWARD, 301.0, microbatch=2)
+    write_now(folder, 1, Kind.RECEIVE, 300.0)
+    said = name_the_silent(300, 1, folder, COMM)
+    assert re.match(
+        r"rank 0 \(stage 0\) computes the forward of microbatch 2 of step 13, since [\d:]{8} \(5 min\), and "
+        r"rank 1 has waited for 300 s \(comm\.init_timeout_seconds\) in vain: start the same command again, ",
+        said,
+    )
+
+
+def test_without_event_files_nobody_is_accused(tmp_path: Path) -> None:
+    for folder in (None, tmp_path / "gone"):
+        assert name_the_silent(1800, 0, folder, COMM) == (
+            "a rank does not answer: rank 0 has waited for 1800 s in vain: start the same command again"
+        )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_stopped_rank_ends_the_run(tmp_path: Path) -> None:
+    limit = 8
+    run = subprocess.Popen(
+        command(
+            "--dump_folder", "run", "--training.steps", 500, "--metrics.log_freq", 1, "--validator.no-enable",
+            "--comm.train_timeout_seconds", limit, "--comm.init_timeout_seconds", 120,
+        ),
+        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert run.stdout is not None
+    next(line for line in run.stdout if line.startswith("step   4/"))
+    ranks = processes_of(run.pid)
+    os.kill(ranks[1], signal.SIGSTOP)
+    out, err = run.communicate(timeout=100)
+    assert (run.returncode, err.count("\n")) == (1, 1)
+    assert re.match(
+        r"rank 1 \(stage 1\) has not been heard of for \d+ s, and rank 0 has waited for "
+        rf"{limit} s \(comm\.train_timeout_seconds\) in vain: start the same command again, or raise ",
+        err,
+    )
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())

@@ -1,0 +1,113 @@
+"""Ranks that kill themselves, each time the run starts at another moment of a plan."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_async.monitor.recorder import EventRecorder
+from titan_async.training.trainer import AsyncTrainer
+
+__all__ = ["Kill", "install", "when_killed"]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One SIGKILL of a rank to itself: in the `nth` span, from 0, of these kinds in a step."""
+
+    phase: str
+    """What it is called."""
+    rank: int
+    step: int
+    kinds: tuple[int, ...] = ()
+    """Numbers of `Kind`s; of any, if there are none."""
+    nth: int = 0
+    delay: float = 0.0
+    """Seconds after the span has begun, but not after it has ended."""
+    draining: bool = False
+    """Whether it is a span of the drain at the end of the step."""
+
+
+def install(rank: int, *, plan: Sequence[dict[str, Any]], folder: str) -> None:
+    """Carry out the first kill of the plan that has not been, if it is of this rank.
+
+    Args:
+        rank: of this process.
+        plan: the fields of `Kill`s.
+        folder: where a file tells of each that has been.
+    """
+    for number, fields in enumerate(plan):
+        if when_killed(Path(folder), number) is None:
+            if fields["rank"] == rank:
+                _Planned(Kill(**fields), Path(folder, str(number))).watch()
+            return
+
+
+def when_killed(folder: Path, number: int) -> float | None:
+    """When a kill of the plan was carried out, in seconds since the epoch; None if it was not yet."""
+    try:
+        return float((folder / str(number)).read_text())
+    except FileNotFoundError:
+        return None
+
+
+class _Planned:
+    def __init__(self, kill: Kill, note: Path) -> None:
+        self._kill, self._note = kill, note
+        self._draining = False
+        self._seen = 0
+        self._depth: int | None = None  # of the span in which the kill is to be, counted from it
+
+    def watch(self) -> None:
+        begin, end, drain = EventRecorder.begin, EventRecorder.end, AsyncTrainer._drain_and_update
+        planned = self
+
+        def beginning(self: Any, kind: int, stage: int, batch: int | None = None, *about: Any, **more: Any):
+            begin(self, kind, stage, batch, *about, **more)
+            planned._begin(kind, -1 if batch is None else batch + 1 + self._first_step)
+
+        def ending(self: EventRecorder) -> None:
+            planned._end()
+            end(self)
+
+        def draining(self: AsyncTrainer) -> None:
+            planned._draining = self.step == planned._kill.step
+            drain(self)
+            if planned._draining and planned._kill.draining:
+                planned._carry_out()  # there were fewer spans
+            planned._draining = False
+
+        EventRecorder.begin = beginning  # type: ignore[method-assign]
+        EventRecorder.end = ending  # type: ignore[method-assign]
+        AsyncTrainer._drain_and_update = draining  # type: ignore[method-assign]
+
+    def _begin(self, kind: int, step: int) -> None:
+        kill = self._kill
+        if self._depth is not None:
+            self._depth += 1
+            return
+        # What is drained may be of the batch before.
+        meant = self._draining if kill.draining else step == kill.step and kind in kill.kinds
+        if meant:
+            if self._seen == kill.nth:
+                self._depth = 0
+                threading.Timer(kill.delay, self._carry_out).start()
+            self._seen += 1
+
+    def _end(self) -> None:
+        if self._depth is not None:
+            if self._depth == 0:
+                self._carry_out()
+            self._depth -= 1
+
+    def _carry_out(self) -> None:
+        partial = self._note.with_suffix(".partial")
+        partial.write_text(str(time.time()))
+        partial.replace(self._note)
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,188 @@
+"""SIGKILL to either rank at random moments of each phase: what starts again, and what that costs.
+
+The ranks of one long run under torchrun kill themselves one after another, by a plan; the run must end as one
+that nobody has disturbed. Moments are drawn uniformly from the median time that the phase takes.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from _faults.inject_kill import Kill, when_killed
+from _faults.result import Attempt, Result, summarize
+from _faults.runs import is_same, saved_state, start, train
+from _faults.torchrun import Restarting
+from titan_async.monitor.journal import JournalReader
+from titan_async.monitor.spans import RunSpans, folder_of, load_spans
+from titan_async.monitor.view.processes import is_alive
+from titan_async.pipelining.recording import Kind
+
+__all__ = ["measure", "plan_kills"]
+
+INTERVAL = 5
+"""Steps between two saves, each of which drains the pipeline and is followed by a validation."""
+
+ROUNDS, QUICK_ROUNDS = 6, 1
+
+FLAGS = (
+    "--checkpoint.interval", INTERVAL, "--checkpoint.keep_latest_k", 2, "--lr_scheduler.warmup_steps", 3,
+    "--validator.enable", "--validator.freq", INTERVAL, "--validator.steps", 2,
+)  # fmt: skip
+
+_MESSAGES = (Kind.FORWARD, Kind.BACKWARD, Kind.RECEIVE, Kind.SEND)
+
+
+def measure(scratch: Path, *, quick: bool) -> Iterator[Result]:
+    """See `faults.py`."""
+    rounds = QUICK_ROUNDS if quick else ROUNDS
+    flags = (*FLAGS, "--training.steps", steps := 2 * INTERVAL * rounds + 2)
+    undisturbed = scratch / "undisturbed"
+    undisturbed.mkdir()
+    assert train(undisturbed, *flags, timeout=600).status == 0
+    expected = saved_state(undisturbed, steps)
+    plan = plan_kills(rounds, load_spans(folder_of(undisturbed / "run")), random.Random(0))
+    attempts = _under_torchrun(scratch / "torchrun", plan, flags, expected)
+    for phase in dict.fromkeys(kill.phase for kill in plan):
+        of_phase = [done for kill, done in zip(plan, attempts, strict=True) if kill.phase == phase]
+        yield summarize("kills", f"SIGKILL {phase}, torchrun", of_phase)
+    own = [
+        _under_the_launcher(scratch / f"launcher-{rank}", rank, flags, expected) for rank in (1, 0)[:rounds]
+    ]
+    yield summarize("kills", "SIGKILL, the project's launcher", own)
+
+
+def plan_kills(rounds: int, run: RunSpans, draw: random.Random) -> list[Kill]:
+    """One kill in each phase of each round, in the order of their steps; rounds take turns between ranks.
+
+    Args:
+        rounds: each takes twice `INTERVAL` steps.
+        run: an undisturbed one, for the time that its spans take.
+        draw: random numbers.
+    """
+    plan = []
+    for number in range(rounds):
+        rank, first = number % 2, 2 * INTERVAL * number
+
+        def moment(kind: Kind, rank: int = rank) -> float:
+            records = run.ranks[rank].of_kind(kind)
+            return draw.random() * float(np.median(records["end"] - records["start"])) / 1e9
+
+        def kill(phase: str, step: int, *kinds: Kind, nth: int = 0, draining: bool = False,
+                 rank: int = rank, first: int = first) -> Kill:  # fmt: skip
+            delay = moment(kinds[0]) if kinds else 0.0
+            return Kill(phase, rank, first + step, tuple(map(int, kinds)), nth, delay, draining)
+
+        fills = (Kind.FORWARD,) if rank == 0 else (Kind.RECEIVE, Kind.FORWARD)
+        plan += [
+            kill("while the pipeline fills", 1, *fills, nth=draw.randrange(2)),
+            kill("in steady state", draw.choice((2, 3)), *_MESSAGES, nth=draw.randrange(12)),
+            kill("in the clip's all-reduce", draw.choice((3, 4)), Kind.CLIP),
+            kill("in an update", 4, Kind.OPTIMIZER),
+            kill("in a drain", INTERVAL, nth=draw.randrange(8), draining=True),
+            kill("in a save", INTERVAL, Kind.SAVE),
+            kill("in a validation", INTERVAL, Kind.VALIDATE),
+        ]
+    return plan
+
+
+def _under_torchrun(
+    folder: Path, plan: Sequence[Kill], flags: tuple[object, ...], expected: dict[str, torch.Tensor]
+) -> list[Attempt]:
+    notes = folder / "kills"
+    notes.mkdir(parents=True)
+    fault = {"kind": "kill", "plan": list(map(asdict, plan)), "folder": str(notes)}
+    run = Restarting(folder, flags, restarts=len(plan), fault=fault)
+    gone = _when_gone(run, notes, len(plan))
+    status = run.wait()
+    same = status == 0 and is_same(saved_state(folder, int(flags[-1])), expected)
+    killed = [when_killed(notes, number) for number in range(len(plan))]
+    attempts = []
+    for number, at in enumerate(killed):
+        if at is None or gone[number] is None:
+            attempts.append(Attempt(False, said=_last_words(run)))
+            continue
+        following = killed[number + 1] if number + 1 < len(plan) else None
+        earlier = run.steps(0.0, gone[number])
+        later = run.steps(gone[number], following or time.time())
+        resumed = _resumed_at(run, gone[number])
+        lost = max((step for step, _ in earlier), default=0) - resumed
+        attempts.append(
+            Attempt(
+                survived=same and 0 <= lost <= INTERVAL,
+                work_lost=max(lost, 0),
+                notice=gone[number] - at,
+                resume=later[0][1] - gone[number] if later else None,
+                said=_said(run, at),
+            )
+        )
+    return attempts
+
+
+def _when_gone(run: Restarting, notes: Path, kills: int) -> list[float | None]:
+    """When all processes that were there at each kill had ended, seconds since the epoch."""
+    gone: list[float | None] = [None] * kills
+    workers: list[int] = []
+    number = 0
+    while run.process.poll() is None and number < kills:
+        if when_killed(notes, number) is None:
+            workers = run.workers() or workers
+        elif not any(map(is_alive, workers)):
+            gone[number] = time.time()
+            workers, number = [], number + 1
+        time.sleep(0.01)
+    return gone
+
+
+def _resumed_at(run: Restarting, after: float) -> int:
+    """The step from which the run went on that was started next."""
+    first = next(
+        (line.text for line in run.out if line.time >= after and line.text.startswith("training ")), ""
+    )
+    found = re.search(r", resumed at step (\d+)$", first)
+    return int(found[1]) if found else 0
+
+
+def _said(run: Restarting, after: float) -> str:
+    lines = (line.text for line in run.err if line.time >= after)
+    found = (re.search(r"failed \(exitcode: -9\) local_rank: \d+", text) for text in lines)
+    return next((f"torchrun: {match[0]}" for match in found if match), "")
+
+
+def _last_words(run: Restarting) -> str:
+    return next((line.text for line in reversed(run.err) if line.text.strip()), "")
+
+
+def _under_the_launcher(
+    folder: Path, rank: int, flags: tuple[object, ...], expected: dict[str, torch.Tensor]
+) -> Attempt:
+    """A run that ends when a rank is killed, and goes on when it is started again by hand."""
+    notes = folder / "kills"
+    notes.mkdir(parents=True)
+    kill = Kill("", rank, INTERVAL + 3, tuple(map(int, _MESSAGES)), nth=5)
+    process = start(folder, *flags, fault={"kind": "kill", "plan": [asdict(kill)], "folder": str(notes)})
+    out, err = process.communicate(timeout=600)
+    at, ended = when_killed(notes, 0), time.time()
+    started = time.time()
+    resumed = train(folder, *flags, timeout=600)
+    entries = JournalReader(folder_of(folder / "run")).new_entries()
+    first_step = next(entry["time"] for entry in entries if entry["kind"] == "step")
+    sentence = f"rank {rank} was killed by SIGKILL; the other ranks were stopped\n"
+    right = (process.returncode, err) == (1, sentence) and (resumed.status, resumed.err) == (0, "")
+    reported = [int(step) for step in re.findall(r"^step +(\d+)/", out, re.MULTILINE)]
+    lost = reported[-1] - (resumed.steps[0] - 1)
+    right = right and 0 <= lost <= INTERVAL
+    return Attempt(
+        survived=right and is_same(saved_state(folder, int(flags[-1])), expected),
+        work_lost=lost,
+        notice=None if at is None else ended - at,
+        resume=first_step - started,
+        said=err.strip().splitlines()[-1],
+    )
