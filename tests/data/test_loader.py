@@ -3,7 +3,11 @@
 import dataclasses
 import itertools
 import json
+import multiprocessing
+import os
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,9 +19,10 @@ from titan_async.errors import UserError
 
 pytest.importorskip("torchtitan")
 
+from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
-from titan_async.training.data import Batch, TextDataLoader
+from titan_async.training.data import Batch, TextDataLoader, plain_worker_errors
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +166,36 @@ def test_mistakes_are_one_sentence_from_workers_too(
         UserError, match=r"^Line 1 of .*a.jsonl is not valid JSON .*mend or remove that line.$"
     ):
         next(iter(loader))
+
+
+ENDED = r"^A process that loads data has ended \(%s\): perhaps .* goes on from its last checkpoint\.$"
+
+
+def test_a_worker_that_ends_is_told_in_one_sentence(
+    tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = build(tokenizer, num_workers=1)
+    batches = iter(loader)
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+
+    def compute() -> None:
+        with plain_worker_errors():
+            os.kill(worker.pid, signal.SIGKILL)
+            time.sleep(60)
+
+    with pytest.raises(UserError, match=ENDED % r"DataLoader worker \(pid[^:]*: Killed"):
+        compute()
+
+    def lose(_: object) -> Iterator[Batch]:
+        raise ConnectionResetError(104, "Connection reset by peer")
+        yield
+
+    monkeypatch.setattr(StatefulDataLoader, "__iter__", lose)
+    with pytest.raises(UserError, match=ENDED % ".*Connection reset by peer"):
+        next(iter(loader))
+    with pytest.raises(ConnectionResetError):
+        next(iter(build(tokenizer)))
 
 
 def test_states_that_do_not_fit(tokenizer: HuggingFaceTokenizer) -> None:

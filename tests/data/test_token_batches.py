@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -351,3 +352,19 @@ def test_mistakes(source: TextSource) -> None:
         few = TokenBatches(source, seq_len=9000, batch_size=2, world_size=2, infinite=infinite)
         with pytest.raises(UserError, match="sequences of 9000 tokens that are needed for each of 2 data"):
             next(iter(few))
+
+
+@pytest.mark.parametrize(("cut", "said"), [(True, r"has \d+ bytes instead of \d+"), (False, "is missing")])
+def test_a_file_that_is_cut_or_vanishes_is_named_and_kills_nobody(
+    tmp_path: Path, cut: bool, said: str
+) -> None:
+    source = write_tokens(tmp_path, [[list(range(60_000))]])
+    batches = iter(TokenBatches(source, seq_len=1000, batch_size=4, infinite=True))
+    next(batches)
+    file = tmp_path / "tokens-00000.safetensors"
+    if cut:
+        os.truncate(file, 10_000)
+    else:
+        file.unlink()
+    with pytest.raises(UserError, match=rf"tokens-00000\.safetensors {said}: copy the folder again"):
+        next(batches)

@@ -22,6 +22,7 @@ __all__ = [
     "no_column",
     "not_utf8",
     "read_documents",
+    "size_of",
     "text_of",
 ]
 
@@ -63,16 +64,57 @@ def find_files(path: str) -> list[Path]:
     return files
 
 
-def read_documents(file: Path, text_column: str) -> Iterator[str]:
+def read_documents(file: Path, text_column: str, size: int | None = None) -> Iterator[str]:
     """Yield the documents of one file in their order, without those that are empty.
 
     Args:
         file: A file of one of the accepted endings.
         text_column: Name of the column or key that holds the text; unused for `.txt`.
+        size: In bytes, if the file may not have changed since it had that size.
 
     Raises:
-        UserError: The file can't be read, is corrupt, or has no text in that column.
+        UserError: The file can't be read, is corrupt, has no text in that column, or has another size.
     """
+    if size is None:
+        yield from _documents(file, text_column)
+        return
+    # The last document is what is left of one if the file was cut meanwhile, so it has to wait.
+    last: str | None = None
+    try:
+        for document in _documents(file, text_column):
+            if last is not None:
+                yield last
+            last = document
+    except UserError:
+        _check_size(file, size)  # which may be why
+        raise
+    _check_size(file, size)
+    if last is not None:
+        yield last
+
+
+def size_of(file: Path) -> int:
+    """The size of a file in bytes.
+
+    Raises:
+        UserError: The file is not there any more.
+    """
+    try:
+        return file.stat().st_size
+    except OSError as error:
+        raise cannot_read(file, error) from error
+
+
+def _check_size(file: Path, size: int) -> None:
+    now = size_of(file)
+    if now != size:
+        raise UserError(
+            f"The data file {file} has changed while it was in use, from {size} to {now} bytes: put it back "
+            "as it was, and start again; the run goes on from its last checkpoint."
+        )
+
+
+def _documents(file: Path, text_column: str) -> Iterator[str]:
     try:
         if file.name.endswith(".parquet"):
             documents = _parquet_documents(file, text_column)
@@ -84,7 +126,7 @@ def read_documents(file: Path, text_column: str) -> Iterator[str]:
             if document and not document.isspace():
                 yield document
     except UnicodeDecodeError as error:
-        raise not_utf8(file, error) from error
+        raise not_utf8(_place_of_bytes(file), error) from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(
             f"The data file {file} is not a whole gzip file ({error}): fetch or compress it again."
@@ -99,9 +141,22 @@ def cannot_read(file: object, error: OSError) -> UserError:
     return UserError(f"The data file {file} can't be read ({reason}): check the file and its permissions.")
 
 
-def not_utf8(file: object, error: UnicodeDecodeError) -> UserError:
-    """What to say of a file that is not encoded as text here is."""
-    return UserError(f"The data file {file} is not UTF-8 text ({error.reason}): convert it to UTF-8.")
+def not_utf8(place: str, error: UnicodeDecodeError) -> UserError:
+    """What to say of a file, or a place in one, that is not encoded as text here is."""
+    return UserError(f"{place} is not UTF-8 text ({error.reason}): convert it to UTF-8.")
+
+
+def _place_of_bytes(file: Path) -> str:
+    """Where the first bytes are that are not UTF-8, of a file that has some."""
+    if not file.name.endswith(".parquet"):
+        # What was decoded came in blocks, which know nothing of lines.
+        with gzip.open(file) if file.name.endswith(".gz") else file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    line.decode()
+                except UnicodeDecodeError:
+                    return f"Line {number} of {file}"
+    return f"The data file {file}"
 
 
 def _open_text(file: Path) -> IO[str]:

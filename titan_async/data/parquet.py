@@ -151,7 +151,7 @@ def read_rows(
             f"The data file {file} is not a whole parquet file ({_reason(error)}): fetch or write it again."
         ) from error
     except UnicodeDecodeError as error:
-        raise not_utf8(file, error) from error
+        raise not_utf8(f"The data file {file}", error) from error
     except OSError as error:
         if _is_disconnection(error):
             raise

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch.utils.data import get_worker_info
 
-from titan_async.data.files import ACCEPTED_ENDINGS, find_files, read_documents
+from titan_async.data.files import ACCEPTED_ENDINGS, find_files, read_documents, size_of
 from titan_async.data.plays import play_scenes
 from titan_async.errors import UserError
 
@@ -258,6 +258,7 @@ class _FilesReader:
 
     def __init__(self, files: list[Path], source: TextSource, rank: int, world_size: int) -> None:
         self._files = files
+        self._sizes = [size_of(file) for file in files]
         self._source = source
         self._rank, self._world_size = rank, world_size
 
@@ -266,7 +267,8 @@ class _FilesReader:
         wanted = source.split == "validation"
         done, skip, count = position or (0, 0, 0)
         for number, index in enumerate(order_of(len(self._files), source, epoch)[done:], start=done):
-            for document_index, document in enumerate(read_documents(self._files[index], source.text_column)):
+            documents = read_documents(self._files[index], source.text_column, self._sizes[index])
+            for document_index, document in enumerate(documents):
                 # Counting from the file's own index spreads the choice over many short files, and
                 # makes it independent of the order in which an epoch reads them.
                 if document_index < skip or wanted != is_validation(

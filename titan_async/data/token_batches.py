@@ -290,6 +290,7 @@ class _Window:
         batch.beginnings[at : at + high - low] = np.repeat(at + before - low, counts)
         places = self._places[first:last]
         for place in np.unique(places):
+            self._files.check_size(self._shards[place])
             here = places == place
             source, target = (_ranges(offsets[here], counts[here]) for offsets in (tokens, targets))
             stored = self._tokens[place]

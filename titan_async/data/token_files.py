@@ -101,14 +101,27 @@ class TokenFiles:
         self.index = _read_index(self.folder)
         self.first_documents = np.cumsum([0, *(shard.documents for shard in self.index.shards)])
         """The number of documents before each shard, and of all."""
-        for shard in self.index.shards:
-            file = self.folder / shard.name
-            try:
-                size = file.stat().st_size
-            except FileNotFoundError:
-                raise UserError(f"The token file {file} is missing: {_MEND}.") from None
-            if size != shard.bytes:
-                raise UserError(f"The token file {file} has {size} bytes instead of {shard.bytes}: {_MEND}.")
+        for number in range(len(self.index.shards)):
+            self.check_size(number)
+
+    def check_size(self, number: int) -> None:
+        """Look whether a shard is as long as it should be.
+
+        To be called before what `map` has given is used: the end of a file that was cut since then cannot be
+        read, and whoever tries is killed by SIGBUS.
+
+        Raises:
+            UserError: It is not, or it is missing.
+        """
+        shard, file = self.index.shards[number], self.folder / self.index.shards[number].name
+        try:
+            size = file.stat().st_size
+        except FileNotFoundError:
+            raise UserError(f"The token file {file} is missing: {_MEND}.") from None
+        except OSError as error:
+            raise UserError(f"The token file {file} can't be read ({error.strerror}): {_MEND}.") from error
+        if size != shard.bytes:
+            raise UserError(f"The token file {file} has {size} bytes instead of {shard.bytes}: {_MEND}.")
 
     def map(self, number: int) -> tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]:
         """The tokens of a shard, and where its documents end; read from the disk when they are used.

@@ -1,7 +1,9 @@
 """Training layer: the packed text and token files of `titan_async.data` as a data loader of torchtitan."""
 
+import contextlib
 import functools
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +18,7 @@ from titan_async.data import PackedDataset, TextSource, TokenBatches
 from titan_async.errors import UserError
 from titan_async.training.preemption import shield_data_worker
 
-__all__ = ["Batch", "TextDataLoader"]
+__all__ = ["Batch", "TextDataLoader", "plain_worker_errors"]
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 """({"input": tokens, "positions": positions}, labels), all int64 of shape (batch, seq_len)."""
@@ -129,7 +131,7 @@ class TextDataLoader(ParallelAwareDataloader):
 
     def __iter__(self) -> Iterator[Batch]:
         # Made at once, not at the first batch: a checkpoint may ask for a state in between.
-        return _tell_user_errors_plainly(super().__iter__())
+        return _tell_user_errors_plainly(super().__iter__(), self.num_workers > 0)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's position as JSON text, and what it is valid for."""
@@ -170,9 +172,38 @@ def _encode_with(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
     return functools.partial(tokenizer.encode, add_bos=True, add_eos=True)
 
 
-def _tell_user_errors_plainly(batches: Iterator[Batch]) -> Iterator[Batch]:
+def _tell_user_errors_plainly(batches: Iterator[Batch], has_workers: bool) -> Iterator[Batch]:
     try:
         yield from batches
     except UserError as error:
         # One of a worker process arrives with that process's traceback before its sentence.
         raise UserError(str(error).strip().rpartition("UserError: ")[2]) from error
+    except (ConnectionError, EOFError) as error:
+        if not has_workers:
+            raise
+        raise _worker_has_ended(str(error) or "its messages end") from error
+
+
+@contextlib.contextmanager
+def plain_worker_errors() -> Iterator[None]:
+    """Says in a sentence that a loader's worker process has ended, which torch may raise in any statement.
+
+    Raises:
+        UserError: one has.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # torch's own sentence says how it ended, and may go on about the shared memory of containers.
+        said = re.match(r"DataLoader worker \(pid.*?(?=\. |\.?$)", str(error), re.MULTILINE)
+        if said is None:
+            raise
+        raise _worker_has_ended(said[0]) from error
+
+
+def _worker_has_ended(how: str) -> UserError:
+    return UserError(
+        f"A process that loads data has ended ({how}): perhaps there was too little memory, of which fewer "
+        "dataloader.num_workers or a lower dataloader.prefetch_factor need less; start again, and the run "
+        "goes on from its last checkpoint."
+    )

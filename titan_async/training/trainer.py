@@ -38,7 +38,7 @@ from titan_async.training.checkpoint import (
     AsyncCheckpointer,
     save_for_resuming,
 )
-from titan_async.training.data import TextDataLoader
+from titan_async.training.data import TextDataLoader, plain_worker_errors
 from titan_async.training.ema import EmaConfig, WeightAverage
 from titan_async.training.metrics import AsyncMetrics, share_loss
 from titan_async.training.monitor_config import MonitorConfig
@@ -145,7 +145,8 @@ class AsyncTrainer(Trainer):
         self._data_ended = False
         start, reason = time.perf_counter(), "failed"
         try:
-            super().train()
+            with plain_worker_errors():
+                super().train()
             if self._data_ended:
                 self._save_at_the_end_of_data()
             self.reporter.stop()
