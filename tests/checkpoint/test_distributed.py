@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import subprocess
 import sys
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 
+from titan_async.checkpoint._dcp_files_internals import (
+    CheckingReader,
+    DamagedError,
+    SealingWriter,
+    ValueLoadPlanner,
+)
 from titan_async.checkpoint._dcp_internals import load_index
 from titan_async.checkpoint.distributed import INDEX, SavedTensors, save_tensors
 from titan_async.checkpoint.tensors import TensorInfo
@@ -127,7 +136,9 @@ def test_what_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
     file = folder / "__0_0.distcp"
     content = file.read_bytes()
     file.write_bytes(content[:100])
-    with pytest.raises(UserError, match=r"cannot read matrix of .*step-1: __0_0.distcp may be damaged"):
+    with pytest.raises(
+        UserError, match=r"cannot read matrix of .*step-1: __0_0.distcp is not what was saved"
+    ):
         saved.read("matrix")
     file.unlink()
     with pytest.raises(UserError, match=r"cannot read matrix of .*: __0_0.distcp is missing"):
@@ -144,6 +155,74 @@ def test_what_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
     (folder / INDEX).unlink()
     with pytest.raises(UserError, match="is no checkpoint, or one that was cut off"):
         SavedTensors(folder)
+
+
+def sealed(folder: Path) -> dict[str, Any]:
+    """Writes a checkpoint with what training states hold, and returns that."""
+    state = {
+        "tensor": torch.arange(500.0),
+        "values": {"lr": 0.1, "betas": (0.9, 0.95), "name": "Muon", "none": None},
+        "generator": torch.get_rng_state(),
+    }
+    dcp.save(state, storage_writer=SealingWriter(folder))
+    return state
+
+
+def load_checked(folder: Path) -> dict[str, Any]:
+    state = {"tensor": torch.zeros(500), "values": dict.fromkeys(("lr", "betas", "name", "none"))}
+    state["generator"] = torch.zeros_like(torch.get_rng_state())
+    try:
+        dcp.load(state, storage_reader=CheckingReader(folder), planner=ValueLoadPlanner())
+    except CheckpointException as error:
+        [(cause, _)] = error.failures.values()
+        raise cause from None
+    return state
+
+
+def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one["values"] == other["values"] and all(
+        torch.equal(one[key], other[key]) for key in ("tensor", "generator")
+    )
+
+
+def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    state = sealed(tmp_path)
+    assert equal(load_checked(tmp_path), state)
+    # torch's own reader takes no notice of the checksum.
+    assert FileSystemReader(tmp_path).read_metadata().storage_data.keys()
+    file, generator = tmp_path / "__0_0.distcp", random.Random(0)
+    content, noticed = file.read_bytes(), 0
+    for _ in range(100):
+        flipped = bytearray(content)
+        flipped[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+        file.write_bytes(flipped)
+        try:
+            assert equal(load_checked(tmp_path), state), "a change was noticed only in what it has changed"
+        except DamagedError:
+            noticed += 1
+    assert noticed > 30  # the others changed names of files in archives and what pads them
+
+
+def test_a_flipped_bit_of_the_index_is_noticed(tmp_path: Path) -> None:
+    sealed(tmp_path)
+    index, generator = tmp_path / INDEX, random.Random(0)
+    content = index.read_bytes()
+    for _ in range(300):
+        flipped = bytearray(content)
+        flipped[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+        index.write_bytes(flipped)
+        with pytest.raises(DamagedError, match=r"\.metadata .*it is not what was saved"):
+            CheckingReader(tmp_path)
+
+
+def test_a_value_runs_nothing(tmp_path: Path) -> None:
+    dcp.save({"value": Hostile(tmp_path / "ran")}, storage_writer=SealingWriter(tmp_path / "step-1"))
+    state: dict[str, Any] = {"value": None}
+    with pytest.raises(CheckpointException, match="value holds what no checkpoint needs"):
+        dcp.load(state, storage_reader=CheckingReader(tmp_path / "step-1"), planner=ValueLoadPlanner())
+    assert not (tmp_path / "ran").exists()
+    dcp.load(state, checkpoint_id=tmp_path / "step-1")
+    assert (tmp_path / "ran").exists(), "the value was harmless"
 
 
 def test_a_full_disk_is_the_disks_error(tmp_path: Path) -> None:

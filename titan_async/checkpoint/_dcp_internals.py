@@ -1,11 +1,14 @@
 """The index of a checkpoint of torch.distributed.checkpoint, read without running what it may contain.
 
 torch keeps the index, `.metadata`, as a pickle, and a pickle can call anything. This one may name the classes
-that torch itself writes there, and nothing else. The tensors beside it torch reads with `weights_only`.
+that torch itself writes there, and nothing else. Behind the pickle, where readers of pickles do not look,
+stands a checksum of it, unless torch alone has written the checkpoint.
 """
 
+import io
 import pathlib
 import pickle
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.serialization import _get_layout
 
-__all__ = ["load_index"]
+__all__ = ["load_index", "seal"]
 
 _CLASSES: tuple[Callable[..., Any], ...] = (
     dcp_metadata.BytesStorageMetadata,
@@ -54,6 +57,14 @@ class _Unpickler(pickle.Unpickler):
         return value
 
 
+def seal(index: bytes) -> bytes:
+    """What stands behind a pickled index."""
+    return f"\ncrc32 {zlib.crc32(index):08x}\n".encode()
+
+
+_SEAL_BYTES = len(seal(b""))
+
+
 def load_index(file: Path) -> Metadata:
     """Reads a `.metadata`.
 
@@ -63,13 +74,14 @@ def load_index(file: Path) -> Metadata:
         OSError: the file cannot be read.
         ValueError: it is no such index, damaged, or names what none needs; the message is part of a sentence.
     """
-    with open(file, "rb") as stream:
-        try:
-            index = _Unpickler(stream).load()
-        except OSError:
-            raise
-        except Exception as error:  # a damaged pickle raises anything
-            raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
+    content = file.read_bytes()
+    # First of all: a damaged pickle may ask for more memory than there is.
+    if content[-1:] != pickle.STOP and content[-_SEAL_BYTES:] != seal(content[:-_SEAL_BYTES]):
+        raise ValueError("it is not what was saved")
+    try:
+        index = _Unpickler(io.BytesIO(content)).load()
+    except Exception as error:  # a damaged pickle raises anything
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
     if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
         raise ValueError("it holds something else")
     for place in index.storage_data.values():

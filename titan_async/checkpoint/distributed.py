@@ -10,22 +10,24 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from titan_async.checkpoint._dcp_internals import load_index
+from titan_async.checkpoint._dcp_files_internals import (
+    INDEX,
+    CheckingReader,
+    DamagedError,
+    SealingWriter,
+    disk_error,
+)
 from titan_async.checkpoint.tensors import TensorInfo
 from titan_async.errors import UserError
 
 __all__ = ["INDEX", "SavedTensors", "save_tensors"]
-
-INDEX = ".metadata"
-"""The file that is written last, so that a folder without it is no checkpoint."""
 
 
 class SavedTensors:
@@ -41,19 +43,16 @@ class SavedTensors:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         try:
-            index = load_index(self.folder / INDEX)
+            self._reader = CheckingReader(self.folder)
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(
                 f"{self.folder} is no checkpoint, or one that was cut off: it has no {INDEX}"
             ) from None
         except OSError as error:
             raise UserError(f"cannot read {self.folder / INDEX}: {error.strerror}") from error
-        except ValueError as error:
-            raise UserError(
-                f"{self.folder / INDEX} is no index of a checkpoint and was not loaded: {error}; "
-                "take another checkpoint"
-            ) from error
-        self._reader = _Reader(self.folder, index)
+        except DamagedError as error:
+            raise UserError(f"{self.folder}: {error}; take another checkpoint") from error
+        index = self._reader.index
         self._saved = {
             key: entry
             for key, entry in index.state_dict_metadata.items()
@@ -78,28 +77,12 @@ class SavedTensors:
         try:
             with _alone():
                 dcp.load({key: tensor}, storage_reader=self._reader, no_dist=True)
-        except (Exception, CheckpointException) as error:  # whatever a missing or damaged file raises
-            files = {self._reader.file_of(key, tuple(chunk.offsets)) for chunk in chunks}
-            missing = sorted(name for name in files if name and not (self.folder / name).is_file())
-            why = f"{missing[0]} is missing" if missing else f"{', '.join(sorted(files))} may be damaged"
-            raise UserError(f"cannot read {key} of {self.folder}: {why}; take another checkpoint") from error
+        except CheckpointException as error:
+            [(cause, _)] = error.failures.values()
+            raise UserError(
+                f"cannot read {key} of {self.folder}: {cause}; take another checkpoint"
+            ) from error
         return tensor
-
-
-class _Reader(FileSystemReader):
-    """torch's reader, with an index that was read before, and once."""
-
-    def __init__(self, folder: Path, index: Metadata) -> None:
-        super().__init__(folder)
-        self._index = index
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._index
-
-    def file_of(self, key: str, offsets: tuple[int, ...]) -> str:
-        """The file with the part of a tensor that begins at `offsets`; "" if the index names none."""
-        place = self._index.storage_data.get(MetadataIndex(key, offsets))
-        return "" if place is None else str(place.relative_path)
 
 
 def save_tensors(
@@ -120,21 +103,13 @@ def save_tensors(
     # Planned with tensors that have no memory, and filled when torch asks for them.
     plan = {key: torch.empty(info.shape, dtype=info.dtype, device="meta") for key, info in tensors.items()}
     # torch keeps what it has written of a file until the file is whole.
-    writer = FileSystemWriter(folder, single_file_per_rank=False)
+    writer = SealingWriter(folder, single_file_per_rank=False)
     try:
         with _alone():
             dcp.save(plan, storage_writer=writer, planner=_LazyPlanner(load), no_dist=True)
     except CheckpointException as error:
         [(cause, _)] = error.failures.values()
-        raise _of_disk(cause) or cause from None
-
-
-def _of_disk(error: BaseException) -> OSError | None:
-    """The error of a disk that torch's writer has met on its way to another one."""
-    link: BaseException | None = error
-    while link is not None and not isinstance(link, OSError):
-        link = link.__context__
-    return link
+        raise disk_error(cause) or cause from None
 
 
 @contextlib.contextmanager

@@ -52,8 +52,9 @@ def train(argv: Sequence[str]) -> int:
         sys.stdout.write(resolved.to_toml())
         return 0
 
-    from titan_async.training import preflight
+    from titan_async.training import preflight, run_lock
 
+    run_lock.refuse_locked(resolved.config.dump_folder)
     if live:
         from titan_async.cli.live import check_recorded
 

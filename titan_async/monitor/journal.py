@@ -12,6 +12,7 @@ Every line is an object with `time` (seconds since the epoch) and `kind`, which 
     end         reason: "finished", "stopped" (by a signal, all saved) or "failed"
 """
 
+import contextlib
 import json
 import math
 import time
@@ -53,7 +54,8 @@ class Journal:
 
     def close(self) -> None:
         """Close the file. Harmless to call again."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # of entries for which there was no room, either
+            self._file.close()
 
 
 class JournalReader:

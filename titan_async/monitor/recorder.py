@@ -124,12 +124,15 @@ class EventRecorder:
     def flush(self) -> None:
         """Write what is known."""
         with self._lock:
-            if self._works:
-                try:
-                    self._write()
-                except OSError as error:
-                    self._works = False
-                    self._failed(error)
+            self._attempt(self._write)
+
+    def _attempt(self, write: Callable[[], None]) -> None:
+        if self._works:
+            try:
+                write()
+            except OSError as error:
+                self._works = False
+                self._failed(error)
 
     def close(self) -> None:
         """Write the rest and stop. Harmless to call again."""
@@ -140,9 +143,8 @@ class EventRecorder:
         self._open.clear()
         self.flush()
         with self._lock:
-            if self._works:
-                self._works = False
-                self._writer.write_state(np.zeros(1, RECORD), self._memory(), closed=True)
+            self._attempt(lambda: self._writer.write_state(np.zeros(1, RECORD), self._memory(), closed=True))
+            self._works = False
             self._writer.close()
 
     def _run(self) -> None:

@@ -1,16 +1,32 @@
 """Checkpoints from which a delayed run goes on exactly as if it had not stopped."""
 
+import contextlib
+import errno
 import os
 import re
+import shutil
 import time
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemReader
-from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torchtitan.components.checkpointer import MODEL, AsyncMode, BaseCheckpointManager, CheckpointManager
+from torchtitan.tools.utils import GarbageCollection
 
+from titan_async.checkpoint._dcp_files_internals import (
+    INDEX,
+    CheckingReader,
+    DamagedError,
+    SealingWriter,
+    ValueLoadPlanner,
+    disk_error,
+)
+from titan_async.errors import UserError
 from titan_async.pipelining.recording import Kind
 from titan_async.training._titan_internals import saves_at
 from titan_async.training.recording import Recording
@@ -33,8 +49,6 @@ EMA_WEIGHTS = "ema_weights"
 RANDOM_STATE = "random_state"
 """In the training state: the states of the random number generators, by `random_state.layout_key`."""
 
-_INDEX = ".metadata"  # written last, so that a checkpoint without it is half-written
-
 
 class AsyncCheckpointer(CheckpointManager):
     """torchtitan's checkpointer, for the states that are not in every checkpoint.
@@ -47,47 +61,154 @@ class AsyncCheckpointer(CheckpointManager):
         pass
 
     recording: Recording = Recording()
+    _saving = Path()
+    """The checkpoint that is being saved, or was last."""
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:
+        """See `BaseCheckpointManager`.
+
+        Raises:
+            UserError: the disk does not take this checkpoint, or the one before, which was saved meanwhile.
+        """
         if not saves_at(self, curr_step, last_step):
             return super().save(curr_step, last_step)
         start = time.perf_counter()
-        with self.recording.span(Kind.SAVE, curr_step):
+        with self._telling_of_disk(), self.recording.span(Kind.SAVE, curr_step):
             saved = super().save(curr_step, last_step)
         if saved:
             self.recording.write("checkpoint", step=curr_step, seconds=time.perf_counter() - start)
         return saved
 
+    def maybe_wait_for_staging(self) -> None:
+        """See `BaseCheckpointManager`.
+
+        Raises:
+            UserError: as `save`, as soon as it is known of a checkpoint that is saved meanwhile.
+        """
+        if self.enable and self.save_future is not None and self.save_future.done():
+            with self._telling_of_disk():
+                self.maybe_wait_for_saving()
+        super().maybe_wait_for_staging()
+
+    @contextlib.contextmanager
+    def _telling_of_disk(self) -> Iterator[None]:
+        try:
+            yield
+        except (CheckpointException, OSError) as error:
+            causes = (
+                [cause for cause, _ in error.failures.values()]
+                if isinstance(error, CheckpointException)
+                else [error]
+            )
+            on_disk = [found for cause in causes if (found := disk_error(cause))]
+            if not on_disk:
+                raise
+            if dist.get_rank() == 0 and not (self._saving / INDEX).exists():
+                # No rank writes any more. What is there takes room, and would be counted as a checkpoint.
+                shutil.rmtree(self._saving, ignore_errors=True)
+            raise _cannot_save(self._saving, on_disk[0]) from error
+
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        trainer, optimizer = state_dict.get("train_state"), state_dict.get("optimizer")
-        if (trainer or optimizer) and not from_hf:
-            keys = FileSystemReader(os.fspath(checkpoint_id)).read_metadata().state_dict_metadata
-            # A synchronous run has no older weights, so the next batch reads the newest; and no history
-            # of updates, so the first one is not corrected. An average that was not kept starts from the
-            # weights.
-            if trainer:
-                trainer.resumes_average = any(f".{EMA_WEIGHTS}." in key for key in keys)
-                trainer.resumes_delay = any(f".{NEXT_WEIGHTS}." in key for key in keys)
-                mine = f".{RANDOM_STATE}.{trainer.random_key}."
-                trainer.resumes_random_state = any(mine in key for key in keys)
-            if optimizer:
-                prefix = "optimizer."
-                optimizer.saved = {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
-        super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+        """See `CheckpointManager`; runs nothing that the files may contain.
 
-    def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **kwargs: Any) -> Any:
-        if dist.get_rank() == 0 and "://" not in checkpoint_id:
+        Raises:
+            UserError: they are damaged.
+        """
+        if from_hf or "://" in checkpoint_id:
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        try:
+            reader = CheckingReader(checkpoint_id)
+            self._leave_out(state_dict, reader.index.state_dict_metadata)
+            dcp.load(state_dict, storage_reader=reader, planner=ValueLoadPlanner())
+        except DamagedError as error:
+            raise _damaged(Path(checkpoint_id), str(error)) from error
+        except OSError as error:
+            raise _damaged(Path(checkpoint_id), f"{INDEX} cannot be read ({error.strerror})") from error
+        except CheckpointException as error:
+            for cause, _ in error.failures.values():
+                if isinstance(cause, DamagedError):
+                    raise _damaged(Path(checkpoint_id), str(cause)) from error
+            raise
+        if MODEL in self.states:
+            self.states[MODEL].load_state_dict(state_dict)
+
+    def _leave_out(self, state_dict: dict[str, Any], keys: Collection[str]) -> None:
+        """Let the states not ask for what a checkpoint with these keys lacks."""
+        trainer, optimizer = state_dict.get("train_state"), state_dict.get("optimizer")
+        # A synchronous run has no older weights, so the next batch reads the newest; and no history
+        # of updates, so the first one is not corrected. An average that was not kept starts from the
+        # weights.
+        if trainer:
+            trainer.resumes_average = any(f".{EMA_WEIGHTS}." in key for key in keys)
+            trainer.resumes_delay = any(f".{NEXT_WEIGHTS}." in key for key in keys)
+            mine = f".{RANDOM_STATE}.{trainer.random_key}."
+            trainer.resumes_random_state = any(mine in key for key in keys)
+        if optimizer:
+            prefix = "optimizer."
+            optimizer.saved = {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
+
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Any:
+        """See `CheckpointManager`; with a checksum of the index."""
+        self._saving = Path(checkpoint_id)
+        if "://" in checkpoint_id:
+            return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+        if dist.get_rank() == 0:
             # An old checkpoint of this step stops being one before any rank writes over its files, which
             # the others do only after rank 0 has seen all their plans.
-            Path(checkpoint_id, _INDEX).unlink(missing_ok=True)
-        return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
+            Path(checkpoint_id, INDEX).unlink(missing_ok=True)
+        if to_hf:
+            return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+        writer = SealingWriter(checkpoint_id)
+        if async_mode == AsyncMode.DISABLED:
+            dcp.save(state_dict, storage_writer=writer)
+            saving = None
+        elif async_mode == AsyncMode.ASYNC:
+            saving = dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
+        else:
+            saving = dcp.async_save(
+                state_dict,
+                storage_writer=writer,
+                process_group=self.pg,
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                async_stager=self.stager,
+            )
+        if enable_garbage_collection:
+            GarbageCollection.collect("GC collection invoked by checkpointer.")
+        return saving
+
+
+def _cannot_save(folder: Path, error: OSError) -> UserError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    mend = "make room there" if full else "make that folder writable"
+    steps = [step for step in complete_steps(folder.parent) if folder.name != f"step-{step}"]
+    then = f"goes on from step {steps[-1]}" if steps else "starts anew"
+    return UserError(
+        f"cannot save {folder}: {os.strerror(error.errno or 0)}; {mend}, and the same command {then}"
+    )
+
+
+def _damaged(folder: Path, why: str) -> UserError:
+    steps = [step for step in complete_steps(folder.parent) if folder.name != f"step-{step}"]
+    if steps:
+        mend = f"remove that folder to go on from step {steps[-1]}"
+    else:
+        mend = "take another checkpoint, or remove that folder to start anew"
+    return UserError(f"the checkpoint {folder} is damaged: {why}; {mend}")
 
 
 def complete_steps(folder: Path) -> list[int]:
     """The steps of which `folder` holds a whole checkpoint, in ascending order."""
-    found = (re.fullmatch(r"step-(\d+)", path.parent.name) for path in folder.glob(f"step-*/{_INDEX}"))
+    found = (re.fullmatch(r"step-(\d+)", path.parent.name) for path in folder.glob(f"step-*/{INDEX}"))
     return sorted(int(match[1]) for match in found if match)
 
 

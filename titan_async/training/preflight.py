@@ -196,17 +196,12 @@ def _check_stages(config: Trainer.Config) -> None:
 
 def _check_folders(config: Trainer.Config) -> None:
     folder = Path(config.dump_folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"cannot write to the folder {folder}: {error.strerror}; choose another with --dump_folder"
-        ) from None
+    _check_writable(folder, "dump_folder", make=True)
     checkpoint = config.checkpoint
     if not checkpoint.enable:
         return
+    if not checkpoint.load_only and "://" not in checkpoint.folder:
+        _check_writable(folder / checkpoint.folder, "checkpoint.folder", make=False)
     step, saved = checkpoint.load_step, complete_steps(folder / checkpoint.folder)
     if step != -1 and step not in saved:
         there = f"there are steps {', '.join(map(str, saved))}" if saved else "there is none"
@@ -222,6 +217,21 @@ def _check_folders(config: Trainer.Config) -> None:
     path = checkpoint.initial_load_path
     if path and os.path.isabs(path) and not os.path.isdir(path):
         raise UserError(f"checkpoint.initial_load_path is {path}, which is not a folder: give a checkpoint's")
+
+
+def _check_writable(folder: Path, flag: str, *, make: bool) -> None:
+    try:
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+        existing = folder
+        while not existing.exists():
+            existing = existing.parent
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"cannot write to the folder {folder}: {error.strerror}; choose another with --{flag}"
+        ) from None
 
 
 def _check_tokenizer(config: Trainer.Config) -> None:

@@ -1,5 +1,6 @@
 """What a run says on the terminal: one line a logged step from rank 0, and a progress bar if it is one."""
 
+import contextlib
 import sys
 import time
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class Reporter:
         self._progress: Progress | None = None
         self.journal: Journal | None = None
         """Gets every line too, while a run is recorded."""
+        self._output_lost = False
         self._first_step = 0
         self._start = time.perf_counter()
 
@@ -80,15 +82,26 @@ class Reporter:
 
     def warn_from_any_rank(self, line: str) -> None:
         """Write a warning that other ranks do not have, on stderr. Any thread may."""
-        print(line, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(line, file=sys.stderr, flush=True)
         if self.journal is not None:
             self.journal.write("warning", text=line)
 
     def _write(self, kind: str, line: str) -> None:
         if self._speaks:
-            self._console.print(line, markup=False)
+            try:
+                self._console.print(line, markup=False)
+            except OSError as error:
+                self._tell_of_lost_output(error)
         if self.journal is not None:
             self.journal.write(kind, text=line)
+
+    def _tell_of_lost_output(self, error: OSError) -> None:
+        if not self._output_lost:
+            self._output_lost = True
+            self.warn_from_any_rank(
+                f"cannot write the lines of this run to its output: {error.strerror}; training goes on"
+            )
 
     def stop(self) -> None:
         """Take the progress bar away. Harmless to call again."""

@@ -98,8 +98,13 @@ class StageTimer:
                 setattr(stage, name, self._before[stage.stage_index, name])
 
 
-def write_measured(timer: StageTimer, config: Trainer.Config, dims: ParallelDims) -> None:
-    """Gather the times of all stages and write them. A collective of each pipeline; rank 0 writes its own."""
+def write_measured(
+    timer: StageTimer, config: Trainer.Config, dims: ParallelDims, warn: Callable[[str], None]
+) -> None:
+    """Gather the times of all stages and write them. A collective of each pipeline; rank 0 writes its own.
+
+    What cannot be written is warned of, and missing.
+    """
     group = dims.get_mesh("pp").get_group()
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, timer.seconds(), group=group)
@@ -119,7 +124,11 @@ def write_measured(timer: StageTimer, config: Trainer.Config, dims: ParallelDims
         "seq_len": config.training.seq_len,
         "stages": sorted((stage for own in everyone for stage in own), key=lambda stage: stage["stage"]),
     }
-    write_json(Path(config.dump_folder) / MEASURED_FILE, record)
+    file = Path(config.dump_folder) / MEASURED_FILE
+    try:
+        write_json(file, record)
+    except OSError as error:
+        warn(f"cannot write the stages' times to {file}: {error.strerror}; training goes on")
 
 
 def _timed(

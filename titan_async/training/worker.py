@@ -7,6 +7,7 @@ for a mistake, 128 plus the signal's number after a SIGTERM or Ctrl-C for which 
 otherwise. Without a launcher of ours, which itself ends with 130 then, it is 130 after a Ctrl-C in any case.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -37,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train this rank's part of the run and return the exit status."""
     failures.end_with_launcher()
     try:
-        return _train(list(sys.argv[1:] if argv is None else argv))
+        with contextlib.ExitStack() as until_end:
+            until_end.callback(_give_up_lost_output)
+            return _train(list(sys.argv[1:] if argv is None else argv), until_end)
     except UserError as error:
         if not failures.report_failure("user", str(error)):
             _say_once(str(error))
@@ -67,7 +70,16 @@ def _say_once(sentence: str) -> None:
         time.sleep(10)  # torchrun stops all ranks as soon as one ends: rank 0 must have spoken by then
 
 
-def _train(argv: list[str]) -> int:
+def _give_up_lost_output() -> None:
+    """Keep what a full disk has not taken from becoming the exit status."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+
+
+def _train(argv: list[str], until_end: contextlib.ExitStack) -> int:
     _quiet()
     from titan_async.training.recipe_file import resolve_recipe
 
@@ -81,8 +93,9 @@ def _train(argv: list[str]) -> int:
 
         preflight.check(config, world_size=int(os.environ["WORLD_SIZE"]))
     if os.environ.get("RANK", "0") == "0":
-        from titan_async.training import run_folder
+        from titan_async.training import run_folder, run_lock
 
+        until_end.enter_context(run_lock.locked(config.dump_folder))
         run_folder.write_recipe(resolved)
 
     import torch.distributed as dist

@@ -1,0 +1,71 @@
+"""No two runs write to one folder at the same time."""
+
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from titan_async.errors import UserError
+
+__all__ = ["LOCK", "locked", "refuse_locked"]
+
+LOCK = ".lock"
+"""The file in a run's folder that its rank 0 holds a lock on. It is left behind, and says nothing then."""
+
+
+@contextlib.contextmanager
+def locked(dump_folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Keep other runs out of a folder, until the end or until this process dies, however it dies.
+
+    Not where the file system knows no locks.
+
+    Raises:
+        UserError: another run is writing there, or nobody can.
+    """
+    file = Path(dump_folder) / LOCK
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {file}: {error.strerror}; set dump_folder to a folder that can be written"
+        ) from error
+    try:
+        _lock(descriptor, file)
+        with contextlib.suppress(OSError):  # a full disk
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def refuse_locked(dump_folder: str | os.PathLike[str]) -> None:
+    """Tell at once what `locked` would tell when there are processes.
+
+    Raises:
+        UserError: another run is writing to the folder.
+    """
+    file = Path(dump_folder) / LOCK
+    with contextlib.suppress(OSError):  # there is none
+        descriptor = os.open(file, os.O_RDWR)
+        try:
+            _lock(descriptor, file)
+        finally:
+            os.close(descriptor)
+
+
+def _lock(descriptor: int, file: Path) -> None:
+    try:
+        # Not flock, whose lock the forked processes of a data loader would keep for some time after a kill.
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        who = os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "a process"
+        raise UserError(
+            f"another run is writing to {file.parent} ({who}): wait for its end, or choose another "
+            "dump_folder"
+        ) from None
+    except OSError:  # no locks here
+        pass
