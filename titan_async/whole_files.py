@@ -30,6 +30,17 @@ def writing_whole(path: Path, *, shared: bool = False) -> Iterator[Path]:
     partial = path.with_name(f".{name}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder, "numbers.txt")
+        ...     with writing_whole(file) as partial:
+        ...         _ = partial.write_text("1 2 3")
+        ...         print(file.exists())
+        ...     print(file.exists())
+        False
+        True
         yield partial
         with partial.open("rb+") as written:
             os.fsync(written.fileno())

@@ -23,6 +23,16 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     Raises:
         UserError: `path` exists and is not an empty folder, another process is writing it, or what is
             written finds no place on the disk.
+
+    Examples:
+        >>> import os, tempfile
+        >>> with tempfile.TemporaryDirectory() as parent:
+        ...     with new_folder(f"{parent}/result") as folder:
+        ...         _ = (folder / "weights").write_text("...")
+        ...         print(os.listdir(parent))
+        ...     print(os.listdir(parent))
+        ['.result.partial']
+        ['result']
     """
     target = Path(path)
     _refuse_existing(target)

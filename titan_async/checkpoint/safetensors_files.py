@@ -41,7 +41,14 @@ _ALIGNMENT = 8
 
 
 def plan_shards(tensors: Mapping[str, TensorInfo], limit: int) -> list[list[str]]:
-    """Divides tensors, in their order, into files of at most `limit` bytes; a larger one has its own."""
+    """Divides tensors, in their order, into files of at most `limit` bytes; a larger one has its own.
+
+    Examples:
+        >>> import torch
+        >>> kernel = TensorInfo((10, 10), torch.float32)  # 400 bytes
+        >>> plan_shards({"a": kernel, "b": kernel, "c": kernel}, limit=1000)
+        [['a', 'b'], ['c']]
+    """
     shards: list[list[str]] = []
     size = 0
     for name, info in tensors.items():
@@ -66,6 +73,19 @@ def write_folder(
 
     Returns:
         The names of the files.
+
+    Examples:
+        >>> import tempfile
+        >>> tensors = {"a": TensorInfo((2, 3), torch.float32), "b": TensorInfo((4,), torch.bfloat16)}
+        >>> values = [(name, torch.ones(info.shape, dtype=info.dtype)) for name, info in tensors.items()]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for name in write_folder(Path(folder), tensors, values, limit=24):
+        ...         print(name)
+        ...     SafetensorsFolder(folder).read("b")
+        model-00001-of-00002.safetensors
+        model-00002-of-00002.safetensors
+        model.safetensors.index.json
+        tensor([1., 1., 1., 1.], dtype=torch.bfloat16)
     """
     assert sys.byteorder == "little", "safetensors are little-endian"
     shards = plan_shards(tensors, limit)

@@ -28,8 +28,17 @@ _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cl
 class DocumentEncoder:
     """The tokenizer of a Hugging Face folder: `tokenizer.json`, and `tokenizer_config.json` if there.
 
+    Called with documents it returns the tokens of each, uint32 of shape (tokens,), with those that mark its
+    beginning and end where the tokenizer has them.
+
     Raises:
         UserError: The folder has no tokenizer, or it can't be read.
+
+    Examples:
+        >>> from titan_async.data import shakespeare_tokenizer_folder
+        >>> encoder = DocumentEncoder(shakespeare_tokenizer_folder())
+        >>> [tokens.tolist() for tokens in encoder(["To be", "or not"])]
+        [[0, 409, 305, 0], [0, 272, 323, 0]]
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:

@@ -46,6 +46,19 @@ class PackedDataset(IterableDataset[Sample]):
     Raises:
         UserError: As `open_documents`; and while iterating, as `read_documents`, or when an epoch has
             not even one sequence.
+
+    Examples:
+        Each label is the token after its input, and never one of another document:
+
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "texts.jsonl").write_text('{"text": "one"}\\n{"text": "three"}\\n')
+        ...     source = TextSource(dataset_path=folder, shuffle=False, validation_fraction=0)
+        ...     for inputs, labels in PackedDataset(source, lambda text: [ord(c) for c in text], seq_len=3):
+        ...         print([chr(token) for token in inputs["input"]], [chr(token) for token in labels])
+        ['o', 'n', 't'] ['n', 'e', 'h']
+        ['h', 'r', 'e'] ['r', 'e', 'e']
     """
 
     def __init__(

@@ -84,6 +84,17 @@ def prepare_tokens(
 
     Raises:
         UserError: The text, tokenizer or folder can't be used, or the folder holds files of something else.
+
+    Examples:
+        >>> import tempfile
+        >>> from titan_async.data import TokenFiles, shakespeare_tokenizer_folder
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "texts.jsonl").write_text('{"text": "one"}\\n{"text": "two"}\\n')
+        ...     out = Path(folder, "tokens")
+        ...     index = prepare_tokens(TextSource(dataset_path=folder), shakespeare_tokenizer_folder(), out)
+        ...     tokens, ends = TokenFiles(out).map(0)
+        >>> index.documents, index.tokens == len(tokens), index.tokens == ends.max().item()
+        (2, True, True)
     """
     if processes < 1 or shard_tokens < 1:
         raise UserError(

@@ -160,6 +160,19 @@ def open_documents(source: TextSource, *, rank: int = 0, world_size: int = 1) ->
     Raises:
         UserError: The data can't be found or has no such split. What is wrong inside a file is
             raised when it is read.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for name in ("one", "two", "six"):
+        ...         _ = Path(folder, f"{name}.txt").write_text(f"text {name}")
+        ...     for split in ("train", "validation"):
+        ...         source = TextSource(
+        ...             dataset_path=folder, split=split, validation_fraction=0.5, shuffle=False
+        ...         )
+        ...         print(split, list(open_documents(source)))
+        train ['text one', 'text two']
+        validation ['text six']
     """
     if source.dataset == "tokens":
         raise UserError(

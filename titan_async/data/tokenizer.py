@@ -50,6 +50,11 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int = 2048) -> Tokeniz
 
     Raises:
         UserError: `vocab_size` leaves no room for the bytes, or there is no text.
+
+    Examples:
+        >>> tokenizer = train_tokenizer(["to be or not to be"], vocab_size=260)
+        >>> tokenizer.encode("to be").tokens
+        ['to', 'Ġbe']
     """
     if vocab_size < 257:
         raise UserError(f"A vocabulary of {vocab_size} can't hold all bytes: set vocab_size to 257 or more.")
@@ -156,6 +161,10 @@ def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
     """Entropy in nats of the distribution with these counts; 0 without any.
 
     A model that has learnt nothing but how often each token occurs has this training loss.
+
+    Examples:
+        >>> unigram_entropy(np.array([5, 5]))  # ln 2
+        0.6931471805599453
     """
     occurring = counts[counts > 0]
     shares = occurring / occurring.sum()

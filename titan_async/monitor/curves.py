@@ -90,6 +90,12 @@ def gap(curve: Curve, base: Curve) -> Curve:
     """How far a curve is above another one, at those of its steps that the other spans.
 
     Between its steps, the other one is a straight line.
+
+    Examples:
+        >>> base = Curve(np.array([0, 10]), np.array([5.0, 4.0]))
+        >>> above = gap(Curve(np.array([0, 5, 10, 15]), np.array([5.5, 4.75, 4.0, 3.0])), base)
+        >>> above.steps.tolist(), above.values.tolist()
+        ([0, 5, 10], [0.5, 0.25, 0.0])
     """
     if not len(base):
         return Curve(base.steps, base.values)

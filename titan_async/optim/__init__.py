@@ -1,6 +1,10 @@
 """Optimizers for delayed gradients: Muon and error feedback for any optimizer. Needs torch alone."""
 
-from titan_async.optim.coefficients import POLAR_EXPRESS_COEFFICIENTS, STANDARD_COEFFICIENTS
+from titan_async.optim.coefficients import (
+    POLAR_EXPRESS_COEFFICIENTS,
+    STANDARD_COEFFICIENTS,
+    resolve_coefficients,
+)
 from titan_async.optim.delay import DelayedGradients, pipedream_delays
 from titan_async.optim.error_feedback import ErrorFeedback
 from titan_async.optim.lion import Lion
@@ -19,4 +23,5 @@ __all__ = [
     "QueryKey",
     "orthogonalize",
     "pipedream_delays",
+    "resolve_coefficients",
 ]

@@ -1,6 +1,6 @@
 """The formulas of error feedback, on lists of local tensors.
 
-With D_b the displacement that an optimizer proposes from the gradient g_b of batch b, and strength s::
+With D_b the displacement that an optimizer proposes from the gradient g_b of batch b, and strength s:
 
     level "update":    D'_b = D_b + s (D_b - D_{b-1})
     level "gradient":  g'_b = g_b + s (g_b - g_{b-1})

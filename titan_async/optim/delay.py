@@ -1,6 +1,6 @@
 """Does an optimizer survive a delay? `DelayedGradients` answers on one process, without a pipeline.
 
-It trains any model with any optimizer by the recurrence of asynchronous pipelines::
+It trains any model with any optimizer by the recurrence of asynchronous pipelines:
 
     W[b+1] = W[b] - update(g_b),    g_b = gradient of batch b at W[max(b-k, 0)]
 
@@ -60,7 +60,7 @@ class DelayedGradients:
     Forward and backward of a batch go into ``with delayed.batch():``, and nothing else changes. Inside, the
     parameters hold the old weights; after it they hold the newest ones again, and ``.grad`` is the
     gradient at the old ones. So clipping, optimizer, learning-rate schedule, evaluation and checkpoints
-    are those of any training loop, and none of them knows about the delay::
+    are those of any training loop, and none of them knows about the delay:
 
         import torch
         from titan_async.optim import DelayedGradients, ErrorFeedback
@@ -103,6 +103,24 @@ class DelayedGradients:
         ValueError: a delay that is no whole number of at least 0, a trainable parameter without a
             delay, or a delay for what is no parameter of the model.
     """
+
+    Examples:
+        Gradient descent on w^2 / 2, whose gradient is w. The first two batches read 1, and the third 0.5:
+
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> _ = nn.init.ones_(model.weight)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        >>> delayed = DelayedGradients(model, delay=1)
+        >>> for _ in range(3):
+        ...     with delayed.batch():
+        ...         loss = (model(torch.ones(1)) ** 2 / 2).sum()
+        ...         loss.backward()
+        ...     print(f"gradient {model.weight.grad.item()} for {model.weight.item()}")
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        gradient 1.0 for 1.0
+        gradient 1.0 for 0.5
+        gradient 0.5 for 0.0
 
     def __init__(self, model: nn.Module, delay: int | Mapping[nn.Parameter, int] = 1) -> None:
         self._model = model
@@ -253,6 +271,11 @@ def pipedream_delays(stages: Sequence[nn.Module | Iterable[nn.Parameter]]) -> di
     Raises:
         ValueError: a parameter in two stages, as a tied weight may be.
     """
+
+    Examples:
+        >>> stages = [nn.Linear(2, 2, bias=False) for _ in range(3)]
+        >>> list(pipedream_delays(stages).values())
+        [2, 1, 0]
     delays: dict[nn.Parameter, int] = {}
     for index, stage in enumerate(stages):
         delay = len(stages) - 1 - index

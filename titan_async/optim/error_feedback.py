@@ -2,7 +2,7 @@
 
 With one update of delay, the update applied now is the one of the previous batch. The correction of
 arXiv 2606.30634, for any optimizer, extrapolates by one step. With D_b the displacement that the wrapped
-optimizer proposes from the gradient g_b of batch b::
+optimizer proposes from the gradient g_b of batch b:
 
     level "update":    D'_b = D_b + s (D_b - D_{b-1})
     level "gradient":  g'_b = g_b + s (g_b - g_{b-1})
@@ -83,6 +83,19 @@ class ErrorFeedback(Optimizer):
         ValueError: unknown level, or a strength that is negative or not finite.
         RuntimeError: a sparse gradient at level "gradient", in `step`.
     """
+
+    Examples:
+        Gradients 1, 3 and 3: the second update should have come one step earlier, so 3 - 1 is added to it:
+
+        >>> weight = torch.nn.Parameter(torch.zeros(1))
+        >>> optimizer = ErrorFeedback(torch.optim.SGD([weight], lr=1.0))
+        >>> for gradient in (1.0, 3.0, 3.0):
+        ...     weight.grad = torch.tensor([gradient])
+        ...     optimizer.step()
+        ...     print(weight.item())
+        -1.0
+        -6.0
+        -9.0
 
     optimizer: Optimizer
     _level: str

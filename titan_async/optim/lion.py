@@ -23,7 +23,7 @@ class Lion(Optimizer):
     """Sign of an interpolated momentum, with decoupled weight decay.
 
     For a gradient G of a parameter W, with betas (b1, b2) and learning rate lr (arXiv 2302.06675,
-    Algorithm 2)::
+    Algorithm 2):
 
         U <- sign(b1 M + (1 - b1) G)
         W <- (1 - lr weight_decay) W - lr U
@@ -49,6 +49,13 @@ class Lion(Optimizer):
         ValueError: a parameter that is not real and floating-point, or an option out of its range.
         RuntimeError: a sparse gradient or one placed unlike its parameter, in `step`, before any change.
     """
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.zeros(3))
+        >>> weight.grad = torch.tensor([5.0, -0.1, 0.0])
+        >>> Lion([weight], lr=0.25).step()
+        >>> weight.tolist()
+        [-0.25, 0.25, 0.0]
 
     def __init__(
         self,

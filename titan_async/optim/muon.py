@@ -40,7 +40,7 @@ __all__ = ["Muon"]
 class Muon(Optimizer):
     """Momentum whose update is orthogonalized, with decoupled weight decay and error feedback.
 
-    For a gradient G of a matrix W, with momentum m and learning rate lr::
+    For a gradient G of a matrix W, with momentum m and learning rate lr:
 
         B <- m B + (1 - m) G
         U  = m B + (1 - m) G  if nesterov else  B
@@ -111,6 +111,24 @@ class Muon(Optimizer):
         NotImplementedError: a DTensor with a partial placement, or one whose shards are no blocks.
         RuntimeError: a sparse gradient, in `step`.
     """
+
+    Examples:
+        The update has the directions of the gradient, and the same length in all of them:
+
+        >>> weight = torch.nn.Parameter(torch.zeros(2, 3))
+        >>> weight.grad = torch.tensor([[9.0, 0.0, 0.0], [0.0, 0.1, 0.0]])
+        >>> muon = Muon([weight], lr=0.1, ns_coefficients="polar_express", ns_steps=8)
+        >>> muon.step()
+        >>> print(weight.data.mul(10).round().int())
+        tensor([[-1,  0,  0],
+                [ 0, -1,  0]], dtype=torch.int32)
+
+        A gradient that is not finite changes nothing:
+
+        >>> weight.grad[1, 1] = torch.nan
+        >>> muon.step()
+        >>> muon.step_was_skipped, bool(weight.isfinite().all())
+        (True, True)
 
     step_was_skipped: bool = False
     """Whether the last step changed nothing because a gradient was not finite."""

@@ -66,6 +66,14 @@ def orthogonalize(
 
     Returns:
         A tensor of the input's shape in ``compute_dtype``.
+
+    Examples:
+        >>> from titan_async.optim import resolve_coefficients
+        >>> matrix = torch.diag(torch.tensor([9.0, -4.0, 1.0]))
+        >>> coefficients = resolve_coefficients("polar_express", 8)
+        >>> result = orthogonalize(matrix, coefficients, compute_dtype=torch.float32)
+        >>> print(result.round(decimals=2).diag())
+        tensor([ 1., -1.,  1.])
     """
     if matrices.numel() == 0:
         return matrices.to(compute_dtype)

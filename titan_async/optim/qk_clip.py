@@ -106,7 +106,7 @@ class QKClip:
     of head h by f_h / c; with a key head for each, that is sqrt(f_h) for both. Layers that normalize queries
     or keys (QK-norm) have nothing to gain from it.
 
-    It goes with any optimizer, and knows nothing about it::
+    It goes with any optimizer, and knows nothing about it:
 
         layers = [QueryKey(a.wq.weight, a.wk.weight, heads=32, key_heads=8) for a in attentions]
         optimizer.register_step_post_hook(QKClip(layers, lambda: [a.max_logits for a in attentions]))
@@ -129,6 +129,16 @@ class QKClip:
     Raises:
         ValueError: ``tau`` is not above zero; in a call, logits that do not fit the layers.
     """
+
+    Examples:
+        Two heads of two rows each; the second one's largest logit is four times what is allowed, so that its
+        queries and its keys are halved:
+
+        >>> query, key = torch.ones(4, 3), torch.ones(4, 3)
+        >>> clip = QKClip([QueryKey(query, key, heads=2)], lambda: [torch.tensor([80.0, 400.0])], tau=100.0)
+        >>> clip.clip()
+        >>> query[:, 0].tolist(), key[:, 0].tolist()
+        ([1.0, 1.0, 0.5, 0.5], [1.0, 1.0, 0.5, 0.5])
 
     def __init__(
         self,

@@ -85,6 +85,13 @@ def step_actions(
     Returns:
         The m forwards of `batch`, each followed by the backward that is then due: those of the former
         batch's tail first, then those of the head of `batch`.
+
+    Examples:
+        The first of two stages, in its second step, runs the two forwards of batch 1, and finishes batch 0
+        before it begins with the backwards of batch 1:
+
+        >>> [str(action) for action in step_actions(0, 2, n_microbatches=2, batch=1)]
+        ['F1.0', 'B0.1', 'F1.1', 'B1.0']
     """
     tail = in_flight(stage_index, num_stages, lookahead)
     actions = []

@@ -37,7 +37,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
     `step` of batch b reads the weights as they are when it is called, runs the m forwards of batch b, and
     m backwards: the rest of batch b-1, then the first of batch b. When it returns, `.grad` of the stage's
     parameters holds the gradient of batch b-1 (nothing after the very first call). Clip, optimizer step,
-    learning rate and `zero_grad` follow outside, as with any schedule::
+    learning rate and `zero_grad` follow outside, as with any schedule:
 
         losses = []
         schedule.step(x, target=y, losses=losses)   # losses of this batch, gradient of the one before
@@ -65,6 +65,26 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             raises it, before any communication.
         NotImplementedError: for several stages a rank, for `DistributedDataParallel`, and for DTensor
             parameters outside of FSDP2.
+
+    Examples:
+        One stage on one process, to see when gradients come; a pipeline has a process for each stage:
+
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.pipelining import PipelineStage
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> module = torch.nn.Linear(2, 1, bias=False)
+        >>> stage = PipelineStage(module, 0, 1, torch.device("cpu"))
+        >>> schedule = ScheduleAsync2BW(stage, n_microbatches=2, loss_fn=torch.nn.functional.mse_loss)
+        >>> x, y = torch.eye(2), torch.zeros(2, 1)
+        >>> outputs = schedule.step(x, target=y)
+        >>> outputs.shape, schedule.gradient_ready
+        (torch.Size([2, 1]), False)
+        >>> outputs = schedule.step(x, target=y)
+        >>> schedule.gradient_ready, module.weight.grad.shape
+        (True, torch.Size([1, 2]))
+        >>> schedule.drain(), schedule.delay
+        (True, 1)
+        >>> dist.destroy_process_group()
     """
 
     def __init__(

@@ -207,6 +207,17 @@ def simulate(programs: Sequence[Sequence[Task]], timing: Timing) -> Run:
 
     Raises:
         ValueError: if some ranks wait for each other for ever; the message says for what.
+
+    Examples:
+        How busy four stages are whose backwards take twice as long as their forwards:
+
+        >>> from titan_async.pipelining.programs import schedule_programs
+        >>> timing = Timing(forward=[1.0] * 4, backward=[2.0] * 4)
+        >>> for schedule in ("1F1B", "Async2BW"):
+        ...     run = simulate(schedule_programs(schedule, 4, 8, n_batches=8), timing)
+        ...     print(f"{schedule:8} {run.utilization:.3f}")
+        1F1B     0.727
+        Async2BW 1.000
     """
     rank_of = {task.stage: rank for rank, program in enumerate(programs) for task in program}
     ended: dict[Task, float] = {}

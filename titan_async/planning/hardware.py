@@ -183,6 +183,11 @@ def cluster_of(name: str) -> Cluster:
 
     Raises:
         UserError: if there is none.
+
+    Examples:
+        >>> cluster = cluster_of("h100-80gb")
+        >>> cluster.per_node, cluster.accelerator.name, cluster.accelerator.peak("bfloat16")
+        (8, 'H100 SXM 80 GB', 989400000000000.0)
     """
     if name.lower() not in CLUSTERS:
         raise UserError(unknown_name("--gpu", name, CLUSTERS))

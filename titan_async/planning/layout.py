@@ -90,6 +90,12 @@ def layout_of(config: Trainer.Config, world_size: int) -> Layout:
     Args:
         config: the resolved configuration.
         world_size: ranks of the run; decides `data_parallel_shard_degree` where that is -1.
+
+    Examples:
+        >>> from titan_async.training.recipe_file import resolve
+        >>> layout = layout_of(resolve(["debug_cpu.toml"]), world_size=2)
+        >>> layout.delayed, layout.tokens_per_microbatch, layout.stages_of(0)
+        (True, 512, (0,))
     """
     parallelism, training = config.parallelism, config.training
     shards = parallelism.data_parallel_shard_degree

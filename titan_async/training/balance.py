@@ -36,6 +36,12 @@ def balanced_split(layers: Sequence[int], num_stages: int, *, first: int = 0, la
 
     Raises:
         ValueError: if there are too many stages, or fewer than one.
+
+    Examples:
+        Eight layers on four stages, with a head that costs as much as two layers:
+
+        >>> balanced_split([1] * 8, 4, last=2)
+        [2, 2, 3, 1]
     """
     if not 1 <= num_stages <= len(layers) + 2:
         raise ValueError(f"{len(layers)} layers do not split into {num_stages} stages")

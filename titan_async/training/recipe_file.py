@@ -60,6 +60,11 @@ def resolve(argv: Sequence[str]) -> Trainer.Config:
 
     Raises:
         UserError: a file or flag is wrong; the message is one line that says where and how to mend it.
+
+    Examples:
+        >>> config = resolve(["debug_cpu.toml", "--training.steps", "7", "--optimizer.muon.lr", "5e-3"])
+        >>> config.training.steps, config.optimizer.muon.lr, config.parallelism.pipeline_parallel_schedule
+        (7, 0.005, 'Async2BW')
     """
     return resolve_recipe(argv).config
 
