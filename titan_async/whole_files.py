@@ -1,14 +1,19 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and files that may be anything."""
 
+import errno
 import json
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["write_json", "writing_whole"]
+__all__ = ["read_json", "read_regular", "write_json", "writing_whole"]
+
+_MOST_JSON = 2**28
+"""Bytes: the index of the largest data has some millions."""
 
 
 @contextmanager
@@ -25,11 +30,6 @@ def writing_whole(path: Path, *, shared: bool = False) -> Iterator[Path]:
 
     Raises:
         OSError: if it cannot be written.
-    """
-    name = f"{path.name}.{secrets.token_hex(4)}" if shared else path.name
-    partial = path.with_name(f".{name}.partial")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
 
     Examples:
         >>> import tempfile
@@ -41,6 +41,11 @@ def writing_whole(path: Path, *, shared: bool = False) -> Iterator[Path]:
         ...     print(file.exists())
         False
         True
+    """
+    name = f"{path.name}.{secrets.token_hex(4)}" if shared else path.name
+    partial = path.with_name(f".{name}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
         yield partial
         with partial.open("rb+") as written:
             os.fsync(written.fileno())
@@ -53,3 +58,33 @@ def write_json(path: Path, value: Any, *, shared: bool = False) -> None:
     """Write JSON that appears whole or not at all; see `writing_whole`."""
     with writing_whole(path, shared=shared) as partial:
         partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
+    """The content of a file that a user has named: not of a pipe or device, which might never end.
+
+    Raises:
+        OSError: if it cannot be read, is something else, or has more than `most` bytes.
+        ValueError: if no file can have this name.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is a pipe or a device", os.fspath(path))
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", os.fspath(path))
+    return content
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """What a file of JSON holds.
+
+    Raises:
+        OSError: as `read_regular`.
+        ValueError: if it is not JSON in UTF-8, or nested too deeply.
+    """
+    content = read_regular(path, _MOST_JSON)
+    try:
+        return json.loads(content.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

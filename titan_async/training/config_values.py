@@ -16,6 +16,8 @@ from typing import Any, Literal, Union
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
+from titan_async.training.toml_values import check_value, parse_toml
+
 __all__ = ["describe", "free_value", "from_toml", "from_words", "members", "plain", "show"]
 
 NONE_WORD = "none"
@@ -91,10 +93,11 @@ def from_toml(hint: Any, value: object) -> Any:
     """Returns a TOML value as the type asks for it.
 
     Raises:
-        ValueError: the value is of another type.
+        ValueError: the value is of another type, or as `check_value`.
     """
     if value == NONE_WORD and _allows_none(hint):
         return None
+    check_value(value)
     adapter = _adapter(hint)
     try:
         # Strict JSON takes a list for a tuple and a string for a path, as TOML has neither.
@@ -109,6 +112,12 @@ def from_words(hint: Any, words: Sequence[str]) -> Any:
     Raises:
         ValueError: there are too few or too many words, or they are of another type.
     """
+    value = _from_words(hint, words)
+    check_value(value)
+    return value
+
+
+def _from_words(hint: Any, words: Sequence[str]) -> Any:
     shape = _without_none(hint)
     if shape is bool and not words:
         return True
@@ -150,9 +159,13 @@ def _list_from_words(hint: Any, words: Sequence[str]) -> Any:
 
 
 def _parse_toml(word: str) -> object:
-    """Returns a word as the TOML value it spells, and as a string when it spells none."""
+    """Returns a word as the TOML value it spells, and as a string when it spells none.
+
+    Raises:
+        ValueError: as `parse_toml`.
+    """
     try:
-        return tomllib.loads(f"value = {word}")["value"]
+        return parse_toml(f"value = {word}")["value"]
     except (tomllib.TOMLDecodeError, KeyError):
         return word
 
@@ -164,11 +177,12 @@ def free_value(current: object, value: object, *, words: bool) -> Any:
     Arrays become tuples, as optimizers spell `betas`, unless they replace a list.
 
     Raises:
-        ValueError: the value is of another kind than the one it replaces.
+        ValueError: the value is of another kind than the one it replaces, or as `check_value`.
     """
     if words:
         assert isinstance(value, list)
         value = _free_words(current, value)
+    check_value(value)
     if value == NONE_WORD:
         return None
     if isinstance(current, bool):

@@ -80,10 +80,14 @@ def resolve_recipe(argv: Sequence[str]) -> Resolved:
     make_recipe = _find_recipe(source, arguments.module)
 
     from titan_async.training.config_edit import apply_edits
+    from titan_async.training.inner_folders import check_inner_folders
+    from titan_async.training.number_ranges import check_numbers
 
     assert source.recipe is not None
     base = make_recipe()
     config = apply_edits(base, [*source.edits, *arguments.edits], shown=arguments.recipe_file)
+    check_numbers(config)
+    check_inner_folders(config)
     return Resolved(
         config=config, recipe=source.recipe, base=base, module=arguments.module, dry_run=arguments.dry_run
     )
@@ -91,11 +95,11 @@ def resolve_recipe(argv: Sequence[str]) -> Resolved:
 
 def _find_recipe(source: RecipeSource, module: str | None) -> Callable[[], Any]:
     name = source.recipe
-    known = {} if module else {recipe.name: recipe.module for recipe in list_recipes()}
+    known = {} if module is not None else {recipe.name: recipe.module for recipe in list_recipes()}
     if name is None:
         choice = f": one of {', '.join(known)}" if known else ""
         raise UserError(f'{source.path}: no recipe is named; add recipe = "..."{choice}')
-    if not module:
+    if module is None:
         if name not in known:
             raise _unknown_recipe(source, name, list(known))
         _apply_cpu_support()
@@ -132,6 +136,11 @@ def _apply_cpu_support() -> None:
 def _import_user_module(module: str) -> Any:
     """Imports what `--module` names, by torchtitan's rules: one of its models, a module, or a package
     whose `config_registry` holds the recipes."""
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise UserError(
+            f"--module {module}: this is no name of a Python module; write it as in an import, such as "
+            "my_recipes"
+        )
     # A console command has no working directory on its path; `python -m`, as under torchrun, has.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from titan_async.errors import UserError
 from titan_async.training.edit import Edit, FlagOrigin, nearest
+from titan_async.training.toml_values import MOST_NESTED
 
 __all__ = ["Arguments", "parse_arguments"]
 
@@ -60,6 +61,8 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         else:
             path = tuple(flag[2:].replace("-", "_").split("."))
             origin = FlagOrigin(flag=flag)
+            if len(path) > MOST_NESTED:
+                raise UserError(f"unknown flag {flag[:60]}...; no setting lies so deep")
             close = nearest(flag, ("--dry-run", "--module", "--live"), cutoff=0.8)
             if close:
                 raise UserError(f"unknown flag {flag}; did you mean {close}?")

@@ -1,11 +1,12 @@
 """Reads recipe files: TOML text, the files they include, and the line of any key.
 
 Nothing here knows what the keys mean; `config_edit` does. `tomllib` keeps no positions, so the
-line of a key is found only when a message needs it, by parsing growing prefixes of the text.
+line of a key is found only when a message needs it, by parsing prefixes of the text.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import tomllib
@@ -15,8 +16,19 @@ from typing import Any
 from titan_async.errors import UserError
 from titan_async.training.edit import Edit, Path, dotted, nearest
 from titan_async.training.recipe_list import recipe_files
+from titan_async.training.toml_values import check_value, parse_toml
+from titan_async.whole_files import read_regular
 
 __all__ = ["RecipeSource", "TomlFile", "read_recipe_file", "read_toml"]
+
+_MOST_BYTES = 2**18
+"""Of a recipe file; those of the project have about a thousand."""
+
+_MOST_PARSED = 2**23
+"""Characters that may be parsed to find a line."""
+
+_MOST_INCLUDES = 32
+"""Files that include each other in a row."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +55,24 @@ class TomlFile:
     def line_of(self, path: Path) -> int:
         """Returns the number of the line on which the key at `path` is first written (1 if absent)."""
         lines = self.text.split("\n")
-        last_whole = 0  # the longest shorter prefix that is TOML by itself
-        for end in range(1, len(lines) + 1):
-            try:
-                data = tomllib.loads("\n".join(lines[:end]) + "\n")
-            except tomllib.TOMLDecodeError:
-                continue  # inside a value that spans lines
-            if _contains(data, path):
-                return last_whole + 1
-            last_whole = end
-        return 1
+        # The longest prefix known to be TOML by itself and to lack the key, and where to look no further.
+        without, within, found = 0, len(lines) + 1, False
+        parsed = 0
+        while without + 1 < within:
+            middle, data = (without + within) // 2, None
+            for end in range(middle, within):
+                prefix = "\n".join(lines[:end]) + "\n"
+                parsed += len(prefix)
+                if parsed > _MOST_PARSED:
+                    return 1
+                with contextlib.suppress(tomllib.TOMLDecodeError):  # of a value that spans lines
+                    data = tomllib.loads(prefix)
+                    break
+            if data is not None and not _contains(data, path):
+                without = end
+            else:
+                found, within = found or data is not None, middle
+        return without + 1 if found else 1
 
 
 def _contains(data: Any, path: Path) -> bool:
@@ -70,11 +90,11 @@ def read_toml(path: str) -> TomlFile:
     """Reads one TOML file.
 
     Raises:
-        UserError: the file is missing, is a directory, cannot be read, is not UTF-8 or not TOML.
+        UserError: the file is missing, is a directory or a pipe, is too large, cannot be read, is not UTF-8
+            or not TOML.
     """
     try:
-        with open(path, "rb") as file:
-            raw = file.read()
+        raw = read_regular(path, _MOST_BYTES)
     except FileNotFoundError:
         ours = {name.removesuffix(".toml") for name in recipe_files()}
         close = nearest(os.path.basename(path).removesuffix(".toml"), ours, cutoff=0.7)
@@ -84,7 +104,7 @@ def read_toml(path: str) -> TomlFile:
         raise UserError(f"{path}: this is a directory; name a recipe file (.toml)") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{path}: cannot be read: {reason}") from None
+        raise UserError(f"{path}: cannot be read: {reason}; name a recipe file (.toml)") from None
     try:
         # A byte order mark is what some editors leave; TOML does not allow it, but it harms nothing.
         text = raw.decode("utf-8-sig")
@@ -93,11 +113,11 @@ def read_toml(path: str) -> TomlFile:
         raise UserError(f"{path}:{line}: not UTF-8 text; save the file as UTF-8") from None
     text = text.replace("\r\n", "\n")
     try:
-        data = tomllib.loads(text)
+        data = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
         raise _syntax_error(path, text, error) from None
-    except RecursionError:
-        raise UserError(f"{path}: not a recipe file: its values are nested too deeply") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not a recipe file: one of its values {error}") from None
     return TomlFile(name_shown=path, text=text, data=data)
 
 
@@ -160,6 +180,10 @@ def _read(path: str, *, including: tuple[str, ...]) -> RecipeSource:
         chain = (*including, os.path.realpath(path))
         if real in chain:
             raise file.error(("include",), f"{include} includes this file again; remove one of the includes")
+        if len(chain) > _MOST_INCLUDES:
+            raise file.error(
+                ("include",), f"{_MOST_INCLUDES} files include each other in a row; put them into fewer"
+            )
         if not os.path.exists(base_path):
             raise file.error(("include",), f"the included file {base_path} does not exist")
         base = _read(base_path, including=chain)
@@ -174,4 +198,8 @@ def _pop_string(file: TomlFile, data: dict[str, Any], key: str) -> str | None:
     value = data.pop(key, None)
     if value is not None and not isinstance(value, str):
         raise file.error((key,), f'{key} must be a string, as in {key} = "..."')
+    try:
+        check_value(value)
+    except ValueError as error:
+        raise file.error((key,), f"{key} {error}") from None
     return value
