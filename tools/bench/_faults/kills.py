@@ -19,7 +19,7 @@ import torch
 from _faults.inject_kill import Kill, when_killed
 from _faults.result import Attempt, Result, summarize
 from _faults.runs import is_same, saved_state, start, train
-from _faults.torchrun import Restarting
+from _faults.watched import Watched, under_torchrun
 from titan_async.monitor.journal import JournalReader
 from titan_async.monitor.spans import RunSpans, folder_of, load_spans
 from titan_async.monitor.view.processes import is_alive
@@ -31,6 +31,9 @@ INTERVAL = 5
 """Steps between two saves, each of which drains the pipeline and is followed by a validation."""
 
 ROUNDS, QUICK_ROUNDS = 6, 1
+
+PATIENCE = 900.0
+"""Seconds after which a run that has not come to its next kill is taken to hang."""
 
 FLAGS = (
     "--checkpoint.interval", INTERVAL, "--checkpoint.keep_latest_k", 2, "--lr_scheduler.warmup_steps", 3,
@@ -99,7 +102,7 @@ def _under_torchrun(
     notes = folder / "kills"
     notes.mkdir(parents=True)
     fault = {"kind": "kill", "plan": list(map(asdict, plan)), "folder": str(notes)}
-    run = Restarting(folder, flags, restarts=len(plan), fault=fault)
+    run = under_torchrun(folder, *flags, restarts=len(plan), fault=fault)
     gone = _when_gone(run, notes, len(plan))
     status = run.wait()
     same = status == 0 and is_same(saved_state(folder, int(flags[-1])), expected)
@@ -107,41 +110,44 @@ def _under_torchrun(
     attempts = []
     for number, at in enumerate(killed):
         if at is None or gone[number] is None:
-            attempts.append(Attempt(False, said=_last_words(run)))
+            attempts.append(Attempt(False, said=run.last_words))
             continue
         following = killed[number + 1] if number + 1 < len(plan) else None
-        earlier = run.steps(0.0, gone[number])
-        later = run.steps(gone[number], following or time.time())
+        before = run.steps((gone[number - 1] or 0.0) if number else 0.0, gone[number])
+        after = run.steps(gone[number], following or time.time())
         resumed = _resumed_at(run, gone[number])
-        lost = max((step for step, _ in earlier), default=0) - resumed
+        # One that was killed in its first step has done nothing that could be lost.
+        lost = before[-1][0] - resumed if before else 0
         attempts.append(
             Attempt(
                 survived=same and 0 <= lost <= INTERVAL,
-                work_lost=max(lost, 0),
+                work_lost=lost,
                 notice=gone[number] - at,
-                resume=later[0][1] - gone[number] if later else None,
+                resume=after[0][1] - gone[number] if after else None,
                 said=_said(run, at),
             )
         )
     return attempts
 
 
-def _when_gone(run: Restarting, notes: Path, kills: int) -> list[float | None]:
+def _when_gone(run: Watched, notes: Path, kills: int) -> list[float | None]:
     """When all processes that were there at each kill had ended, seconds since the epoch."""
     gone: list[float | None] = [None] * kills
     workers: list[int] = []
-    number = 0
+    number, since = 0, time.time()
     while run.process.poll() is None and number < kills:
+        if time.time() - since > PATIENCE:
+            run.process.terminate()  # it hangs, and is waited for below
         if when_killed(notes, number) is None:
-            workers = run.workers() or workers
+            workers = list(run.ranks().values()) or workers
         elif not any(map(is_alive, workers)):
             gone[number] = time.time()
-            workers, number = [], number + 1
+            workers, number, since = [], number + 1, time.time()
         time.sleep(0.01)
     return gone
 
 
-def _resumed_at(run: Restarting, after: float) -> int:
+def _resumed_at(run: Watched, after: float) -> int:
     """The step from which the run went on that was started next."""
     first = next(
         (line.text for line in run.out if line.time >= after and line.text.startswith("training ")), ""
@@ -150,14 +156,10 @@ def _resumed_at(run: Restarting, after: float) -> int:
     return int(found[1]) if found else 0
 
 
-def _said(run: Restarting, after: float) -> str:
+def _said(run: Watched, after: float) -> str:
     lines = (line.text for line in run.err if line.time >= after)
     found = (re.search(r"failed \(exitcode: -9\) local_rank: \d+", text) for text in lines)
     return next((f"torchrun: {match[0]}" for match in found if match), "")
-
-
-def _last_words(run: Restarting) -> str:
-    return next((line.text for line in reversed(run.err) if line.text.strip()), "")
 
 
 def _under_the_launcher(

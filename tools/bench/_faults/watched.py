@@ -1,0 +1,119 @@
+"""Runs that are watched while they go on: what they say, when, and by which processes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from _faults.runs import command, environment, start
+from titan_async.monitor.view.processes import is_alive
+
+__all__ = ["Watched", "under_the_launcher", "under_torchrun"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a run, and when it came, in seconds since the epoch."""
+
+    time: float
+    text: str
+
+
+class Watched:
+    """Reads what a run says.
+
+    Args:
+        process: that starts the ranks, with pipes for what it says.
+    """
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.out: list[Line] = []
+        self.err: list[Line] = []
+        streams = (process.stdout, self.out), (process.stderr, self.err)
+        self._readers = [threading.Thread(target=_read, args=of, daemon=True) for of in streams]
+        for reader in self._readers:
+            reader.start()
+
+    def ranks(self) -> dict[int, int]:
+        """The process of each rank, of those that have not ended."""
+        pid, found = self.process.pid, {}
+        try:
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        except (FileNotFoundError, ProcessLookupError):
+            return {}
+        for child in map(int, children):
+            try:
+                variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+            rank = next((value[5:] for value in variables if value.startswith(b"RANK=")), None)
+            if rank is not None and is_alive(child):
+                found[int(rank)] = child
+        return found
+
+    def wait_for_step(self, number: int) -> None:
+        """Wait until it reports a step.
+
+        Raises:
+            RuntimeError: it has ended before.
+        """
+        while all(step < number for step, _ in self.steps()):
+            if self.process.poll() is not None:
+                raise RuntimeError(f"ended before step {number}: {self.last_words}")
+            time.sleep(0.01)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end, and return the exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not come.
+        """
+        status = self.process.wait(timeout)
+        for reader in self._readers:
+            reader.join()
+        return status
+
+    def steps(self, begin: float = 0.0, end: float = float("inf")) -> list[tuple[int, float]]:
+        """The steps that it reported between two times, each with its time."""
+        found = ((re.match(r"step +(\d+)/", line.text), line.time) for line in list(self.out))
+        return [(int(step[1]), at) for step, at in found if step and begin <= at < end]
+
+    @property
+    def last_words(self) -> str:
+        """The last line on stderr."""
+        return next((line.text for line in reversed(self.err) if line.text.strip()), "")
+
+
+def under_the_launcher(folder: Path, *flags: object, fault: Mapping[str, Any] | None = None) -> Watched:
+    """Start a run as `start` does."""
+    return Watched(start(folder, *flags, fault=fault))
+
+
+def under_torchrun(
+    folder: Path, *flags: object, restarts: int = 0, fault: Mapping[str, Any] | None = None
+) -> Watched:
+    """Start a run of two ranks under torchrun, which starts all of them again if one dies."""
+    argv = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", 1, "--nproc-per-node", 2,
+        "--max-restarts", restarts, "--monitor-interval", 0.1, "--shutdown-timeout", 100,
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *command(*flags)[1:],
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        list(map(str, argv)), cwd=folder, text=True, start_new_session=True,
+        env=environment(fault) | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    return Watched(process)
+
+
+def _read(stream: IO[str], lines: list[Line]) -> None:
+    for text in stream:
+        lines.append(Line(time.time(), text.rstrip("\n")))
