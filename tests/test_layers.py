@@ -32,8 +32,9 @@ LAYERS = (
 )
 """Each may import the ones before it."""
 
-BASE = ("errors", "whole_files", "_group_internals")
-"""Modules below all layers: what users may do wrong, files that are whole or not there, process groups."""
+BASE = ("errors", "whole_files", "local_tensors", "_group_internals")
+"""Modules below all layers: what users may do wrong, files that are whole or not there, tensors and groups of
+several ranks."""
 
 BARE_LAYERS = ("pipelining", "optim")
 """These need torch alone, and know no other layer."""

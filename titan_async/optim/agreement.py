@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_async.local_tensors import as_dtensor, local_part
 from titan_async.optim.correction import correct_gradients_
-from titan_async.optim.local_tensors import as_dtensor, at_least_float32, local_part
+from titan_async.optim.tensors import at_least_float32
 
 __all__ = ["Agreement", "agree", "gradients_are_zero"]
 

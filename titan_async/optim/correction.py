@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from titan_async.optim.local_tensors import at_least_float32
+from titan_async.optim.tensors import at_least_float32
 from titan_async.optim.tiles import tiles
 
 __all__ = [

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from titan_async.optim.local_tensors import named
+from titan_async.local_tensors import canonical_name
+from titan_async.optim.tensors import named
 
 __all__ = ["DelayedGradients", "pipedream_delays"]
 
@@ -102,7 +103,6 @@ class DelayedGradients:
     Raises:
         ValueError: a delay that is no whole number of at least 0, a trainable parameter without a
             delay, or a delay for what is no parameter of the model.
-    """
 
     Examples:
         Gradient descent on w^2 / 2, whose gradient is w. The first two batches read 1, and the third 0.5:
@@ -121,6 +121,7 @@ class DelayedGradients:
         gradient 1.0 for 1.0
         gradient 1.0 for 0.5
         gradient 0.5 for 0.0
+    """
 
     def __init__(self, model: nn.Module, delay: int | Mapping[nn.Parameter, int] = 1) -> None:
         self._model = model
@@ -138,7 +139,7 @@ class DelayedGradients:
                 continue
             if param not in delays:
                 raise ValueError(f"there is no delay for {named(param, name)}: give it one, 0 for none")
-            self._weights.append(_Weight(_plain_name(name), param, _checked_delay(delays[param])))
+            self._weights.append(_Weight(canonical_name(name), param, _checked_delay(delays[param])))
 
     @property
     def delays(self) -> dict[str, int]:
@@ -270,12 +271,12 @@ def pipedream_delays(stages: Sequence[nn.Module | Iterable[nn.Parameter]]) -> di
 
     Raises:
         ValueError: a parameter in two stages, as a tied weight may be.
-    """
 
     Examples:
         >>> stages = [nn.Linear(2, 2, bias=False) for _ in range(3)]
         >>> list(pipedream_delays(stages).values())
         [2, 1, 0]
+    """
     delays: dict[nn.Parameter, int] = {}
     for index, stage in enumerate(stages):
         delay = len(stages) - 1 - index
@@ -303,11 +304,6 @@ def _checked_delay(delay: Any) -> int:
     if isinstance(delay, bool) or not isinstance(delay, int) or delay < 0:
         raise ValueError(f"a delay must be a whole number of updates, 0 or more, not {delay!r}")
     return delay
-
-
-def _plain_name(name: str) -> str:
-    """A parameter's name without what `torch.compile` and checkpoint wrappers put into it."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def _brief(delays: Mapping[str, int]) -> str:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from titan_async.local_tensors import local_part
 from titan_async.optim.agreement import gradients_are_zero
 from titan_async.optim.correction import (
     checked_level,
@@ -28,7 +29,7 @@ from titan_async.optim.correction import (
     history_key,
     snapshot,
 )
-from titan_async.optim.local_tensors import at_least_float32, local_part, named
+from titan_async.optim.tensors import at_least_float32, named
 
 __all__ = ["ErrorFeedback"]
 
@@ -82,7 +83,6 @@ class ErrorFeedback(Optimizer):
         TypeError: ``optimizer`` is no torch optimizer, or ``dtype`` no floating-point dtype.
         ValueError: unknown level, or a strength that is negative or not finite.
         RuntimeError: a sparse gradient at level "gradient", in `step`.
-    """
 
     Examples:
         Gradients 1, 3 and 3: the second update should have come one step earlier, so 3 - 1 is added to it:
@@ -96,6 +96,7 @@ class ErrorFeedback(Optimizer):
         -1.0
         -6.0
         -9.0
+    """
 
     optimizer: Optimizer
     _level: str

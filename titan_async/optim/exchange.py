@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_async.optim.boxes import Box, relative
-from titan_async.optim.local_tensors import at_least_float32
+from titan_async.optim.tensors import at_least_float32
 from titan_async.optim.work import Bucket, Part, Task
 
 __all__ = ["Exchange"]

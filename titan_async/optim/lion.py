@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from titan_async.optim.local_tensors import at_least_float32, local_part, named
+from titan_async.local_tensors import local_part
 from titan_async.optim.rates import check_rates
+from titan_async.optim.tensors import at_least_float32, named
 
 __all__ = ["Lion"]
 
@@ -48,7 +49,6 @@ class Lion(Optimizer):
     Raises:
         ValueError: a parameter that is not real and floating-point, or an option out of its range.
         RuntimeError: a sparse gradient or one placed unlike its parameter, in `step`, before any change.
-    """
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.zeros(3))
@@ -56,6 +56,7 @@ class Lion(Optimizer):
         >>> Lion([weight], lr=0.25).step()
         >>> weight.tolist()
         [-0.25, 0.25, 0.0]
+    """
 
     def __init__(
         self,

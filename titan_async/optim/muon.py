@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from titan_async.local_tensors import as_dtensor, local_part
 from titan_async.optim.agreement import agree
 from titan_async.optim.boxes import Box, relative
 from titan_async.optim.coefficients import STANDARD_COEFFICIENTS, Coefficients
@@ -23,7 +24,6 @@ from titan_async.optim.correction import (
     snapshot,
 )
 from titan_async.optim.distribution import Distribution
-from titan_async.optim.local_tensors import as_dtensor, fits, local_part, named
 from titan_async.optim.muon_options import (
     DTYPES,
     adapted_groups,
@@ -32,6 +32,7 @@ from titan_async.optim.muon_options import (
     scale,
     state_dtype,
 )
+from titan_async.optim.tensors import fits, named
 from titan_async.optim.tiles import tiles
 
 __all__ = ["Muon"]
@@ -110,7 +111,6 @@ class Muon(Optimizer):
             range.
         NotImplementedError: a DTensor with a partial placement, or one whose shards are no blocks.
         RuntimeError: a sparse gradient, in `step`.
-    """
 
     Examples:
         The update has the directions of the gradient, and the same length in all of them:
@@ -129,6 +129,7 @@ class Muon(Optimizer):
         >>> muon.step()
         >>> muon.step_was_skipped, bool(weight.isfinite().all())
         (True, True)
+    """
 
     step_was_skipped: bool = False
     """Whether the last step changed nothing because a gradient was not finite."""

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from titan_async.optim.coefficients import Triple
-from titan_async.optim.local_tensors import at_least_float32
 from titan_async.optim.symmetric import symmetric_addmm, symmetric_mm, symmetric_share
+from titan_async.optim.tensors import at_least_float32
 
 __all__ = ["FORMS", "orthogonalization_cost", "orthogonalize", "orthogonalize_all", "stretches"]
 

@@ -6,8 +6,8 @@ from itertools import product
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_async.local_tensors import as_dtensor
 from titan_async.optim.boxes import Box, boxes
-from titan_async.optim.local_tensors import as_dtensor
 
 __all__ = ["Mesh", "placed_on"]
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from titan_async.optim.local_tensors import at_least_float32, local_part
+from titan_async.local_tensors import local_part
 from titan_async.optim.placement import placed_on
+from titan_async.optim.tensors import at_least_float32
 
 __all__ = ["QKClip", "QueryKey"]
 
@@ -128,7 +129,6 @@ class QKClip:
 
     Raises:
         ValueError: ``tau`` is not above zero; in a call, logits that do not fit the layers.
-    """
 
     Examples:
         Two heads of two rows each; the second one's largest logit is four times what is allowed, so that its
@@ -139,6 +139,7 @@ class QKClip:
         >>> clip.clip()
         >>> query[:, 0].tolist(), key[:, 0].tolist()
         ([1.0, 1.0, 0.5, 0.5], [1.0, 1.0, 0.5, 0.5])
+    """
 
     def __init__(
         self,

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, cast, overload
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,14 +20,12 @@ from torch.utils._pytree import tree_map
 __all__ = [
     "ParameterWatch",
     "assignment",
-    "canonical_name",
     "forget_input_gradients",
     "group_of",
     "has_hooks",
     "identity_of",
     "initialize_stage",
     "is_fully_sharded",
-    "local_part",
     "own_output",
     "prepare_buffers",
     "reshard",
@@ -136,15 +134,6 @@ def reshard(module: nn.Module) -> None:
             submodule.reshard()
 
 
-@overload
-def local_part(tensor: Tensor) -> Tensor: ...
-@overload
-def local_part(tensor: Tensor | None) -> Tensor | None: ...
-def local_part(tensor: Tensor | None) -> Tensor | None:
-    """This rank's part of a tensor: of a DTensor the local one."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def has_hooks(parameter: nn.Parameter) -> bool:
     """Whether a hook is to run on the gradient of `parameter`, or after it has been accumulated."""
     hooks = cast(Any, parameter)
@@ -197,11 +186,6 @@ def assignment(places: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> Callabl
             setattr(module, name, parameter)
 
     return assign
-
-
-def canonical_name(name: str) -> str:
-    """A parameter's name without what activation checkpointing and `torch.compile` put into it."""
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 def is_fully_sharded(module: nn.Module) -> bool:

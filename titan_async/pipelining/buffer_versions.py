@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from titan_async.pipelining._torch_internals import canonical_name, local_part
+from titan_async.local_tensors import canonical_name, local_part
 
 __all__ = ["BufferVersions"]
 

@@ -14,7 +14,8 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor, Replicate
 
 from titan_async._group_internals import joint_group
-from titan_async.pipelining._torch_internals import group_of, local_part
+from titan_async.local_tensors import local_part
+from titan_async.pipelining._torch_internals import group_of
 
 __all__ = ["GradientNorm", "NormReducer", "clip_", "share_of_squares"]
 

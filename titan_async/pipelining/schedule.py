@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from titan_async.local_tensors import local_part
 from titan_async.pipelining._torch_internals import (
     initialize_stage,
-    local_part,
     own_output,
     reshard,
     split_microbatches,
@@ -53,7 +53,9 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             `reshard_after_forward=False`, or `replicate`), also over tensor or expert parallelism.
         n_microbatches: microbatches in a batch, m; at least the number of stages, d.
         loss_fn: takes the last stage's output, a target and `loss_kwargs`; returns a scalar.
-        args_chunk_spec, kwargs_chunk_spec, output_merge_spec: as in `Schedule1F1B`.
+        args_chunk_spec: how inputs are split, as in `Schedule1F1B`.
+        kwargs_chunk_spec: likewise.
+        output_merge_spec: how outputs are merged, likewise.
         scale_grads: divide each batch's gradient by m, for a loss that averages over a microbatch.
         lookahead: microbatches that the first stage holds in flight beyond the d - 1 that it must, from 0
             to m - d; their number falls evenly to none at the last stage. They hide the latency of messages
@@ -211,11 +213,15 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         """Run one batch, as `Schedule1F1B.step` does but without emptying the pipeline.
 
         Args:
-            *args, **kwargs, target: whole-batch inputs, split along dimension 0 into m microbatches.
+            *args: whole-batch inputs of the first stage, split along dimension 0 into m microbatches.
+            target: of the whole batch, likewise, on the last stage.
             losses: cleared and filled with one scalar a microbatch of this batch, on the last stage.
             return_outputs: whether the last stage merges and returns its outputs.
             loss_kwargs: further arguments of `loss_fn`.
-            arg_mbs, kwarg_mbs, target_mbs: inputs that are already split, instead of whole-batch ones.
+            arg_mbs: inputs that are already split, instead of whole-batch ones.
+            kwarg_mbs: likewise.
+            target_mbs: likewise.
+            **kwargs: whole-batch inputs of every stage, split likewise.
 
         Returns:
             The merged output of this batch on the last stage if `return_outputs`, else None.

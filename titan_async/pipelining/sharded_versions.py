@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from titan_async.local_tensors import canonical_name, local_part
 from titan_async.pipelining._fsdp_internals import FsdpParameters
-from titan_async.pipelining._torch_internals import ParameterWatch, canonical_name, local_part
+from titan_async.pipelining._torch_internals import ParameterWatch
 
 __all__ = ["ShardedVersions"]
 

@@ -12,12 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from titan_async.pipelining._torch_internals import (
-    ParameterWatch,
-    assignment,
-    canonical_name,
-    has_hooks,
-)
+from titan_async.local_tensors import canonical_name
+from titan_async.pipelining._torch_internals import ParameterWatch, assignment, has_hooks
 
 __all__ = ["WeightVersions"]
 

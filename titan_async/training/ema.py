@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.trainer import Trainer
 
-from titan_async.optim.local_tensors import local_part
+from titan_async.local_tensors import local_part
 
 __all__ = ["EmaConfig", "WeightAverage", "keeps_average"]
 

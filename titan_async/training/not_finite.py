@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
-from titan_async.optim.local_tensors import local_part
+from titan_async.local_tensors import local_part
 
 __all__ = ["Search"]
 
