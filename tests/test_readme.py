@@ -1,4 +1,4 @@
-"""The README's examples do what it says, as they are written there."""
+"""The examples of the README and of docs/ do what these say, as they are written there."""
 
 import json
 import os
@@ -9,28 +9,47 @@ from pathlib import Path
 
 import pytest
 
+from titan_async.cli.main import VERBS
+
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+}
+README = PAGES["README.md"]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGES[page], flags=re.DOTALL)
 
 
-PROGRAMS = blocks("python")
+SCHEDULE, OPTIMIZER = blocks("README.md", "python")
+(SHARDED,) = blocks("docs/optimizers.md", "python")
 
 
-def test_there_are_examples():
-    assert (len(PROGRAMS), len(blocks("toml"))) == (2, 2)
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=["schedule", "optimizer"])
-def test_the_python_examples_learn(tmp_path, program):
+@pytest.mark.parametrize(
+    ("program", "processes"),
+    [(SCHEDULE, 2), (OPTIMIZER, 1), (SHARDED, 2)],
+    ids=["schedule", "optimizer", "sharded"],
+)
+def test_the_python_examples_learn(tmp_path, program, processes):
+    said = "torchrun --nproc-per-node 2" in program.partition("\n")[0]
+    assert said == (processes == 2)
     script = tmp_path / "example.py"
     script.write_text(program, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command = [sys.executable]
+    if processes > 1:
+        command += [
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "--master-port",
+            "0",
+            "--standalone",
+        ]
     done = subprocess.run(
-        [*command, "--standalone", str(script)],
+        [*command, str(script)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -41,18 +60,38 @@ def test_the_python_examples_learn(tmp_path, program):
     assert float(loss) < 0.2  # without having learned, about 1.3
 
 
-def resolved(tmp_path, monkeypatch, index):
+def resolved(tmp_path, monkeypatch, text, *flags):
     from titan_async.training.recipe_file import resolve
 
-    monkeypatch.chdir(ROOT)
-    (tmp_path / "mine.toml").write_text(blocks("toml")[index], encoding="utf-8")
-    return resolve([str(tmp_path / "mine.toml")])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text(text, encoding="utf-8")
+    return resolve(["mine.toml", *flags])
 
 
 def test_the_recipe_example_resolves(tmp_path, monkeypatch):
-    config = resolved(tmp_path, monkeypatch, 0)
+    (text,) = blocks("README.md", "toml")
+    config = resolved(tmp_path, monkeypatch, text)
     assert config.parallelism.pipeline_parallel_degree == 4 and config.optimizer.muon.lr == 0.01
     assert config.validator.dataloader.dataset_path == "my_texts/"
+
+
+def test_the_example_of_a_recipe_function_resolves(tmp_path, monkeypatch):
+    (program,) = blocks("docs/recipes.md", "python")
+    _, text = blocks("docs/recipes.md", "toml")
+    (module,) = re.findall(r"titan-async train wide.toml --module (\w+)`", PAGES["docs/recipes.md"])
+    assert f"`{module}.py`" in PAGES["docs/recipes.md"]
+    (tmp_path / f"{module}.py").write_text(program, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = resolved(tmp_path, monkeypatch, text, "--module", module)
+    assert (config.model_spec.flavor, config.training.steps) == ("wide", 100)
+    assert len(config.model_spec.model.layers) == 4
+
+
+def test_the_example_of_own_text_resolves(tmp_path, monkeypatch):
+    (text,) = blocks("docs/data.md", "toml")
+    config = resolved(tmp_path, monkeypatch, text)
+    assert config.dataloader.dataset_path == config.validator.dataloader.dataset_path == "my_texts/"
+    assert config.dataloader.validation_fraction == 1 / 20  # "of every 20 documents one"
 
 
 def test_the_example_of_groups_gives_each_parameter_an_optimizer(tmp_path, monkeypatch):
@@ -60,7 +99,8 @@ def test_the_example_of_groups_gives_each_parameter_an_optimizer(tmp_path, monke
 
     from titan_async.training.optimizer_preflight import check_optimizer
 
-    config = resolved(tmp_path, monkeypatch, 1)
+    text, _ = blocks("docs/recipes.md", "toml")
+    config = resolved(tmp_path, monkeypatch, text)
     with torch.device("meta"):
         model = config.model_spec.model.build()
     check_optimizer(config.optimizer, model)
@@ -81,7 +121,7 @@ def test_the_split_of_a_fused_projection_is_that_of_torchtitan():
     from torchtitan.models.common import Linear
     from torchtitan.models.common.attention import FusedQKVLinear
 
-    (sizes,) = re.findall(r"`split_sizes = (\[.*?\])`", README)
+    (sizes,) = re.findall(r"`split_sizes = (\[.*?\])`", PAGES["docs/recipes.md"])
     config = FusedQKVLinear.Config(
         head_dim=64, n_heads=4, n_kv_heads=2, wqkv=Linear.Config(in_features=8, out_features=512)
     )
@@ -94,8 +134,42 @@ def test_the_split_of_a_fused_projection_is_that_of_torchtitan():
         assert torch.equal(saved[f"{name}.weight"], torch.cat([parts[number] for number in numbers]))
 
 
-def test_the_files_and_commands_it_names_exist():
-    for name in ("run_train.sh", "run_tests.sh"):
+def test_the_files_and_commands_they_name_exist():
+    for name in ("run_train.sh", "run_tests.sh", "tools/build_docs.sh"):
         assert os.access(ROOT / name, os.X_OK)
-    for path in re.findall(r"(?:toml_configs|recipes)/\w+\.\w+", README):
-        assert (ROOT / path).is_file(), path
+    for page, text in PAGES.items():
+        for path in re.findall(r"\b(?:toml_configs|recipes|tools|tests|titan_async)/[\w/]+\.\w+", text):
+            assert (ROOT / path).is_file(), f"{page} names {path}"
+        for verb in re.findall(r"^ +titan-async ([\w-]+)", text, re.MULTILINE):
+            assert verb in VERBS, f"{page} names titan-async {verb}"
+
+
+def anchors(text: str) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", PAGES[page]):
+        path, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        assert file.exists(), f"{page} links to {target}"
+        assert not anchor or anchor in anchors(file.read_text(encoding="utf-8")), f"{page} links to {target}"
+
+
+def test_the_flags_of_recipes_they_name_exist(monkeypatch):
+    from titan_async.training.recipe_file import resolve
+
+    config = resolve(["debug_cpu.toml"])
+    flags = {
+        (page, flag)
+        for page, text in PAGES.items()
+        for flag in re.findall(r"--([a-z_]+(?:\.[a-z_-]+)+)", text)
+    }
+    assert len({flag for _, flag in flags}) >= 5
+    for page, flag in flags:
+        section = config
+        for part in flag.replace(".no-", ".").split("."):
+            assert hasattr(section, part), f"{page} names --{flag}"
+            section = getattr(section, part)
