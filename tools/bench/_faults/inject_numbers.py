@@ -21,8 +21,8 @@ from titan_async.training.trainer import AsyncTrainer
 MICROBATCH = 1
 """The microbatch of a batch that a fault befalls."""
 
-NORMS = "norms.json"
-"""Gets the norms of all clipped gradients of the rank on which a fault watches them."""
+NORMS = "norms-{rank}.json"
+"""Gets the norm of each clipped gradient's part on a rank, where they are watched."""
 
 
 def install(rank: int, faults: Sequence[Mapping[str, Any]]) -> None:
@@ -52,34 +52,22 @@ def _spoil_activations(
 
 
 def _spoil_expert(
-    trainer: AsyncTrainer,
-    rank: int,
-    *,
-    stage: int,
-    layer: str,
-    expert: int,
-    steps: Sequence[int],
-    value: float,
+    trainer: AsyncTrainer, rank: int, *, stage: int, layer: str, steps: Sequence[int], value: float
 ) -> None:
-    """What one expert computes of the tokens that come to it, in one microbatch."""
+    """All that the busiest expert of a layer computes in one microbatch."""
     if rank == stage:
         befalls = _forwards(trainer, steps)
 
         def spoil(module: torch.nn.Module, inputs: tuple[Tensor, Tensor], output: Tensor) -> Tensor | None:
             if not befalls():
                 return None
-            behind = inputs[1].cumsum(0)
-            mine = slice(int(behind[expert - 1]) if expert else 0, int(behind[expert]))
-            assert mine.stop > mine.start, "no token came to this expert"
+            behind, busiest = inputs[1].cumsum(0), int(inputs[1].argmax())
             output = output.clone()
-            output[mine] = value
+            output[int(behind[busiest] - inputs[1][busiest]) : int(behind[busiest])] = value
             return output
 
-        (experts,) = (
-            module
-            for module in trainer.model_parts[0].get_submodule(layer).modules()
-            if isinstance(module, GroupedExperts)
-        )
+        layers = trainer.model_parts[0].get_submodule(layer).modules()
+        (experts,) = (module for module in layers if isinstance(module, GroupedExperts))
         experts.register_forward_hook(spoil)
 
 
@@ -131,18 +119,17 @@ def _ignore_labels(trainer: AsyncTrainer, rank: int, *, steps: Sequence[int]) ->
 
 
 def _watch_norms(trainer: AsyncTrainer, rank: int) -> None:
-    """Harms nothing: writes how large the gradients of this rank are after the clip."""
-    if rank == 0:
-        norms, clip, drain = [], trainer._clip, trainer._drain_and_update
+    """Harms nothing: writes how large gradients are after the clip."""
+    norms, clip = [], trainer._clip
 
-        def watched() -> bool:
-            finite = clip()
-            gradients = [p.grad for part in trainer.model_parts for p in part.parameters()]
-            norms.append(float(torch.stack([gradient.norm() for gradient in gradients]).norm()))
-            Path(trainer.config.dump_folder, NORMS).write_text(json.dumps(norms))
-            return finite
+    def watched() -> bool:
+        finite = clip()
+        gradients = [parameter.grad for part in trainer.model_parts for parameter in part.parameters()]
+        norms.append(float(torch.stack([gradient.norm() for gradient in gradients]).norm()))
+        Path(trainer.config.dump_folder, NORMS.format(rank=rank)).write_text(json.dumps(norms))
+        return finite
 
-        trainer._clip, trainer._drain_and_update = watched, drain
+    trainer._clip = watched
 
 
 def _undo_updates(trainer: AsyncTrainer, rank: int, *, steps: Sequence[int]) -> None:

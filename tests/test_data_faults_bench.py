@@ -1,0 +1,91 @@
+"""What the table of faults does to data is what it says, and is told as it expects."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from titan_async.data import DocumentEncoder, PackedDataset, TextSource, TokenBatches, prepare_tokens
+from titan_async.data import shakespeare_tokenizer_folder as tokenizer
+from titan_async.errors import UserError
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "bench"))
+
+from _faults import data, inject_data
+from _faults.data import FAULTS, TOKEN_FAULTS, Fault
+
+from titan_async.training.trainer import AsyncTrainer
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "whole"
+    data.write_texts(folder)
+    return folder
+
+
+def source(folder: Path, **fields: str) -> TextSource:
+    return TextSource(dataset_path=str(folder), shuffle=False, validation_fraction=0, **fields)  # type: ignore[arg-type]
+
+
+def samples(folder: Path) -> Iterator[object]:
+    encoder = DocumentEncoder(tokenizer())
+    return iter(PackedDataset(source(folder), lambda text: encoder([text])[0].tolist(), seq_len=128))
+
+
+class Trainer:
+    step = 1
+
+
+def do_harm(fault: Fault, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run does at the beginning of the fault's step."""
+    trained: list[int] = []
+    monkeypatch.setattr(AsyncTrainer, "train_step", lambda trainer: trained.append(trainer.step))
+    options = data._harm(fault, folder)
+    del options["kind"], options["pairs_at_once"]
+    inject_data.install(0, **options)
+    trainer = Trainer()
+    for trainer.step in (1, fault.harm.get("step", 2)):
+        AsyncTrainer.train_step(trainer)  # type: ignore[arg-type]
+    assert trained == [1, trainer.step]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_harm_to_text_is_told_in_the_sentence_expected(
+    whole: Path, tmp_path: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "data"
+    shutil.copytree(whole, folder)
+    reading = samples(folder)
+    next(reading)
+    do_harm(fault, folder, monkeypatch)
+    with pytest.raises(UserError) as caught:
+        for _ in reading:
+            pass
+    assert re.match(fault.said, str(caught.value))
+
+
+def test_token_files_give_the_samples_of_the_text_and_are_harmed_too(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "tokens"
+    prepare_tokens(source(whole), tokenizer(), folder, shard_tokens=6000)
+    monkeypatch.setattr("titan_async.data.token_batches._PAIRS_AT_ONCE", 1024)
+    batches = iter(TokenBatches(source(folder, dataset="tokens"), seq_len=128, batch_size=1, infinite=True))
+    reading = samples(whole)
+    for _ in range(38 * 8):  # what the run reads, up to the middle of the longest document
+        (inputs, labels), (others, same) = next(reading), next(batches)
+        assert inputs["input"].equal(others["input"][0])
+        assert labels.equal(same[0])
+    batches = iter(TokenBatches(source(folder, dataset="tokens"), seq_len=128, batch_size=1, infinite=True))
+    next(batches)
+    do_harm(TOKEN_FAULTS[0], folder, monkeypatch)
+    with pytest.raises(UserError) as caught:
+        for _ in batches:
+            pass
+    assert re.match(TOKEN_FAULTS[0].said, str(caught.value))

@@ -1,0 +1,197 @@
+"""Data that are cut or vanish while a run reads them, lines that are no JSON or no text, very long documents.
+
+One run reads a file of each kind after the other. A fault ends it, its file is mended, and the same command
+goes on to the next fault; in the end the run must be, bit for bit, the one whose data were whole all the
+time. Token files of the same documents are read by other code, and must give the same run once more.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from _faults.result import Attempt, Result, summarize
+from _faults.runs import is_same, saved_state, start, train
+from _faults.watched import Watched
+from titan_async.data import TextSource, prepare_tokens, shakespeare_tokenizer_folder
+from titan_async.data.plays import play_scenes
+from titan_async.training.checkpoint import complete_steps
+
+__all__ = ["measure"]
+
+STEPS, INTERVAL = 38, 4
+FLAGS = (
+    "--training.steps", STEPS, "--training.seq_len", 128, "--checkpoint.interval", INTERVAL,
+    "--checkpoint.keep_latest_k", 0, "--lr_scheduler.warmup_steps", 3,
+    "--dataloader.no-shuffle", "--dataloader.validation_fraction", 0,
+)  # fmt: skip
+TEXT, LINES, COMPRESSED, TABLE, LONG = "0.txt", "1.jsonl", "2.jsonl.gz", "3.parquet", "4.jsonl"
+"""Each is read in a few steps, but for the last one, a single document of a megabyte."""
+
+_CHANGED = (
+    r"The data file \S*{file} has changed while it was in use, from \d+ to \d+ bytes: put it back as it was"
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with the data of one start of the run."""
+
+    name: str
+    said: str
+    """How the sentence begins, as a regular expression."""
+    harm: dict[str, Any] = field(default_factory=dict)
+    """Of `inject_data.install`."""
+    file: str = ""
+    wrong: bytes = b""
+    """Takes the place of a part of the third line of `file` before the start."""
+
+
+FAULTS = (
+    Fault("a text file is cut in mid-read", _CHANGED.format(file=TEXT), {"step": 2, "cut": TEXT}),
+    Fault("a JSON lines file vanishes", rf"The data file \S*{LINES} can't be read \(No such file or dir",
+          {"step": 6, "unlink": LINES}),
+    Fault("a line is no JSON", rf"Line 3 of \S*{LINES} is not valid JSON \(.*\): mend or remove that line",
+          file=LINES, wrong=b'"}}'),
+    Fault("bytes that are no UTF-8", rf"Line 3 of \S*{LINES} is not UTF-8 text \(.*\): convert it to UTF-8",
+          file=LINES, wrong=b"caf\xe9"),
+    Fault("a compressed file is cut", _CHANGED.format(file=COMPRESSED), {"step": 22, "cut": COMPRESSED}),
+    Fault("a parquet file is cut", _CHANGED.format(file=TABLE), {"step": 22, "cut": TABLE}),
+)  # fmt: skip
+
+TOKEN_FAULTS = (
+    Fault("a token file is cut under the map",
+          r"The token file \S*\.safetensors has \d+ bytes instead of \d+: copy",
+          {"step": 2, "cut": "tokens-00001.safetensors"}),
+    Fault("a loader's process is killed", r"A process that loads data has ended \(.*\): perhaps there was",
+          {"step": 7, "kill_loader": True}),
+)  # fmt: skip
+
+
+def measure(scratch: Path, *, quick: bool) -> Iterator[Result]:
+    """See `faults.py`."""
+    write_texts(scratch / "whole")
+    undisturbed = scratch / "undisturbed"
+    undisturbed.mkdir()
+    flags = ("--dataloader.dataset_path", scratch / "whole")
+    assert train(undisturbed, *FLAGS, *flags, timeout=900).status == 0
+    expected = saved_state(undisturbed, STEPS)
+
+    faults = FAULTS[:2] if quick else FAULTS
+    text = scratch / "text"
+    yield from _chain(text, scratch / "whole", faults, (), expected)
+
+    tokens = scratch / "tokens"
+    source = TextSource(dataset_path=str(scratch / "whole"), shuffle=False, validation_fraction=0)
+    prepare_tokens(source, shakespeare_tokenizer_folder(), tokens, shard_tokens=6000)
+    flags = ("--dataloader.dataset", "tokens", "--dataloader.num_workers", 1)
+    results = list(_chain(scratch / "chain", tokens, TOKEN_FAULTS, flags, expected))
+    yield from results
+    # That chain ends in the same state only if both readers have packed the long document alike.
+    alike = all(result.survived for result in results)
+    said = f"the same {STEPS} steps from text and from token files"
+    yield summarize("data", "documents of 1 MB, and of nothing", [Attempt(alike, said=said)])
+
+
+def write_texts(folder: Path) -> None:
+    """Files of each kind, with documents of nothing among the others."""
+    import pyarrow
+    import pyarrow.parquet
+
+    folder.mkdir()
+    text = "\n\n".join(play_scenes())
+    (folder / TEXT).write_text(text[:54_000])
+    rest, documents = text[54_000:], 12
+
+    def take(count: int, length: int) -> list[str]:
+        nonlocal rest
+        taken, rest = rest[: count * length], rest[count * length :]
+        return [taken[begin : begin + length] for begin in range(0, len(taken), length)] + ["", " \n"]
+
+    def lines(texts: Sequence[str]) -> bytes:
+        return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+    (folder / LINES).write_bytes(lines(take(documents, 700)))
+    (folder / COMPRESSED).write_bytes(gzip.compress(lines(take(documents, 700))))
+    pyarrow.parquet.write_table(pyarrow.table({"text": [*take(documents, 700), None]}), folder / TABLE)
+    (folder / LONG).write_bytes(lines(take(1, 2**20)))
+
+
+def _chain(
+    folder: Path, whole: Path, faults: Sequence[Fault], flags: tuple[object, ...],
+    expected: dict[str, torch.Tensor],
+) -> Iterator[Result]:  # fmt: skip
+    """Start the same run once for each fault, and once more without one."""
+    folder.mkdir()
+    data = folder / "data"
+    flags = (*FLAGS, "--dataloader.dataset_path", data, *flags)
+    attempts: list[Attempt] = []
+    lasts: list[int] = []
+    for number, fault in enumerate((*faults, None)):
+        shutil.rmtree(data, ignore_errors=True)
+        shutil.copytree(whole, data)
+        began = time.time()
+        run = Watched(start(folder, *flags, fault=_harm(fault, data)))
+        status = run.wait(900)
+        ended, steps = time.time(), run.steps()
+        if number and steps:
+            attempts[-1] = Attempt(
+                attempts[-1].survived, lasts[-1] + 1 - steps[0][0], attempts[-1].notice,
+                steps[0][1] - began, attempts[-1].said,
+            )  # fmt: skip
+        if fault is not None:
+            err = "\n".join(line.text for line in run.err)
+            told = status == 2 and "\n" not in err and re.match(fault.said, err) is not None
+            lasts.append(max((step for step, _ in steps), default=0))
+            attempts.append(
+                Attempt(
+                    told and not _left_over(run.process.pid),
+                    notice=ended - steps[-1][1] if steps else None,
+                    said=err.replace(f"{data}{os.sep}", ""),
+                )
+            )
+    same = status == 0 and complete_steps(folder / "run" / "checkpoint")[-1] == STEPS
+    same = same and is_same(saved_state(folder, STEPS), expected)
+    for fault, attempt in zip(faults, attempts, strict=True):
+        lost = attempt.work_lost
+        kept = attempt.survived and same and lost is not None and lost <= INTERVAL
+        row = Attempt(kept, lost, attempt.notice, attempt.resume, attempt.said)
+        yield summarize("data", fault.name, [row])
+
+
+def _harm(fault: Fault | None, data: Path) -> dict[str, Any]:
+    """Put what is wrong before the start into the data; the options of what goes wrong later."""
+    # Token files are read so little ahead that a short run meets what is wrong with them.
+    options: dict[str, Any] = {"kind": "data", "pairs_at_once": 1024}
+    if fault is None:
+        return options
+    if fault.wrong:
+        lines = (data / fault.file).read_bytes().splitlines(keepends=True)
+        lines[2] = lines[2][:20] + fault.wrong + lines[2][20 + len(fault.wrong) :]
+        (data / fault.file).write_bytes(b"".join(lines))
+    paths = {key: str(data / fault.harm[key]) for key in ("cut", "unlink") if key in fault.harm}
+    return options | fault.harm | paths
+
+
+def _left_over(session: int) -> list[int]:
+    """Processes that a run, which was started as a session of its own, has left."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                behind_name = (entry / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(behind_name[3]) == session and behind_name[0] != "Z":
+                found.append(int(entry.name))
+    return found
