@@ -26,15 +26,14 @@ def wait_in_vain(rank: int, group: object, collective: bool, before: bool) -> tu
     """Waits for a rank that does not come; `before` says whether the group is older than its timeout."""
     from titan_async import _group_internals as groups
 
-    late = 4 * SECONDS
-    if not before:
-        groups.set_joint_timeout(timedelta(seconds=SECONDS))
+    groups.set_joint_timeout(timedelta(seconds=60 * SECONDS if before else SECONDS))
     joint = groups.joint_group((0, 1))
     tensor = torch.zeros(1)
-    dist.all_reduce(tensor, group=joint)  # connects
-    groups.set_joint_timeout(timedelta(seconds=SECONDS))
+    dist.all_reduce(tensor)  # both are here
+    if before:
+        groups.set_joint_timeout(timedelta(seconds=SECONDS))
     if rank == 1:
-        time.sleep(late)
+        time.sleep(4 * SECONDS)
         return "", 0.0
     start = time.monotonic()
     try:

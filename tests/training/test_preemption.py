@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,26 @@ def test_all_ranks_stop_after_the_same_step(
     stop: list[signal.Signals | None],
 ) -> None:
     assert pool.run(2, agree, asked, 4) == [stop, stop]
+
+
+def wait_in_vain(rank: int, group: object) -> tuple[str, float]:
+    from titan_async.training.preemption import Preemption
+
+    preemption = Preemption()
+    preemption.set_timeout(timedelta(seconds=1))
+    if rank == 1:
+        time.sleep(4)
+        return "", 0.0
+    start = time.monotonic()
+    preemption.begin_step()
+    with pytest.raises(RuntimeError) as caught:
+        preemption.end_step()
+    return str(caught.value), time.monotonic() - start
+
+
+def test_no_step_waits_longer_for_a_rank_than_it_is_told(pool: WorkerPool) -> None:
+    (error, seconds), _ = pool.run(2, wait_in_vain)
+    assert "Timed out waiting 1000ms" in error and 0.9 < seconds < 3
 
 
 @pytest.mark.parametrize("second", [INT, TERM])
