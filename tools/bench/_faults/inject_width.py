@@ -1,0 +1,15 @@
+"""Another model under the same recipe's name: narrower."""
+
+from titan_async.recipes.debug import SHAKESPEARE_VOCAB, dense_spec, llama, on_a_laptop
+from titan_async.training.trainer import AsyncTrainer
+
+
+def install(rank: int, width: int) -> None:
+    """Let the recipe `debug` be of this width."""
+    from _faults import injected
+
+    def narrow() -> AsyncTrainer.Config:
+        model = llama(vocab_size=SHAKESPEARE_VOCAB, dim=width, n_layers=6, n_heads=6, hidden_dim=512)
+        return on_a_laptop(dense_spec("debug-narrow", model), name="debug", muon_lr=1e-2, adamw_lr=3e-3)
+
+    injected.debug = narrow
