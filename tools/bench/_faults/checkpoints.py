@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from _faults.result import Attempt
+from _faults.result import Attempt, Result
 from _faults.runs import MOE_RECIPE, train
 from _faults.undisturbed import FLAGS, INTERVAL, STEPS, Undisturbed, go_on, made, sentence_of, words_of
 
