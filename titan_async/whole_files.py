@@ -68,12 +68,12 @@ def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
         ValueError: if no file can have this name.
     """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is a pipe or a device", os.fspath(path))
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", os.fspath(path))
-    return content
+        if status.st_size > most:
+            raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", os.fspath(path))
+        return file.read()
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:

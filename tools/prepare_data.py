@@ -125,6 +125,7 @@ def verify(arguments: argparse.Namespace) -> None:
 
 
 def progress_bar(of_what: str) -> Progress:
+    console = Console(stderr=True)
     return Progress(
         BarColumn(),
         TextColumn("{task.completed:,} " + of_what),
@@ -132,7 +133,8 @@ def progress_bar(of_what: str) -> Progress:
         TimeElapsedColumn(),
         TextColumn("remaining"),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console,
+        disable=not console.is_terminal,  # a file shows what was said, and nothing that moves
     )
 
 

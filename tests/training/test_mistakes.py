@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import pickle
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models
+from torch.distributed.checkpoint.metadata import Metadata
 
 from tests.support.training import RECIPE, train
 from titan_async.cli import launch, main
@@ -340,7 +342,7 @@ def saved(step: int, *, completely: bool = True) -> None:
     folder.mkdir(parents=True)
     (folder / "__0_0.distcp").touch()
     if completely:
-        (folder / ".metadata").touch()
+        (folder / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
 
 
 def test_load_step_names_the_steps_that_there_are(mistake: Callable[..., str]) -> None:

@@ -6,6 +6,7 @@ stands a checksum of it, unless torch alone has written the checkpoint.
 """
 
 import io
+import os
 import pathlib
 import pickle
 import zlib
@@ -19,7 +20,12 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.serialization import _get_layout
 
+from titan_async.whole_files import read_regular
+
 __all__ = ["load_index", "seal"]
+
+_MOST_BYTES = 2**34
+"""Of an index: more than that of any run."""
 
 _CLASSES: tuple[Callable[..., Any], ...] = (
     dcp_metadata.BytesStorageMetadata,
@@ -74,7 +80,7 @@ def load_index(file: Path) -> Metadata:
         OSError: the file cannot be read.
         ValueError: it is no such index, damaged, or names what none needs; the message is part of a sentence.
     """
-    content = file.read_bytes()
+    content = read_regular(file, _MOST_BYTES)
     # First of all: a damaged pickle may ask for more memory than there is.
     if content[-1:] != pickle.STOP and content[-_SEAL_BYTES:] != seal(content[:-_SEAL_BYTES]):
         raise ValueError("it is not what was saved")
@@ -82,10 +88,25 @@ def load_index(file: Path) -> Metadata:
         index = _Unpickler(io.BytesIO(content)).load()
     except Exception as error:  # a damaged pickle raises anything
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
-    if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
+    if not (
+        isinstance(index, Metadata)
+        and isinstance(index.storage_data, dict)
+        and isinstance(index.state_dict_metadata, dict)
+        and all(isinstance(key, str) and _is_entry(entry) for key, entry in index.state_dict_metadata.items())
+    ):
         raise ValueError("it holds something else")
-    for place in index.storage_data.values():
-        name = getattr(place, "relative_path", None)
+    names = {getattr(place, "relative_path", None) for place in index.storage_data.values()}
+    for name in names:
         if not isinstance(name, str) or name != Path(name).name:
             raise ValueError(f"it names a file outside of its folder, {name}")
+        if os.path.exists(file.with_name(name)) and not os.path.isfile(file.with_name(name)):
+            raise ValueError(f"it names {name}, which is no file")
     return index
+
+
+def _is_entry(entry: object) -> bool:
+    if not isinstance(entry, dcp_metadata.TensorStorageMetadata):
+        return isinstance(entry, dcp_metadata.BytesStorageMetadata)
+    return isinstance(entry.size, torch.Size) and isinstance(
+        getattr(entry.properties, "dtype", None), torch.dtype
+    )

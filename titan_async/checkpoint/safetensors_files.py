@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from titan_async.checkpoint.tensors import TensorInfo
 from titan_async.errors import UserError
+from titan_async.whole_files import read_json
 
 __all__ = ["INDEX", "SafetensorsFolder", "plan_shards", "write_folder"]
 
@@ -178,10 +179,13 @@ class SafetensorsFolder:
 
     def _read_index(self, index: Path) -> dict[str, Path]:
         try:
-            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            found = {str(name): self.folder / Path(file).name for name, file in files.items()}
+            files = read_json(index)["weight_map"]
+            found = {str(name): self.folder / file for name, file in files.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{index} cannot be read; fetch it again") from error
+        for file in files.values():
+            if not file or file != Path(file).name:
+                raise UserError(f"{index} names {file}, which is no file in its folder; fetch it again")
         for file in sorted(set(found.values())):
             if not file.is_file():
                 raise UserError(f"{file} is missing, which {index} names; fetch it again")

@@ -32,17 +32,19 @@ class CommandLine:
         """What was given with a flag; None if it was not."""
         return self.values.get(flag)
 
-    def whole(self, flag: str, default: D, *, least: int = 1) -> int | D:
+    def whole(self, flag: str, default: D, *, least: int = 1, most: int | None = None) -> int | D:
         """A flag's value as a number, `default` if it was not given.
 
         Raises:
-            UserError: it is no whole number from `least` on.
+            UserError: it is no whole number from `least` on, or above `most`.
         """
         text = self.values.get(flag)
         if text is None:
             return default
         if not re.fullmatch(rf"\d{{1,{_MOST_DIGITS}}}", text) or int(text) < least:
             raise UserError(f"--{flag} must be a whole number from {least} on, not {text}")
+        if most is not None and int(text) > most:
+            raise UserError(f"--{flag} is {text}: set it to at most {most}")
         return int(text)
 
 

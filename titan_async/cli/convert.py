@@ -117,7 +117,7 @@ def _dtype(text: str | None) -> torch.dtype | None:
 
 
 def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.upper())
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?I?)B?", text.upper())
     unit = {**_UNITS, **_BINARY_UNITS}.get(match[2]) if match else None
     size = int(float(match[1]) * unit) if match and unit else 0
     if size < 1:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -28,6 +29,9 @@ __all__ = ["launch", "processes_per_node", "train"]
 
 FAILED = 1
 USER_ERROR = 2
+
+_MOST_PROCESSES = 1024
+_LAST_PORT = 2**16 - 1
 
 
 def train(argv: Sequence[str]) -> int:
@@ -126,6 +130,11 @@ def processes_per_node(parallelism: Any, environ: Mapping[str, str], gpus: int) 
                 f"{product} processes ({words}) cannot be divided over NNODES={nodes}; change the degrees"
             )
         nproc = product // nodes
+    if nproc > _MOST_PROCESSES:
+        raise UserError(
+            f"parallelism asks for {nproc} processes on this machine ({words}), more than any has room for: "
+            "lower the degrees, or divide them over machines with NNODES"
+        )
     if 0 < gpus < nproc:
         raise UserError(
             f"parallelism asks for {nproc} processes on this machine ({words}), which has {gpus} GPU(s); "
@@ -138,8 +147,8 @@ def _positive(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name, "").strip()
     if not text:
         return None
-    if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"{name} must be a positive integer, not {text}")
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
+        raise UserError(f"{name} must be a positive integer, not {text}: correct it, or unset it")
     return int(text)
 
 
@@ -159,7 +168,11 @@ def _rendezvous(environ: Mapping[str, str]) -> dict[str, Any]:
     address = environ.get("MASTER_ADDR")
     if not address:
         raise UserError(f"NNODES={nodes} needs MASTER_ADDR: the name or address of the first machine")
+    if not re.fullmatch(r"[\w.:-]+", address):
+        raise UserError(f"MASTER_ADDR is {address}: set it to the name or address of the first machine")
     port = _positive(environ, "MASTER_PORT") or 29500
+    if port > _LAST_PORT:
+        raise UserError(f"MASTER_PORT is {port}: set it to a free port, at most {_LAST_PORT}")
     config: dict[str, Any] = {
         "min_nodes": nodes,
         "max_nodes": nodes,
@@ -169,7 +182,7 @@ def _rendezvous(environ: Mapping[str, str]) -> dict[str, Any]:
     }
     node_rank = environ.get("NODE_RANK")
     if node_rank is not None:
-        if not node_rank.isdecimal() or int(node_rank) >= nodes:
+        if not re.fullmatch(r"[0-9]{1,9}", node_rank) or int(node_rank) >= nodes:
             raise UserError(f"NODE_RANK must be between 0 and {nodes - 1} (NNODES={nodes}), not {node_rank}")
         # Only the static rendezvous keeps to given node ranks; c10d orders the machines itself.
         config |= {"rdzv_backend": "static", "rdzv_configs": {"rank": int(node_rank)}}

@@ -6,6 +6,7 @@ when it is called, so that no verb pays for another's dependencies.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 from collections.abc import Sequence
@@ -53,6 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `titan-async train --help | head`
         sys.stderr.close()
         return 0
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(UserError(f"a name is too long for this system, {error.filename}: shorten it"), file=sys.stderr)
+        return USER_ERROR
 
 
 def _run(argv: list[str]) -> int:

@@ -40,6 +40,7 @@ examples:
 """
 
 
+_MOST_NODES = 10_000
 _FLAGS = ("gpu", "nodes", "schedule", "achievable", "measured")
 
 
@@ -53,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
         print(_HELP, end="")
         return 0
     line = parse("plan", argv, _FLAGS, switches=("no-suggest",), optional=("json",), recipe=True)
-    nodes, achievable = line.whole("nodes", None), _achievable(line.value("achievable"))
+    nodes, achievable = line.whole("nodes", None, most=_MOST_NODES), _achievable(line.value("achievable"))
 
     from titan_async.cli.quiet import quiet
 
@@ -100,9 +101,9 @@ def _plan(line: CommandLine, nodes: int | None, achievable: float | None) -> Non
     else:
         from titan_async.monitor.output_files import writing_output
 
-        print_plan(plan)
         with writing_output(Path(file), "--json") as partial:
             partial.write_text(text, encoding="utf-8")
+        print_plan(plan)
 
 
 def _achievable(text: str | None) -> float | None:

@@ -69,6 +69,8 @@ def _given_labels(line: CommandLine) -> list[str] | None:
     text = line.value("labels")
     if text is None:
         return None
+    if not text.isprintable():
+        raise UserError(f"--labels is {text}, of which some cannot be drawn: use letters, digits and signs")
     labels = [label.strip() for label in text.split(",")]
     if len(labels) != len(line.words):
         raise UserError(

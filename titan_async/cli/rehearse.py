@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
         print(_HELP, end="")
         return 0
     line = parse("rehearse", argv, ("rank", "steps", "width-divisor"), recipe=True)
-    steps, divisor = line.whole("steps", 3), line.whole("width-divisor", 16)
+    steps, divisor = line.whole("steps", 3, most=10**6), line.whole("width-divisor", 16, most=10**6)
     only = line.whole("rank", None, least=0)
     # A rank is on the CPU here, whatever the machine has. Before torch looks for accelerators.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

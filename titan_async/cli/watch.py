@@ -37,6 +37,7 @@ examples:
 """
 
 _SIZE = (100, 30)
+_LARGEST = 1000
 
 
 _FLAGS = ("run", "svg", "width", "height", "following")
@@ -58,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
     svg, pid = line.value("svg"), line.whole("following", None)
     if pid is not None and (run_id or once or svg):
         raise UserError("--following waits for a run to begin: leave out --run, --once and --svg")
-    size = line.whole("width", None), line.whole("height", None)
+    size = line.whole("width", None, most=_LARGEST), line.whole("height", None, most=_LARGEST)
 
     from titan_async.monitor.spans import folder_of
 

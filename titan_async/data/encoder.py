@@ -7,7 +7,6 @@ length at which it cuts texts off, or pads them, does neither here.
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from tokenizers import AddedToken
 
 from titan_async.data.tokenizer import load_tokenizer
 from titan_async.errors import UserError
+from titan_async.whole_files import read_json
 
 __all__ = ["DocumentEncoder"]
 
@@ -46,7 +46,13 @@ class DocumentEncoder:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = _read_config(Path(folder) / "tokenizer_config.json")
-        self._tokenizer.add_special_tokens(_special_tokens(config))
+        try:
+            self._tokenizer.add_special_tokens(_special_tokens(config))
+        except (TypeError, UnicodeEncodeError) as error:
+            raise UserError(
+                f"The tokenizer_config.json in {folder} describes no tokens ({error}): fetch it again or "
+                "remove it."
+            ) from error
         self.bos_id = self._id_of(config.get("bos_token"))
         """The token that begins a document; None without one."""
         self.eos_id = self._id_of(config.get("eos_token"))
@@ -77,7 +83,7 @@ def _read_config(file: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_json(file)
     except (OSError, ValueError) as error:
         raise UserError(
             f"The tokenizer's {file} can't be read ({error}): fetch it again or remove it."

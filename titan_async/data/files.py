@@ -8,6 +8,7 @@ column. Empty documents are left out.
 
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,15 @@ ACCEPTED_ENDINGS = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 _PIECE_LENGTH = 16384
 """Characters after which a text file is cut at the next blank line; at twice as many, at any line."""
 
+_LONGEST_LINE = 2**26
+"""Characters, several times those of the longest books."""
+
+_MOST_EMPTY = 2**18
+"""Documents without text, one after the other, after which a file is taken for a bomb."""
+
+_MOST_NAMES = 20
+"""Columns that are named to a user who has named another one."""
+
 
 def find_files(path: str) -> list[Path]:
     """The file at `path`, or the files of accepted endings in that folder and below it, sorted.
@@ -40,7 +50,7 @@ def find_files(path: str) -> list[Path]:
     Raises:
         UserError: nothing is there, the file's ending is not accepted, or the folder has no such file.
     """
-    root = Path(path).expanduser()
+    root = Path(os.path.expanduser(path))
     endings = ", ".join(ACCEPTED_ENDINGS)
     if root.is_file():
         if not root.name.endswith(ACCEPTED_ENDINGS):
@@ -49,7 +59,8 @@ def find_files(path: str) -> list[Path]:
             )
         return [root]
     if not root.is_dir():
-        raise UserError(f"The data path {path} does not exist: set dataset_path to a file or folder of text.")
+        what = "is neither a file nor a folder" if os.path.lexists(root) else "does not exist"
+        raise UserError(f"The data path {path} {what}: set dataset_path to a file or folder of text.")
     files = sorted(
         file
         for file in root.rglob("*")
@@ -122,9 +133,16 @@ def _documents(file: Path, text_column: str) -> Iterator[str]:
             documents = _pieces(file)
         else:
             documents = _json_documents(file, text_column)
+        empty = 0
         for document in documents:
             if document and not document.isspace():
+                empty = 0
                 yield document
+            elif (empty := empty + 1) > _MOST_EMPTY:
+                raise UserError(
+                    f"The data file {file} has {_MOST_EMPTY:,} empty documents in a row: remove them, or "
+                    "leave that file out."
+                )
     except UnicodeDecodeError as error:
         raise not_utf8(_place_of_bytes(file), error) from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -166,11 +184,24 @@ def _open_text(file: Path) -> IO[str]:
     return file.open(encoding="utf-8-sig")
 
 
+def _lines(opened: IO[str], file: Path) -> Iterator[str]:
+    """The lines of a file, of which none may take all of the memory."""
+    number = 0
+    while line := opened.readline(_LONGEST_LINE):
+        number += 1
+        if len(line) == _LONGEST_LINE and not line.endswith("\n"):
+            raise UserError(
+                f"Line {number} of {file} has more than {_LONGEST_LINE:,} characters: break it up, or leave "
+                "that file out."
+            )
+        yield line
+
+
 def _pieces(file: Path) -> Iterator[str]:
     piece: list[str] = []
     length = 0
-    with _open_text(file) as lines:
-        for line in lines:
+    with _open_text(file) as opened:
+        for line in _lines(opened, file):
             piece.append(line)
             length += len(line)
             if length >= 2 * _PIECE_LENGTH or (length >= _PIECE_LENGTH and line.isspace()):
@@ -180,13 +211,14 @@ def _pieces(file: Path) -> Iterator[str]:
 
 
 def _json_documents(file: Path, text_column: str) -> Iterator[str]:
-    with _open_text(file) as lines:
-        for number, line in enumerate(lines, start=1):
+    with _open_text(file) as opened:
+        for number, line in enumerate(_lines(opened, file), start=1):
             if line.isspace():
+                yield ""
                 continue
             try:
                 record = json.loads(line)
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(
                     f"Line {number} of {file} is not valid JSON ({error}): mend or remove that line."
                 ) from error
@@ -230,5 +262,6 @@ def no_column(place: str, text_column: str, names: list[str]) -> UserError:
     """What to say where a record or file lacks the column of text."""
     return UserError(
         f"{place} has no column {text_column!r}: set text_column to one of those there, "
-        f"{', '.join(map(repr, names)) or 'of which there is none'}."
+        f"{', '.join(map(repr, names[:_MOST_NAMES])) or 'of which there is none'}"
+        f"{' and others' if len(names) > _MOST_NAMES else ''}."
     )

@@ -147,15 +147,21 @@ def read_rows(
                     yield from enumerate(values, start=max(low, row))
                     row += batch.num_rows
     except pyarrow.ArrowException as error:
-        raise UserError(
-            f"The data file {file} is not a whole parquet file ({_reason(error)}): fetch or write it again."
-        ) from error
+        raise _damaged(file, error) from error
     except UnicodeDecodeError as error:
         raise not_utf8(f"The data file {file}", error) from error
     except OSError as error:
         if _is_disconnection(error):
             raise
+        if error.errno is None:  # pyarrow's own, of what the file holds
+            raise _damaged(file, error) from error
         raise cannot_read(file, error) from error
+
+
+def _damaged(file: str, error: Exception) -> UserError:
+    return UserError(
+        f"The data file {file} is not a whole parquet file ({_reason(error)}): fetch or write it again."
+    )
 
 
 def open_file(file: str) -> IO[bytes]:

@@ -10,7 +10,6 @@ work was interrupted. The last step replaces progress.json by index.json.
 import contextlib
 import fcntl
 import itertools
-import json
 import multiprocessing
 import os
 import signal
@@ -42,7 +41,7 @@ from titan_async.data.token_files import (
     write_shard,
 )
 from titan_async.errors import UserError
-from titan_async.whole_files import write_json
+from titan_async.whole_files import read_json, write_json
 
 __all__ = ["SHARD_TOKENS", "prepare_tokens"]
 
@@ -111,10 +110,11 @@ def prepare_tokens(
         "eos_id": encoder.eos_id,
         "dtype": token_dtype(encoder.vocab_size),
     }
-    path = Path(folder).expanduser()
+    path = Path(os.path.expanduser(folder))
     try:
+        is_new = not path.exists()
         path.mkdir(parents=True, exist_ok=True)
-        with _locked(path):
+        with _locked(path, is_new):
             work = _Work(path, {**settings, "shard_tokens": shard_tokens}, stream)
             if not work.is_finished:
                 with _encoding(tokenizer_folder, encoder, processes) as encode:
@@ -139,11 +139,11 @@ class _Work:
             self._check({key: getattr(index, key, settings[key]) for key in settings})
         elif (folder / PROGRESS).exists():
             try:
-                progress = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+                progress = read_json(folder / PROGRESS)
                 self._check(progress["settings"])
                 self._shards = list(shards_of(progress["shards"]))
                 stream.load_state_dict(progress["position"])
-            except (ValueError, KeyError, TypeError) as error:
+            except (OSError, ValueError, KeyError, TypeError) as error:
                 if isinstance(error, UserError):
                     raise
                 raise UserError(
@@ -308,13 +308,21 @@ def _encode_in_worker(texts: list[str]) -> _Tokens:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _locked(folder: Path, is_new: bool) -> Iterator[None]:
     # The lock is the open file's, and ends with the process however that ends.
-    with (folder / ".lock").open("w") as file:
+    lock = folder / ".lock"
+    with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
                 f"Another process is writing to the folder {folder}: wait for it, or name another folder."
             ) from None
-        yield
+        try:
+            yield
+        finally:
+            if {file.name for file in folder.iterdir()} == {lock.name}:  # nothing came of it
+                with contextlib.suppress(OSError):
+                    lock.unlink()
+                    if is_new:
+                        folder.rmdir()

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_async.errors import UserError
-from titan_async.whole_files import write_json, writing_whole
+from titan_async.whole_files import read_json, write_json, writing_whole
 
 __all__ = [
     "INDEX",
@@ -97,7 +97,7 @@ class TokenFiles:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder).expanduser()
+        self.folder = Path(os.path.expanduser(folder))
         self.index = _read_index(self.folder)
         self.first_documents = np.cumsum([0, *(shard.documents for shard in self.index.shards)])
         """The number of documents before each shard, and of all."""
@@ -199,7 +199,9 @@ def shards_of(values: Any) -> tuple[Shard, ...]:
     names = {field.name for field in fields(Shard)}
     shards = tuple(Shard(**{name: value[name] for name in names}) for value in values)
     for shard in shards:
-        if not _NAME.fullmatch(shard.name):
+        if not all(isinstance(count, int) for count in (shard.documents, shard.tokens, shard.bytes)):
+            raise ValueError(f"the counts of {shard.name!r} are no numbers")
+        if not isinstance(shard.name, str) or not _NAME.fullmatch(shard.name):
             raise ValueError(f"{shard.name!r} is no name of a token file")
     return shards
 
@@ -207,7 +209,7 @@ def shards_of(values: Any) -> tuple[Shard, ...]:
 def _read_index(folder: Path) -> TokenIndex:
     file = folder / INDEX
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = read_json(file)
     except FileNotFoundError:
         if (folder / PROGRESS).exists():
             raise UserError(

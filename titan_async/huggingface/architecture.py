@@ -14,6 +14,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_async.errors import UserError
 from titan_async.training.moe_adapter import Dots1StateDictAdapter
+from titan_async.whole_files import read_json
 
 __all__ = ["KEPT_TYPE", "check_same", "describe", "read_description"]
 
@@ -173,14 +174,17 @@ def read_description(folder: Path) -> dict[str, Any]:
     """
     file = folder / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_json(file)
     except FileNotFoundError:
         raise UserError(f"{folder} has no config.json: name a folder with a Hugging Face model") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read ({' '.join(str(error).split())})") from error
+        raise UserError(f"{file} cannot be read ({error}); fetch it again") from error
     if not isinstance(config, dict):
         raise UserError(f"{file} is not a JSON object: fetch it again")
-    return _with_defaults(config)
+    try:
+        return _with_defaults(config)
+    except (AttributeError, TypeError) as error:
+        raise UserError(f"{file} does not describe a model ({error}); fetch it again") from error
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:

@@ -106,6 +106,11 @@ def _tensors(layout: Layout, files: SafetensorsFolder) -> dict[str, TensorInfo]:
                     f"{name} in {files.folder} is {list(found.shape)}, where the recipe's model has "
                     f"{list(shape)}: name a recipe of the same model"
                 )
+            if found.dtype.is_floating_point == (key in layout.whole):
+                raise UserError(
+                    f"{name} in {files.folder} is of the type {found.dtype}, which no such weights have: "
+                    "fetch the model again"
+                )
         types = {files.tensors[name].dtype for name in names}
         if len(types) > 1:
             raise UserError(f"the parts of {key} in {files.folder} are of different types: give them one")

@@ -23,6 +23,8 @@ class Layout:
     """For each of these the tensors that it becomes, with their shapes. An expert has its own."""
     buffers: frozenset[str]
     """Those that are no parameters."""
+    whole: frozenset[str]
+    """Those that hold whole numbers, such as counts; the others hold weights."""
     adapter: Any
     """torchtitan's."""
 
@@ -58,4 +60,5 @@ def layout_of(config: Trainer.Config) -> Layout:
         )
     buffers = frozenset(tensors) - {name for name, _ in model.named_parameters()}
     shapes = {key: tuple(value.shape) for key, value in tensors.items()}
-    return Layout(shapes, names, buffers, adapter)
+    whole = frozenset(key for key, value in tensors.items() if not value.is_floating_point())
+    return Layout(shapes, names, buffers, whole, adapter)

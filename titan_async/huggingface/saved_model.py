@@ -143,6 +143,8 @@ def _check_recipe(saved: SavedTensors, layout: Layout, weights: str, recipe: str
             why = f"it has no {kept}"
         elif found.shape != shape:
             why = f"its {kept} is {list(found.shape)}, where the recipe's is {list(shape)}"
+        elif found.dtype.is_floating_point == (key in layout.whole):
+            why = f"its {kept} is of the type {found.dtype}"
         if why:
             break
     others = [key for key in saved.tensors if key not in layout.shapes and not key.startswith(_OTHER_STATE)]

@@ -1,12 +1,11 @@
 """Which runs a folder holds, and what each of them is."""
 
-import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from titan_async.errors import UserError
-from titan_async.whole_files import write_json
+from titan_async.whole_files import read_json, write_json
 
 __all__ = ["EVENTS_FOLDER", "RunInfo", "RunShape", "events_folder", "read_info", "runs_in", "write_info"]
 
@@ -73,15 +72,23 @@ def read_info(folder: Path) -> RunInfo:
     """
     path = folder / _INFO
     try:
-        record: Any = json.loads(path.read_text(encoding="utf-8"))
+        record: Any = read_json(path)
         if record["format"] != _FORMAT:
             raise ValueError(f"its format is {record['format']}, and this version reads {_FORMAT}")
-        known = {field.name: record[field.name] for field in fields(RunInfo)}
+        known = {field.name: _of_type(record[field.name], field.type) for field in fields(RunInfo)}
+        known["ranks"] = tuple(tuple(map(int, stages)) for stages in known["ranks"])
     except FileNotFoundError:
         raise UserError(f"{folder} holds no {_INFO}: give the folder of a run that has begun") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({error}): use the version that wrote it") from None
-    return RunInfo(**known | {"ranks": tuple(map(tuple, known["ranks"]))})
+    return RunInfo(**known)
+
+
+def _of_type(value: Any, wanted: Any) -> Any:
+    types = {str: str, int: int, float: int | float}
+    if not isinstance(value, types.get(wanted, object)):
+        raise ValueError(f"{value!r} is not of the type {wanted.__name__}")
+    return value
 
 
 def runs_in(run_dir: str | Path) -> list[Path]:

@@ -6,7 +6,6 @@ the same model, but may have other degrees and another microbatch size.
 """
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from titan_async.planning.parts import trace_parts
 from titan_async.planning.stage_cost import StageCost
 from titan_async.planning.step_time import stage_costs
 from titan_async.training.stage_times import MEASURED_FILE
+from titan_async.whole_files import read_json
 
 __all__ = ["AS_ASSUMED", "Calibration", "calibrate"]
 
@@ -85,14 +85,14 @@ def calibrate(config: Trainer.Config, cluster: Cluster, folder: str) -> Calibrat
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except FileNotFoundError:
         raise UserError(
             f"--measured {path.parent} holds no {path.name}, which a run on several stages writes after its "
             "first steps: give the dump_folder of one"
         ) from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
+        raise UserError(f"{path} cannot be read ({error}): give the dump_folder of another run") from None
 
 
 def _layout_of(record: Any) -> Layout:

@@ -24,6 +24,8 @@ __all__ = ["COMPARED", "Plan", "Planner", "Refused"]
 COMPARED = ("Async2BW", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 """The schedules that every plan shows, besides its own."""
 
+_MOST_TASKS = 2**15
+"""Microbatches times stages: some seconds of simulation under each schedule."""
 
 _LEAST_STATE = 12
 """Bytes of every parameter that no layout is without: itself, its gradient and one state, in float32."""
@@ -165,6 +167,12 @@ class Planner:
         world_size = world_size_of(config)
         check_layout(config, world_size=world_size)
         layout = layout_of(config, world_size)
+        if layout.microbatches * layout.pp > _MOST_TASKS:
+            raise UserError(
+                f"a batch of {layout.microbatches} microbatches on {layout.pp} stages takes too long to "
+                "simulate: raise parallelism.pipeline_parallel_microbatch_size, or lower "
+                "training.global_batch_size"
+            )
         parts = self.parts_of(config)
         costs = self.calibration.apply(stage_costs(config, layout, parts, self.cluster))
         own = self.time(config)

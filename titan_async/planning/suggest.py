@@ -158,7 +158,8 @@ def _experts(config: Trainer.Config) -> int:
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def _least_seconds(layout: Layout, costs: list[StageCost]) -> float:

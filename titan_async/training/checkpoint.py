@@ -36,6 +36,7 @@ __all__ = [
     "NEXT_WEIGHTS",
     "RANDOM_STATE",
     "AsyncCheckpointer",
+    "check_index",
     "complete_steps",
     "save_for_resuming",
 ]
@@ -204,6 +205,20 @@ def _damaged(folder: Path, why: str) -> UserError:
     else:
         mend = "take another checkpoint, or remove that folder to start anew"
     return UserError(f"the checkpoint {folder} is damaged: {why}; {mend}")
+
+
+def check_index(folder: Path) -> None:
+    """Look whether a checkpoint has an index that can be read; runs nothing that it may contain.
+
+    Raises:
+        UserError: it has not.
+    """
+    try:
+        CheckingReader(folder)
+    except DamagedError as error:
+        raise _damaged(folder, str(error)) from error
+    except OSError as error:
+        raise _damaged(folder, f"{INDEX} cannot be read ({error.strerror})") from error
 
 
 def complete_steps(folder: Path) -> list[int]:

@@ -9,13 +9,15 @@ import torch
 from torch import nn
 from torchtitan.trainer import Trainer
 
+from titan_async.checkpoint.safetensors_files import SafetensorsFolder
 from titan_async.data import DocumentEncoder
 from titan_async.errors import UserError
 from titan_async.training._titan_internals import split_layers
 from titan_async.training.balance import KNOWN_MODULES, count_stages
-from titan_async.training.checkpoint import complete_steps
+from titan_async.training.checkpoint import check_index, complete_steps
 from titan_async.training.data_preflight import check_data
 from titan_async.training.edit import unknown_name
+from titan_async.training.number_ranges import check_numbers
 from titan_async.training.optimizer_preflight import check_optimizer
 from titan_async.training.pipeline import (
     ASYNC_SCHEDULE,
@@ -38,6 +40,9 @@ SCHEDULES = (
 )
 """The schedules that `parallelism.pipeline_parallel_schedule` can name."""
 
+_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
+"""What a checkpoint holds beside the model."""
+
 _TOKENIZER = "SmolLM2-135M"
 """The folder in which the recipes for GPUs expect their tokenizer."""
 
@@ -55,12 +60,13 @@ def check(config: Trainer.Config, *, world_size: int) -> None:
         UserError: one sentence that names the cause and the mend.
     """
     check_layout(config, world_size=world_size)
-    _check_folders(config)
+    _check_checkpoints(config)
     _check_tokenizer(config)
     model = build_on_meta(config)
     _check_balance(config, model)
     check_optimizer(config.optimizer, model)
     check_data(config)
+    _check_folders(config)  # last, since it makes one
 
 
 def check_layout(config: Trainer.Config, *, world_size: int) -> None:
@@ -80,21 +86,7 @@ def check_layout(config: Trainer.Config, *, world_size: int) -> None:
 
 
 def _check_numbers(config: Trainer.Config) -> None:
-    numbers = {
-        "metrics.log_freq": (config.metrics.log_freq, 1),
-        "training.steps": (config.training.steps, 0),
-        "training.seq_len": (config.training.seq_len, 1),
-        "training.local_batch_size": (config.training.local_batch_size, 1),
-        "training.gc_freq": (config.training.gc_freq, 1),
-        "lr_scheduler.warmup_steps": (config.lr_scheduler.warmup_steps, 0),
-        "max_skipped_updates": (getattr(config, "max_skipped_updates", 1), 1),
-        "dataloader.num_workers": (getattr(config.dataloader, "num_workers", 0), 0),
-    }
-    if config.validator.enable:
-        numbers["validator.freq"] = (config.validator.freq, 1)
-    for name, (value, least) in numbers.items():
-        if value < least:
-            raise UserError(f"{name} is {value}: set it to at least {least}")
+    check_numbers(config)
     longest = getattr(config.model_spec.model, "max_seq_len", config.training.seq_len)
     if config.training.seq_len > longest:
         raise UserError(
@@ -162,7 +154,13 @@ def _check_batch(config: Trainer.Config, data_parallel: int) -> None:
 
 def _check_schedule(config: Trainer.Config) -> None:
     name = config.parallelism.pipeline_parallel_schedule
-    if config.parallelism.pipeline_parallel_schedule_csv:
+    table = config.parallelism.pipeline_parallel_schedule_csv
+    if table:
+        if not os.path.isfile(table):
+            raise UserError(
+                f"parallelism.pipeline_parallel_schedule_csv is {table}, which is no file: name one with a "
+                "schedule, or leave it out"
+            )
         return
     if name.lower() not in {known.lower() for known in SCHEDULES}:
         raise UserError(unknown_name("parallelism.pipeline_parallel_schedule", name, SCHEDULES))
@@ -194,29 +192,41 @@ def _check_stages(config: Trainer.Config) -> None:
         ) from None
 
 
-def _check_folders(config: Trainer.Config) -> None:
-    folder = Path(config.dump_folder)
-    _check_writable(folder, "dump_folder", make=True)
+def _check_checkpoints(config: Trainer.Config) -> None:
     checkpoint = config.checkpoint
     if not checkpoint.enable:
         return
-    if not checkpoint.load_only and "://" not in checkpoint.folder:
-        _check_writable(folder / checkpoint.folder, "checkpoint.folder", make=False)
-    step, saved = checkpoint.load_step, complete_steps(folder / checkpoint.folder)
+    unknown = [name for name in checkpoint.exclude_from_loading if name not in _STATES]
+    if unknown:
+        raise UserError(unknown_name("checkpoint.exclude_from_loading", unknown[0], _STATES))
+    folder = Path(config.dump_folder, checkpoint.folder)
+    step, saved = checkpoint.load_step, complete_steps(folder)
     if step != -1 and step not in saved:
         there = f"there are steps {', '.join(map(str, saved))}" if saved else "there is none"
-        raise UserError(
-            f"checkpoint.load_step is {step}, but {folder / checkpoint.folder} has no such checkpoint: "
-            f"{there}"
-        )
+        raise UserError(f"checkpoint.load_step is {step}, but {folder} has no such checkpoint: {there}")
     if step == -1 and saved and saved[-1] > config.training.steps:
         raise UserError(
-            f"training.steps is {config.training.steps}, but {folder / checkpoint.folder} has a checkpoint "
+            f"training.steps is {config.training.steps}, but {folder} has a checkpoint "
             f"of step {saved[-1]}: raise training.steps to go on from it, or choose another dump_folder"
         )
     path = checkpoint.initial_load_path
     if path and os.path.isabs(path) and not os.path.isdir(path):
         raise UserError(f"checkpoint.initial_load_path is {path}, which is not a folder: give a checkpoint's")
+    if saved:
+        check_index(folder / f"step-{saved[-1] if step == -1 else step}")
+    elif checkpoint.initial_load_in_hf:
+        if "://" not in (path or ""):
+            SafetensorsFolder(path or config.hf_assets_path)  # which refuses pickled weights
+    elif path and "://" not in path:
+        check_index(Path(path))
+
+
+def _check_folders(config: Trainer.Config) -> None:
+    folder, checkpoint = Path(config.dump_folder), config.checkpoint
+    _check_writable(folder, "dump_folder", make=False)
+    if checkpoint.enable and not checkpoint.load_only and "://" not in checkpoint.folder:
+        _check_writable(folder / checkpoint.folder, "checkpoint.folder", make=False)
+    _check_writable(folder, "dump_folder", make=True)
 
 
 def _check_writable(folder: Path, flag: str, *, make: bool) -> None:

@@ -1,5 +1,6 @@
 """What a value may be, in a recipe file and on the command line, whatever field it is for."""
 
+import re
 import tomllib
 from typing import Any
 
@@ -7,6 +8,11 @@ __all__ = ["MOST_NESTED", "check_value", "parse_toml"]
 
 MOST_NESTED = 32
 """Tables and arrays within each other."""
+
+_LONG_KEY = re.compile(
+    rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MOST_NESTED + 1}}}"""
+)
+"""A key of so many parts, for which tomllib takes time and memory of the square of its length."""
 
 _MOST_INTEGER = 2**64
 """What TOML promises, and no setting needs more."""
@@ -20,6 +26,8 @@ def parse_toml(text: str) -> dict[str, Any]:
         ValueError: it is nested too deeply, or has a number of thousands of digits; the message completes the
             sentence "one of its values ...".
     """
+    if _LONG_KEY.search(text):
+        raise ValueError("is nested too deeply")
     try:
         data = tomllib.loads(text)
     except RecursionError:

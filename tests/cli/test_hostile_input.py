@@ -1,0 +1,215 @@
+"""Invocations and files that nobody should trust: one sentence each, and nothing else happens.
+
+Not run, not half-written, not waited for, not kept in memory: whatever a file holds and whatever is typed,
+the command says in one line what is wrong and how to mend it, ends with status 2, and leaves the folder as it
+was. `tests/cli/hostile_cases.py` has the table.
+`tests/training/test_mistakes.py` and the tests of the layers have the mistakes of people who mean well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import runpy
+import shutil
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli import hostile_files as files
+from tests.cli.hostile_cases import CASES, TEXT, Case
+from tests.support.events import write_run
+from tests.support.saved_runs import DENSE, ROOT, save_run
+from tests.support.training import environment, train
+from titan_async.cli import elastic, main
+from titan_async.data.files import read_documents
+from titan_async.data.tokenizer import shakespeare_tokenizer_folder
+from titan_async.errors import UserError
+from titan_async.training.number_ranges import check_numbers
+from titan_async.training.recipe_file import resolve, resolve_recipe
+
+pytestmark = pytest.mark.timeout(120)  # a case that waits for a pipe would wait for ever
+
+MOST_SECONDS = 10
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, its model in one file and in several, a recorded run, token files, and a tokenizer."""
+    folder = tmp_path_factory.mktemp("good")
+    save_run(folder / "run")
+    write_run(folder / "events", steps=4, stages=2)
+    shutil.copytree(shakespeare_tokenizer_folder(), folder / "tokenizer")
+    (folder / "a.txt").write_text("To be, or not to be.\n" * 100)
+    for argv in (
+        ["convert", str(folder / "run"), str(folder / "one")],
+        ["convert", str(folder / "run"), str(folder / "several"), "--max-shard-size", "4MB"],
+    ):
+        assert main.main(argv) == 0
+    argv = [str(folder / "tokens"), "--tokenizer", str(folder / "tokenizer"), "--dataset_path"]
+    assert prepare_data([*argv, str(folder / "a.txt"), "--processes", "1"]) == 0
+    return folder
+
+
+prepare_data: Callable[[list[str]], int] = runpy.run_path(str(ROOT / "tools" / "prepare_data.py"))["main"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in os.environ.keys() - environment().keys():
+        monkeypatch.delenv(name)
+
+    def start(*args: object, **options: object) -> None:
+        raise AssertionError("processes were started")
+
+    monkeypatch.setattr(elastic, "run_workers", start)
+    return tmp_path
+
+
+def listing(folder: Path) -> dict[str, tuple[int, int]]:
+    """Everything in a folder, with kind and size."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        status = path.lstat()
+        size = status.st_size if path.is_file() else 0
+        found[str(path.relative_to(folder))] = (status.st_mode, size)
+    return found
+
+
+def test_there_are_enough_cases() -> None:
+    assert len({case.name for case in CASES}) == len(CASES) >= 60
+    assert {case.argv.split()[0] for case in CASES if isinstance(case.argv, str)} >= {*main.VERBS, "prepare"}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_one_sentence_and_nothing_else(
+    case: Case,
+    good: Path,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    if case.needs:
+        shutil.copytree(good / case.needs, here / case.needs)
+    case.make(here)
+    for name, value in case.variables.items():
+        monkeypatch.setenv(name, value)
+    words = case.argv.split() if isinstance(case.argv, str) else case.argv
+    words = [str(DENSE) if word == "RECIPE" else word.replace("HERE", str(here)) for word in words]
+    before = listing(here)
+    capfd.readouterr()
+    begin = time.process_time()
+    status = prepare_data(words[1:]) if words[0] == "prepare" else main.main(words)
+    seconds = time.process_time() - begin
+    out, err = capfd.readouterr()
+    assert (status, out) == (2, "")
+    assert err.endswith("\n") and err[:-1].isprintable() and "Traceback" not in err, err[:2000]
+    missing = [word for word in case.words if word not in err]
+    assert not missing, f"{missing} not in: {err[:2000]}"
+    assert listing(here) == before
+    assert seconds < MOST_SECONDS
+
+
+@pytest.mark.parametrize(
+    "make", [files.endless_line("a.jsonl.gz"), files.sparse("a.txt", 10 << 30)], ids=["gzip", "zeros"]
+)
+def test_a_bomb_takes_little_memory(make: Callable[[Path], object], tmp_path: Path) -> None:
+    make(tmp_path)
+    [file] = tmp_path.iterdir()
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match="has more than"):
+            list(read_documents(file, "text"))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 1 << 30
+
+
+def refusal(config: Any) -> str:
+    try:
+        check_numbers(config)
+    except UserError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_every_number_has_limits() -> None:
+    """No field of the configuration, whatever it is for, takes NaN or a number that no run reaches."""
+    config = resolve([str(DENSE)])
+    taken, seen = [], 0
+
+    def visit(section: Any, path: str) -> None:
+        nonlocal seen
+        for field in dataclasses.fields(section):
+            value = getattr(section, field.name)
+            if dataclasses.is_dataclass(value) and field.name != "model_spec":
+                visit(value, f"{path}{field.name}.")
+            elif isinstance(value, int | float) and not isinstance(value, bool):
+                seen += 1
+                wrong: tuple[float, ...] = (2**70, -(2**70)) if isinstance(value, int) else (float("nan"),)
+                for number in wrong:
+                    setattr(section, field.name, number)
+                    said = refusal(config)
+                    if f"{path}{field.name} is {number}" not in said:
+                        taken.append(f"{path}{field.name} = {number}: {said}")
+                setattr(section, field.name, value)
+
+    visit(config, "")
+    assert seen > 40
+    assert not taken
+
+
+def test_what_is_strange_and_harmless_is_taken(here: Path) -> None:
+    """What says that code belongs to a tokenizer or a model is not run, and no reason to refuse the rest."""
+    shutil.copytree(shakespeare_tokenizer_folder(), "tokenizer")
+    code = {"AutoTokenizer": ["evil.Tokenizer", None]}
+    files.changed_json("tokenizer_config.json", auto_map=code, tokenizer_class="Evil")(Path("tokenizer"))
+    Path("tokenizer/evil.py").write_text("import os; os.mkdir('canary')")
+    with pytest.raises(AssertionError, match="^processes were started$"):
+        main.main(["train", str(DENSE), "--dump_folder", "out", "--hf_assets_path", "tokenizer"])
+    assert not Path("canary").exists()
+
+
+def test_code_in_a_model_is_not_run(good: Path, here: Path) -> None:
+    shutil.copytree(good / "one", "one")
+    files.changed_json("config.json", auto_map={"AutoModel": "evil.Model"})(Path("one"))
+    Path("one/evil.py").write_text("import os; os.mkdir('canary')")
+    assert main.main(["import", "one", "out"]) == 0
+    assert sorted(path.name for path in here.iterdir()) == ["one", "out"]
+
+
+def test_the_pickles_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a folder without `canary` says something."""
+    monkeypatch.chdir(tmp_path)
+    files.pickled("a")(tmp_path)
+    pickle.loads(Path("a").read_bytes())
+    assert Path("canary").is_dir()
+
+
+def test_the_line_of_a_key_is_found_in_a_long_file(here: Path) -> None:
+    comments = "# x\n" * 30_000
+    text = comments + TEXT.replace("steps = 300", "stesp = [\n1,\n\n2]") + comments
+    Path("x.toml").write_text(text)
+    line = text[: text.index("stesp")].count("\n") + 1
+    begin = time.process_time()
+    with pytest.raises(UserError, match=rf"^x\.toml:{line}: unknown key training.stesp"):
+        resolve_recipe(["x.toml"])
+    assert time.process_time() - begin < MOST_SECONDS
+
+
+def test_no_rank_waits_for_one_that_cannot_load(good: Path, tmp_path: Path) -> None:
+    """What only training processes can find: an index is good, and the file that it names is not there."""
+    shutil.copytree(good / "run", tmp_path / "other")
+    (tmp_path / "other/checkpoint/step-7/__0_0.distcp").unlink()
+    initial = tmp_path / "other/checkpoint/step-7"
+    run = train(tmp_path, "--checkpoint.initial_load_path", initial, "--validator.no-enable")
+    assert (run.status, run.err.count("\n")) == (2, 1)
+    assert "__0_0.distcp is missing" in run.err and "take another checkpoint" in run.err
+    assert not list(tmp_path.glob("run/checkpoint/*"))
