@@ -143,6 +143,23 @@ def test_what_cannot_be_written_costs_no_training(tmp_path: Path, monkeypatch: p
     assert [error.errno for error in errors] == [errno.ENOSPC]
 
 
+def test_a_last_word_that_cannot_be_written_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = []
+    recorder = start(tmp_path, HostClock(), failed=errors.append)
+    write = EventWriter.write_state
+
+    def full(self, current, memory, closed=False):
+        if closed:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, current, memory)
+
+    monkeypatch.setattr(EventWriter, "write_state", full)
+    recorder.close()
+    assert [error.errno for error in errors] == [errno.ENOSPC]
+
+
 def test_more_spans_than_can_be_written_cost_the_oldest(tmp_path: Path) -> None:
     recorder = start(tmp_path, HostClock())
     with recorder._lock:  # as if the disk had no time
