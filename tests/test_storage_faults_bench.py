@@ -1,0 +1,72 @@
+"""What the table of faults does to checkpoints is what it says, and is told as it expects."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from titan_async.checkpoint._dcp_files_internals import (
+    CheckingReader,
+    DamagedError,
+    SealingWriter,
+    ValueLoadPlanner,
+)
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "bench"))
+
+from _faults.checkpoints import damages
+from _faults.runs import Run
+from _faults.undisturbed import sentence_of
+
+
+def load(folder: Path) -> str | None:
+    """Loads a checkpoint; what is said of its damage."""
+    state = {"tensor": torch.zeros(100_000)}
+    try:
+        dcp.load(state, storage_reader=CheckingReader(folder), planner=ValueLoadPlanner())
+    except DamagedError as error:
+        return str(error)
+    except CheckpointException as error:
+        [(cause, _)] = error.failures.values()
+        return str(cause)
+    return None
+
+
+def test_every_damage_is_told_as_expected(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    dcp.save({"tensor": torch.arange(100_000.0)}, storage_writer=SealingWriter(whole))
+    assert load(whole) is None
+    found = list(damages(quick=False))
+    assert [len(tries) for _, tries, _ in found] == [2, 3, 2, 3]
+    for number, (_, tries, said) in enumerate(found):
+        for again, damage in enumerate(tries):
+            folder = tmp_path / f"{number}-{again}"
+            shutil.copytree(whole, folder)
+            damage(folder)
+            why = load(folder)
+            assert why is not None
+            line = f"the checkpoint run/checkpoint/step-8 is damaged: {why}; remove that folder to go on "
+            line += "from step 4"
+            assert re.search(said, line), line
+            assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("status", "err", "good"),
+    [
+        (2, "cannot save x\n", True),
+        (1, "cannot save x\n", False),
+        (2, "Traceback\ncannot save x\n", False),
+        (2, "another sentence\n", False),
+        (2, "", False),
+    ],
+)
+def test_a_sentence_is_one_line_and_the_status_of_a_mistake(status: int, err: str, good: bool) -> None:
+    assert sentence_of(Run(status, "", err), "cannot save") == ("cannot save x" if good else None)
