@@ -30,7 +30,8 @@ def joint_group(ranks: Iterable[int]) -> dist.ProcessGroup:
     """
     members = tuple(sorted(ranks))
     _joined[members] += 1
-    name = hashlib.sha1(f"titan_async {members} {_joined[members]}".encode()).hexdigest()
+    text = f"titan_async {members} {_joined[members]}"
+    name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
     torch_name, world = distributed_c10d._hash_ranks_to_str, distributed_c10d._world
     count = world.group_count
     distributed_c10d._hash_ranks_to_str = lambda ranks: name

@@ -8,7 +8,7 @@ stands a checksum of it, unless torch alone has written the checkpoint.
 import io
 import os
 import pathlib
-import pickle
+import pickle  # nosec B403  # the unpickler below names all that it may call
 import zlib
 from collections.abc import Callable
 from pathlib import Path

@@ -85,8 +85,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_OF_TEXT,
         "eos_token": END_OF_TEXT,
-        "add_bos_token": True,
-        "add_eos_token": True,
+        "add_bos_token": True,  # nosec B105  # no password
+        "add_eos_token": True,  # nosec B105
     }
     path = Path(folder)
     texts = {

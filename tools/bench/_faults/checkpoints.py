@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import pickle
+import pickle  # nosec B403  # only written, as a trap that must not go off
 import random
 import shutil
 import time
