@@ -349,8 +349,8 @@ def test_processes_per_node(
             "NGPU=3 on 1 node(s) makes 3 processes, but parallelism asks for a multiple of 2 "
             "(pipeline_parallel_degree 2); change NGPU or the degrees",
         ),
-        (degrees(), {"NGPU": "two"}, 0, "NGPU must be a positive integer, not two"),
-        (degrees(), {"NNODES": "0"}, 0, "NNODES must be a positive integer, not 0"),
+        (degrees(), {"NGPU": "two"}, 0, "NGPU must be a positive integer, not two: correct it, or unset it"),
+        (degrees(), {"NNODES": "0"}, 0, "NNODES must be a positive integer, not 0: correct it, or unset it"),
         (
             degrees(pp=3, shard=1), {"NNODES": "2"}, 0,
             "3 processes (pipeline_parallel_degree 3) cannot be divided over NNODES=2; change the degrees",
