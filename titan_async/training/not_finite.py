@@ -58,8 +58,8 @@ class Search:
             }
             parts = {name: part for name, part in gradients.items() if part.numel()}
             if parts:
-                largest = torch._foreach_norm(list(parts.values()), torch.inf)
-                self._largest[number] = list(parts), torch.stack([value.float() for value in largest])
+                largest = [torch.linalg.vector_norm(part, torch.inf).float() for part in parts.values()]
+                self._largest[number] = list(parts), torch.stack(largest)
 
     def end_update(self, finite: bool) -> str:
         """Note that a gradient was clipped. If it was not `finite` on some rank, a collective over all.

@@ -60,7 +60,7 @@ class Fault:
 FAULTS = (
     Fault("a text file is cut in mid-read", _CHANGED.format(file=TEXT), {"step": 2, "cut": TEXT}),
     Fault("a JSON lines file vanishes", rf"The data file \S*{LINES} can't be read \(No such file or dir",
-          {"step": 6, "unlink": LINES}),
+          {"step": 14, "unlink": LINES}),
     Fault("a line is no JSON", rf"Line 3 of \S*{LINES} is not valid JSON \(.*\): mend or remove that line",
           file=LINES, wrong=b'"}}'),
     Fault("bytes that are no UTF-8", rf"Line 3 of \S*{LINES} is not UTF-8 text \(.*\): convert it to UTF-8",
