@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,10 +36,13 @@ sys.exit(worker.main([]))
 
 
 def test_lines_that_find_no_room(tmp_path: Path) -> None:
+    # Python then flushes once more, at its end.
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-c", SPEAKER], stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path
-        )
+            [sys.executable, "-c", SPEAKER], stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+            env=environment,
+        )  # fmt: skip
     assert done.returncode == 0
     assert done.stderr == (
         "cannot write the lines of this run to its output: No space left on device; training goes on\n"
