@@ -16,7 +16,7 @@ import torch
 
 from _faults.result import Attempt, Result, summarize
 from _faults.runs import is_same, saved_state, train
-from _faults.watched import Watched, under_the_launcher, under_torchrun
+from _faults.watched import SHUTDOWN_TIMEOUT, Watched, under_the_launcher, under_torchrun
 from titan_async.monitor.spans import folder_of
 from titan_async.monitor.view.processes import is_alive
 from titan_async.monitor.view.snapshot import RunWatch
@@ -76,7 +76,10 @@ def _once(folder: Path, number: signal.Signals, whom: str, expected: State) -> A
 
 
 def _twice(folder: Path, number: signal.Signals, whom: str, expected: State) -> Attempt:
-    """Asked to stop while a step does not end; asked again, all processes end at once."""
+    """Asked to stop while a step does not end; asked again, all processes end at once.
+
+    But torchrun passes a second SIGTERM on too, and kills its processes when their time is over.
+    """
     folder.mkdir(parents=True)
     run = STARTERS[whom](folder, *FLAGS, fault=_stuck(1))
     run.wait_for_step(AT - 1)
@@ -88,7 +91,8 @@ def _twice(folder: Path, number: signal.Signals, whom: str, expected: State) -> 
     sent = time.time()
     _send(run, number)
     status = run.wait(timeout=300)
-    soon = time.time() - sent < PATIENCE
+    slow = whom == "torchrun" and number == signal.SIGTERM
+    soon = time.time() - sent < PATIENCE + (SHUTDOWN_TIMEOUT if slow else 0)
     said = f"stopped by {number.name}" if whom != "torchrun" else f"got signal: {number.value}"
     right = waits and soon and status != 0 and any(said in line.text for line in run.err)
     return _resumed(folder, run, ranks, sent, expected, right, run.last_words)

@@ -15,7 +15,10 @@ from typing import IO, Any
 from _faults.runs import command, environment, start
 from titan_async.monitor.view.processes import is_alive
 
-__all__ = ["Watched", "under_the_launcher", "under_torchrun"]
+__all__ = ["SHUTDOWN_TIMEOUT", "Watched", "under_the_launcher", "under_torchrun"]
+
+SHUTDOWN_TIMEOUT = 100
+"""Seconds that torchrun gives processes after SIGTERM, as the README has it."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ def under_torchrun(
     """Start a run of two ranks under torchrun, which starts all of them again if one dies."""
     argv = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", 1, "--nproc-per-node", 2,
-        "--max-restarts", restarts, "--monitor-interval", 0.1, "--shutdown-timeout", 100,
+        "--max-restarts", restarts, "--monitor-interval", 0.1, "--shutdown-timeout", SHUTDOWN_TIMEOUT,
         "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *command(*flags)[1:],
     ]  # fmt: skip
     process = subprocess.Popen(
