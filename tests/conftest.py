@@ -10,10 +10,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from hypothesis import settings
 
-from titan_async.training import cpu
+from titan_async.config.device import ensure_device
 
 settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
 
 # Before any test imports a part of torchtitan that binds the device.
-cpu.ensure_device()
+ensure_device()

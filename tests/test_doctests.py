@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import titan_async
-from titan_async.training import cpu
+from titan_async.config.device import ensure_device
 
 PACKAGE = Path(titan_async.__file__).parent
 
@@ -37,7 +37,7 @@ WITH_AN_EXAMPLE = {
     "planning.hardware": ["cluster_of"],
     "planning.layout": ["layout_of"],
     "training.balance": ["balanced_split"],
-    "training.recipe_file": ["resolve"],
+    "config.recipe_file": ["resolve"],
 }
 
 
@@ -47,7 +47,7 @@ def test_modules_with_examples_are_found() -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_of_a_module_are_true(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu.ensure_device()  # before an example imports torchtitan
+    ensure_device()  # before an example imports torchtitan
     module = importlib.import_module(name)
     # Indentation or a missing section could hide an example from doctest.
     text = Path(str(module.__file__)).read_text(encoding="utf-8")
@@ -60,6 +60,6 @@ def test_the_examples_of_a_module_are_true(name: str, monkeypatch: pytest.Monkey
     ("package", "name"), [(package, name) for package, names in WITH_AN_EXAMPLE.items() for name in names]
 )
 def test_main_names_have_an_example(package: str, name: str) -> None:
-    cpu.ensure_device()
+    ensure_device()
     documented = getattr(importlib.import_module(f"titan_async.{package}"), name)
     assert doctest.DocTestParser().get_examples(documented.__doc__)

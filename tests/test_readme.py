@@ -61,7 +61,7 @@ def test_the_python_examples_learn(tmp_path, program, processes):
 
 
 def resolved(tmp_path, monkeypatch, text, *flags):
-    from titan_async.training.recipe_file import resolve
+    from titan_async.config.recipe_file import resolve
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.toml").write_text(text, encoding="utf-8")
@@ -159,7 +159,7 @@ def test_the_links_lead_somewhere(page):
 
 
 def test_the_flags_of_recipes_they_name_exist(monkeypatch):
-    from titan_async.training.recipe_file import resolve
+    from titan_async.config.recipe_file import resolve
 
     config = resolve(["debug_cpu.toml"])
     flags = {

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from titan_async.config.edit import unknown_name
 from titan_async.errors import UserError
 from titan_async.monitor.figures import save, style
 from titan_async.monitor.gantt import Box, Chart, draw_charts, tint_of
 from titan_async.pipelining.programs import ONE_STAGE, V_SHAPED, schedule_programs, stages_of_ranks
 from titan_async.pipelining.recording import Kind
 from titan_async.pipelining.simulation import COMPUTE, Run, Timing, simulate
-from titan_async.training.edit import unknown_name
 
 SCHEDULES = (*ONE_STAGE, "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *V_SHAPED)
 

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from titan_async.training import cpu
+from titan_async.config.device import ensure_device
 
-cpu.ensure_device()  # before torchtitan is imported
+ensure_device()  # before torchtitan is imported
 
 from torchtitan.trainer import Trainer
 

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from titan_async.data.extent import estimate_documents
 from titan_async.data.prepare import SHARD_TOKENS, prepare_tokens
-from titan_async.data.sources import TextSource
+from titan_async.data.text_source import TextSource
 from titan_async.data.token_files import TokenFiles
 from titan_async.errors import UserError
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_async.training.recipe_file import Resolved, resolve_recipe
+from titan_async.config.recipe_file import Resolved, resolve_recipe
 
 RECIPE = 'recipe = "llama3_debugmodel"\n'
 """A recipe of torchtitan's own: it has every section and needs none of ours."""

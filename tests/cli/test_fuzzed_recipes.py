@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.saved_runs import ROOT
+from titan_async.config.recipe_file import resolve_recipe
 from titan_async.errors import UserError
-from titan_async.training.recipe_file import resolve_recipe
 
 FILES = sorted((ROOT / "toml_configs").glob("*.toml"))
 MOST_SECONDS = 5  # of the processor

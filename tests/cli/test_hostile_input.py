@@ -27,11 +27,11 @@ from tests.support.events import write_run
 from tests.support.saved_runs import DENSE, ROOT, save_run
 from tests.support.training import environment, train
 from titan_async.cli import elastic, main
+from titan_async.config.number_ranges import check_numbers
+from titan_async.config.recipe_file import resolve, resolve_recipe
 from titan_async.data.files import read_documents
 from titan_async.data.tokenizer import shakespeare_tokenizer_folder
 from titan_async.errors import UserError
-from titan_async.training.number_ranges import check_numbers
-from titan_async.training.recipe_file import resolve, resolve_recipe
 
 pytestmark = pytest.mark.timeout(120)  # a case that waits for a pipe would wait for ever
 

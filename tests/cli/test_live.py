@@ -21,8 +21,8 @@ import pytest
 
 from tests.support.training import RECIPE, environment
 from titan_async.cli import launch, live
+from titan_async.config.flags import parse_arguments
 from titan_async.errors import UserError
-from titan_async.training.recipe_flags import parse_arguments
 
 WORKER = """
     import os, signal, sys, time

@@ -12,8 +12,8 @@ import pytest
 import titan_async
 from tests.cli.conftest import RECIPE
 from titan_async.cli import launch, main, train
+from titan_async.config.recipe_list import list_recipes, recipes_folder
 from titan_async.training import failures
-from titan_async.training.recipe_list import list_recipes, recipes_folder
 
 ROOT = Path(titan_async.__file__).parents[1]
 

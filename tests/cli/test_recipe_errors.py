@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import RECIPE
+from titan_async.config.recipe_file import Resolved, resolve_recipe
 from titan_async.errors import UserError
-from titan_async.training.recipe_file import Resolved, resolve_recipe
 
 WRONG_FILES = [
     ("[training]\nstesp = 3", "x.toml:3: unknown key training.stesp; did you mean training.steps?"),

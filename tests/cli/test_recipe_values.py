@@ -11,8 +11,8 @@ import pytest
 
 import titan_async
 from tests.cli.conftest import RECIPE
-from titan_async.training.recipe_file import Resolved, resolve_recipe
-from titan_async.training.recipe_list import list_recipes
+from titan_async.config.recipe_file import Resolved, resolve_recipe
+from titan_async.config.recipe_list import list_recipes
 
 
 def get(config: Any, path: str) -> Any:

@@ -15,13 +15,13 @@ import torch.distributed.checkpoint as dcp
 from tests.support.saved_runs import logits
 from tests.support.transformers_models import DENSE, EXPERTS, LENGTH, MODELS, VOCAB, build
 from titan_async.checkpoint.distributed import SavedTensors
+from titan_async.config.recipe_file import Resolved
 from titan_async.data import shakespeare_tokenizer_folder
 from titan_async.errors import UserError
 from titan_async.huggingface.architecture import check_same, describe, read_description
 from titan_async.huggingface.convert import convert
 from titan_async.huggingface.layout import layout_of
 from titan_async.huggingface.saved_model import SavedModel
-from titan_async.training.recipe_file import Resolved
 
 
 def changed(spec: Any, **attention: Any) -> Any:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from tests.support.saved_runs import DENSE, MOE, random_weights, save_run
 from titan_async.checkpoint.distributed import SavedTensors
 from titan_async.cli.main import main
-from titan_async.training.recipe_file import resolve_recipe
+from titan_async.config.recipe_file import resolve_recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -263,8 +263,8 @@ def test_too_little_room_is_said_before(
 
 KILLED = """
 import os, signal, sys
-from titan_async.training import cpu
-cpu.ensure_device()
+from titan_async.config.device import ensure_device
+ensure_device()
 from titan_async.huggingface.convert import convert
 from titan_async.huggingface.saved_model import open_saved
 def progress(done, total):

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tests.support.saved_runs import DENSE, MOE, logits, torchtitan_model
 from tests.support.training import train
 from titan_async.cli.main import main
-from titan_async.training.recipe_file import resolve_recipe
+from titan_async.config.recipe_file import resolve_recipe
 
 STEPS, LENGTH = 4, 64
 

@@ -9,14 +9,14 @@ from tests.support.peaks import peak_of_a_run
 from tests.support.planning import make_layout
 from tests.support.processes import WorkerPool
 from tests.support.training import ROOT
-from titan_async.training import cpu
+from titan_async.config.device import ensure_device
 
-cpu.ensure_device()
+ensure_device()
 
+from titan_async.config.recipe_file import resolve  # noqa: E402
 from titan_async.planning.layout import layout_of  # noqa: E402
 from titan_async.planning.memory import Memory, Shards, memory_of, shards_of  # noqa: E402
 from titan_async.planning.parts import Weight, trace_parts  # noqa: E402
-from titan_async.training.recipe_file import resolve  # noqa: E402
 
 P = "--parallelism."
 

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from titan_async.config.device import ensure_device
 from titan_async.training import cpu
 
-cpu.ensure_device()
+ensure_device()
 
 from torchtitan.config.override import apply_overrides  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402

@@ -13,13 +13,13 @@ import torch
 from torch.distributed.checkpoint import SavePlan
 from torchtitan.trainer import Trainer
 
+from titan_async.config.recipe_file import resolve
 from titan_async.errors import UserError
 from titan_async.rehearsal.narrow import narrowed, prepared, world_size
 from titan_async.rehearsal.processes import for_each
 from titan_async.rehearsal.rank import build_at_real_width, rehearse
 from titan_async.rehearsal.saved import Entries, check_plans, expected_entries
 from titan_async.training import preflight
-from titan_async.training.recipe_file import resolve
 
 ROOT = Path(__file__).parents[2]
 

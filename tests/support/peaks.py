@@ -8,11 +8,11 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 def peak_of_a_run(rank: int, group: Any, argv: list[str]) -> int:
     """Train as `argv` says, in a process that torchtitan takes for one of `group`'s size."""
-    from titan_async.training import cpu
+    from titan_async.config.device import ensure_device
 
-    cpu.ensure_device()
+    ensure_device()
+    from titan_async.config.recipe_file import resolve
     from titan_async.planning.live_tensors import peak_of_training
-    from titan_async.training.recipe_file import resolve
 
     os.environ.update(LOCAL_RANK=str(rank), LOG_RANK=",".join(map(str, range(group.size()))))
     _clear_sharding_prop_cache()  # which remembers the meshes of an earlier trainer

@@ -11,8 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from titan_async.config.recipe_file import resolve_recipe
 from titan_async.training import cpu
-from titan_async.training.recipe_file import resolve_recipe
 from titan_async.training.run_folder import RECIPE, recipe_text
 
 __all__ = ["DENSE", "MOE", "logits", "save_run", "torchtitan_model"]

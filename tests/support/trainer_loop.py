@@ -69,10 +69,10 @@ def train(
     rank: int, group: Any, argv: Sequence[str], prepare: Callable[[Any, Trained], None] | None = None
 ) -> Trained:
     """Train one rank's part; `prepare` is called with the trainer before it starts."""
-    from titan_async.training import cpu
+    from titan_async.config.device import ensure_device
 
-    cpu.ensure_device()
-    from titan_async.training.recipe_file import resolve
+    ensure_device()
+    from titan_async.config.recipe_file import resolve
 
     os.environ.update(LOCAL_RANK=str(rank), LOG_RANK=",".join(map(str, range(group.size()))))
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan does where it starts torch.distributed
@@ -251,8 +251,8 @@ def build(argv: Sequence[str]) -> tuple[Any, nn.Module]:
     """The configuration, and the whole model in one piece."""
     from torchtitan.config.override import apply_overrides
 
+    from titan_async.config.recipe_file import resolve
     from titan_async.training import cpu
-    from titan_async.training.recipe_file import resolve
 
     config = cpu.adapt_config(resolve(argv))
     config.model_spec.model.update_from_config(config=config)

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 from tests.support.processes import WorkerPool
 from tests.support.training import train
+from titan_async.config.device import ensure_device
 from titan_async.training import cpu
 
-cpu.ensure_device()
+ensure_device()
 
 from torchtitan.config import derive  # noqa: E402
 from torchtitan.models.llama3 import Llama3Model  # noqa: E402

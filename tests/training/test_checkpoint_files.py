@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from titan_async.config.device import ensure_device
 from titan_async.errors import UserError
-from titan_async.training import cpu
 
-cpu.ensure_device()
+ensure_device()
 
 from titan_async.training.checkpoint import AsyncCheckpointer, complete_steps  # noqa: E402
 

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.support.poison import poison
 from tests.support.trainer_loop import Pools, Trained, Values, arguments, distance, merged, whole_values
 from tests.support.training import RECIPE
+from titan_async.config.recipe_file import resolve
 from titan_async.errors import UserError
-from titan_async.training.recipe_file import resolve
 
 DECAY = 0.75
 SECTION = ("--ema.decay", DECAY)

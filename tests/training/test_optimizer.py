@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from titan_async.config.recipe_file import resolve
 from titan_async.errors import UserError
 from titan_async.optim import ErrorFeedback, Muon
-from titan_async.training.recipe_file import resolve
 
 LAYER_MATRICES = {
     "attention.qkv_linear.wq",

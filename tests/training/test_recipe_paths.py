@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from titan_async.config.recipe_list import recipe_files
+from titan_async.config.toml_file import read_recipe_file
 from titan_async.errors import UserError
-from titan_async.training.recipe_list import recipe_files
-from titan_async.training.toml_source import read_recipe_file
 
 OURS = "debug_cpu.toml"
 

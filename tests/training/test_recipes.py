@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
+from titan_async.config.recipe_file import resolve, resolve_recipe
+from titan_async.config.recipe_list import list_recipes
 from titan_async.data import shakespeare_tokenizer_folder
 from titan_async.training import preflight
 from titan_async.training._titan_internals import keep_modules, split_layers
 from titan_async.training.optimizer_config import match_group
-from titan_async.training.recipe_file import resolve, resolve_recipe
-from titan_async.training.recipe_list import list_recipes
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

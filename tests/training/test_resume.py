@@ -21,13 +21,13 @@ like a whole checkpoint, and whether each batch began with nothing left to stage
 
 def train(rank, group, folder, steps, flags, *, slow_writes=0.0, random_state=True):
     """Train up to `steps`, from the checkpoint in `folder` if there is one."""
-    from titan_async.training import cpu
+    from titan_async.config.device import ensure_device
 
-    cpu.ensure_device()
+    ensure_device()
     from torch.distributed.checkpoint import FileSystemWriter
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    from titan_async.training.recipe_file import resolve
+    from titan_async.config.recipe_file import resolve
 
     _clear_sharding_prop_cache()  # which remembers the meshes of an earlier trainer
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from tests.support.training import RECIPE, Run, train
+from titan_async.config.device import ensure_device
 from titan_async.monitor.events import RankReader, utilization_of
 from titan_async.monitor.journal import JournalReader
 from titan_async.monitor.run_folder import read_info, runs_in
 from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
-from titan_async.training import cpu
 
 MICROBATCHES = 4
 
@@ -200,10 +200,10 @@ def test_a_run_goes_on_without_its_record(tmp_path: Path) -> None:
 
 
 def test_one_key_turns_it_off(tmp_path: Path) -> None:
-    from titan_async.training.recipe_file import resolve
+    from titan_async.config.recipe_file import resolve
 
     config = resolve([str(RECIPE), "--monitor.no-events", "--dump_folder", str(tmp_path)])
-    cpu.ensure_device()
+    ensure_device()
     from titan_async.training.record_run import record
 
     recording, passing = record(SimpleNamespace(config=config, parallel_dims=None), first_step=0)

@@ -2,9 +2,9 @@
 
 import inspect
 
-from titan_async.training import cpu
+from titan_async.config.device import ensure_device
 
-cpu.ensure_device()
+ensure_device()
 
 
 def test_the_private_names_are_there():

@@ -48,10 +48,10 @@ def run(argv: Sequence[str]) -> int:
     model, run_folder, *recipe = line.words
 
     from titan_async.cli.quiet import quiet
-    from titan_async.training import cpu
+    from titan_async.config.device import ensure_device
 
     with quiet():
-        cpu.ensure_device()  # before torchtitan is imported
+        ensure_device()  # before torchtitan is imported
 
         from titan_async.cli.progress import progress_bar
         from titan_async.huggingface.import_model import import_model

@@ -46,7 +46,7 @@ def train(argv: Sequence[str]) -> int:
         return int(worker.main(list(argv)) or 0)
 
     from titan_async.cli.quiet import quiet
-    from titan_async.training.recipe_file import resolve_recipe
+    from titan_async.config.recipe_file import resolve_recipe
 
     live = "--live" in argv
     argv = [word for word in argv if word != "--live"]

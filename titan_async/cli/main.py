@@ -69,7 +69,7 @@ def _run(argv: list[str]) -> int:
         print(f"titan-async {__version__}")
         return 0
     if argv[0] not in VERBS:
-        from titan_async.training.edit import nearest
+        from titan_async.config.edit import nearest
 
         what = "unknown option" if argv[0].startswith("-") else "unknown verb"
         if argv[0].endswith(".toml"):

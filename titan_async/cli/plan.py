@@ -70,7 +70,7 @@ def _plan(line: CommandLine, nodes: int | None, achievable: float | None) -> Non
     if achievable is not None:
         cluster = cluster.reaching(achievable)
 
-    from titan_async.training.recipe_file import resolve_recipe
+    from titan_async.config.recipe_file import resolve_recipe
 
     schedule = line.value("schedule")
     short = [] if schedule is None else ["--parallelism.pipeline_parallel_schedule", schedule]

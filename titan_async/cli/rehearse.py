@@ -61,13 +61,13 @@ def run(argv: Sequence[str]) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
     from titan_async.cli.quiet import quiet
-    from titan_async.training import cpu
+    from titan_async.config.device import ensure_device
 
-    cpu.ensure_device()
+    ensure_device()
 
+    from titan_async.config.recipe_file import resolve
     from titan_async.rehearsal.narrow import narrowed, prepared, world_size
     from titan_async.training import preflight
-    from titan_async.training.recipe_file import resolve
 
     with quiet():
         config = resolve([*line.words, *line.recipe_flags])

@@ -61,10 +61,10 @@ def run(argv: Sequence[str]) -> int:
     weights, prompt = weights_kind(line.value("weights")), line.value("prompt") or ""
 
     from titan_async.cli.quiet import quiet
-    from titan_async.training import cpu
+    from titan_async.config.device import ensure_device, has_accelerator
 
     with quiet():
-        cpu.ensure_device()  # before torchtitan is imported
+        ensure_device()  # before torchtitan is imported
 
         import torch
 
@@ -76,7 +76,7 @@ def run(argv: Sequence[str]) -> int:
         )
         vocabulary = Vocabulary(saved.config.hf_assets_path)
         begin = vocabulary.begin(prompt)
-        accelerator = torch.accelerator.current_accelerator() if cpu.has_accelerator() else None
+        accelerator = torch.accelerator.current_accelerator() if has_accelerator() else None
         model = build_model(saved, accelerator or torch.device("cpu"))
         new = sample_tokens(
             model,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from titan_async.training.recipe_list import list_recipes, recipe_files
+from titan_async.config.recipe_list import list_recipes, recipe_files
 
 __all__ = ["EXAMPLES", "listing", "run"]
 

@@ -6,7 +6,9 @@ Everything here works without torchtitan, and without a network unless a hub dat
 from titan_async.data.encoder import DocumentEncoder
 from titan_async.data.packing import PackedDataset, Sample
 from titan_async.data.prepare import prepare_tokens
-from titan_async.data.sources import DocumentReader, DocumentStream, TextSource, open_documents
+from titan_async.data.readers import DocumentReader
+from titan_async.data.sources import DocumentStream, open_documents
+from titan_async.data.text_source import TextSource
 from titan_async.data.token_batches import TokenBatches
 from titan_async.data.token_files import TokenFiles
 from titan_async.data.tokenizer import (

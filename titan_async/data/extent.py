@@ -4,7 +4,7 @@ from pathlib import Path
 
 from titan_async.data.files import find_files, read_documents
 from titan_async.data.plays import play_scenes
-from titan_async.data.sources import TextSource
+from titan_async.data.text_source import TextSource
 from titan_async.errors import UserError
 
 __all__ = ["estimate_documents"]

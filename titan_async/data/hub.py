@@ -16,14 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import get_worker_info
 
-from titan_async.data.sources import (
-    DocumentReader,
-    Position,
-    TextSource,
-    name_of_files,
-    order_of,
-    share_of_worker,
-)
+from titan_async.data.files import no_column, text_of
+from titan_async.data.readers import DocumentReader, Position, order_of, share_of_worker
+from titan_async.data.sources import name_of_files
+from titan_async.data.text_source import TextSource
 from titan_async.errors import UserError
 
 if TYPE_CHECKING:
@@ -108,7 +104,7 @@ def _open_stream(
     columns = stream.column_names
     if columns is not None:
         if source.text_column not in columns:
-            raise _no_column(source, columns)
+            raise no_column(f"The dataset {source.dataset!r}", source.text_column, columns)
         stream = stream.select_columns([source.text_column])
     return _StreamReader(split_dataset_by_node(stream, rank, world_size), source, fraction)
 
@@ -139,16 +135,11 @@ class _StreamReader:
                 if text and not text.isspace() and _is_wanted(text, self._fraction, self._source):
                     yield text, stream.state_dict()
 
-    def _text_of(self, record: dict[str, Any]) -> str | None:
+    def _text_of(self, record: dict[str, Any]) -> str:
+        place = f"{self._source.dataset!r}"
         if self._source.text_column not in record:
-            raise _no_column(self._source, list(record))
-        text = record[self._source.text_column]
-        if text is not None and not isinstance(text, str):
-            raise UserError(
-                f"The column {self._source.text_column!r} of {self._source.dataset!r} holds "
-                f"{type(text).__name__} instead of text: set text_column to a column of text."
-            )
-        return text
+            raise no_column(f"The dataset {place}", self._source.text_column, list(record))
+        return text_of(record[self._source.text_column], place, self._source.text_column)
 
     def _check_workers(self) -> None:
         worker = get_worker_info()
@@ -195,10 +186,3 @@ def _plain_errors(dataset: str) -> Iterator[None]:
         raise UserError(
             f"The dataset {dataset!r} can't be opened ({reason}): set dataset and dataset_config accordingly."
         ) from error
-
-
-def _no_column(source: TextSource, names: list[str]) -> UserError:
-    return UserError(
-        f"The dataset {source.dataset!r} has no column {source.text_column!r}: set text_column to one of "
-        f"those there, {', '.join(map(repr, names))}."
-    )

@@ -13,7 +13,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset
 
-from titan_async.data.sources import DocumentStream, TextSource, open_documents
+from titan_async.data.sources import DocumentStream, open_documents
+from titan_async.data.text_source import TextSource
 from titan_async.errors import UserError
 
 __all__ = ["PackedDataset", "Sample", "check_data", "too_little"]

@@ -27,7 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_async.data.encoder import DocumentEncoder
-from titan_async.data.sources import DocumentStream, TextSource, open_documents
+from titan_async.data.sources import DocumentStream, open_documents
+from titan_async.data.text_source import TextSource
 from titan_async.data.token_files import (
     FORMAT,
     INDEX,

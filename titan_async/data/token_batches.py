@@ -19,7 +19,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from titan_async.data.packing import Sample, check_data, too_little
-from titan_async.data.sources import TextSource, check_split, identity_of, order_of, share_of_worker
+from titan_async.data.readers import order_of, share_of_worker
+from titan_async.data.text_source import TextSource, check_split, identity_of
 from titan_async.data.token_files import TokenFiles
 from titan_async.errors import UserError
 

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from titan_async.data.sources import TextSource, open_documents
+from titan_async.data.sources import open_documents
+from titan_async.data.text_source import TextSource
 from titan_async.errors import UserError
 from titan_async.whole_files import writing_whole
 

@@ -66,7 +66,7 @@ def describe(spec: ModelSpec, seq_len: int) -> dict[str, Any]:
         UserError: transformers has no such model, as far as is known here.
 
     Examples:
-        >>> from titan_async.training.recipe_file import resolve
+        >>> from titan_async.config.recipe_file import resolve
         >>> fields = describe(resolve(["debug_cpu.toml"]).model_spec, seq_len=256)
         >>> fields["architectures"], fields["num_hidden_layers"], fields["max_position_embeddings"]
         (['LlamaForCausalLM'], 6, 256)

@@ -7,8 +7,8 @@ inside layers, and `ACHIEVABLE_BANDWIDTH` of every bandwidth.
 
 from dataclasses import dataclass, replace
 
+from titan_async.config.edit import unknown_name
 from titan_async.errors import UserError
-from titan_async.training.edit import unknown_name
 
 __all__ = ["ACHIEVABLE_BANDWIDTH", "CLUSTERS", "Accelerator", "Cluster", "cluster_of"]
 

@@ -92,7 +92,7 @@ def layout_of(config: Trainer.Config, world_size: int) -> Layout:
         world_size: ranks of the run; decides `data_parallel_shard_degree` where that is -1.
 
     Examples:
-        >>> from titan_async.training.recipe_file import resolve
+        >>> from titan_async.config.recipe_file import resolve
         >>> layout = layout_of(resolve(["debug_cpu.toml"]), world_size=2)
         >>> layout.delayed, layout.tokens_per_microbatch, layout.stages_of(0)
         (True, 512, (0,))

@@ -17,7 +17,7 @@ from titan_async.planning.scale import with_schedule, world_size_of
 from titan_async.planning.stage_cost import StageCost
 from titan_async.planning.step_time import StepTime, stage_costs, step_time
 from titan_async.planning.suggest import Searcher, Suggestion
-from titan_async.training.preflight import check_layout
+from titan_async.training.layout_preflight import check_layout
 
 __all__ = ["COMPARED", "Plan", "Planner", "Refused"]
 

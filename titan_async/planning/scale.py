@@ -12,8 +12,8 @@ from torchtitan.trainer import Trainer
 
 from titan_async.errors import UserError
 from titan_async.planning.layout import ranks_without_shards
+from titan_async.training.layout_preflight import check_layout
 from titan_async.training.pipeline import ASYNC_SCHEDULE
-from titan_async.training.preflight import check_layout
 
 __all__ = [
     "Degrees",

@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.checkpoint import SavePlan
 from torch.distributed.tensor import DTensor
 
-from titan_async.training import cpu
+from titan_async.config.device import ensure_device
 
-cpu.ensure_device()
+ensure_device()
 
 from torchtitan.components.checkpointer.utils import canonical_fqn  # noqa: E402
 from torchtitan.config import TORCH_DTYPE_MAP  # noqa: E402

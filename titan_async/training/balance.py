@@ -10,13 +10,21 @@ from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torchtitan.config import ParallelismConfig
 from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.trainer import Trainer
 
 from titan_async.training.layer_costs import Costs, PartTimer, measure_costs
 from titan_async.training.pipeline import ASYNC_SCHEDULE
 from titan_async.training.pipeline_config import PipelineConfig
 from titan_async.training.reporter import Reporter
 
-__all__ = ["KNOWN_MODULES", "balance_model_spec", "balanced_split", "count_stages", "stage_modules"]
+__all__ = [
+    "KNOWN_MODULES",
+    "balance_model_spec",
+    "balanced_split",
+    "count_stages",
+    "measures_balance",
+    "stage_modules",
+]
 
 KNOWN_MODULES = ("tok_embeddings", "layers", "norm", "lm_head")
 """The children of a model that this module can split: torchtitan's text-only decoders."""
@@ -101,6 +109,16 @@ def count_stages(parallelism: ParallelismConfig) -> int:
         get_schedule_class(name), PipelineScheduleSingle
     )
     return parallelism.pipeline_parallel_degree * (1 if single else 2)
+
+
+def measures_balance(config: Trainer.Config) -> bool:
+    """Whether a run splits its model by measured times."""
+    pipeline = getattr(config, "pipeline", None)  # torchtitan's own trainer has no such section
+    return (
+        pipeline is not None
+        and pipeline.balance == "measured"
+        and config.parallelism.pipeline_parallel_degree > 1
+    )
 
 
 def balance_model_spec(model_spec: ModelSpec, pipeline: PipelineConfig) -> ModelSpec:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
+from titan_async.config.edit import unknown_name
+from titan_async.config.values import show
 from titan_async.errors import UserError
-from titan_async.training.config_values import show
-from titan_async.training.edit import unknown_name
 from titan_async.training.optimizer import FACTORIES, OF_THE_WHOLE_RUN, AsyncOptimizers
 from titan_async.training.optimizer_config import match_group
 

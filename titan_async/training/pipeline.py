@@ -21,6 +21,7 @@ __all__ = [
     "accumulation_of",
     "adapt_model_spec",
     "check_microbatches",
+    "check_supported",
     "delays_gradients",
 ]
 
@@ -62,6 +63,30 @@ def check_microbatches(config: Trainer.Config, accumulation: int) -> None:
             f"pipeline.lookahead is {lookahead}, but {microbatches} microbatches over {stages} stages leave "
             f"room for 0 to {microbatches - stages}: set it to one of these"
         )
+
+
+def check_supported(config: Trainer.Config) -> None:
+    """Refuse what `ScheduleAsync2BW` does not do yet, and what it never can.
+
+    Raises:
+        ValueError: one sentence that names the fields and the mend.
+    """
+    parallelism, training = config.parallelism, config.training
+    if training.global_batch_size < 0:  # else the degrees decide, which are not all known yet
+        check_microbatches(config, accumulation=1)
+    if parallelism.context_parallel_degree > 1:
+        raise ValueError(
+            "Async2BW is not tried with parallelism.context_parallel_degree = "
+            f"{parallelism.context_parallel_degree} yet: set it to 1, or choose "
+            'parallelism.pipeline_parallel_schedule = "1F1B"'
+        )
+    if parallelism.fsdp_reshard_after_forward == "always":
+        raise ValueError(
+            "Async2BW keeps the unsharded weights of a microbatch until its backward: set "
+            'parallelism.fsdp_reshard_after_forward to "default" or "never"'
+        )
+    if training.enable_cpu_offload:
+        raise ValueError("Async2BW does not offload to the CPU: set training.enable_cpu_offload to false")
 
 
 def adapt_model_spec(model_spec: ModelSpec, pipeline: PipelineConfig) -> ModelSpec:

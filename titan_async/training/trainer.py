@@ -26,7 +26,6 @@ from torchtitan.models.common.moe import MoE
 from torchtitan.trainer import Trainer
 
 from titan_async._group_internals import set_joint_timeout
-from titan_async.monitor.words import format_duration
 from titan_async.pipelining.recording import Kind
 from titan_async.training import cpu, random_state
 from titan_async.training._titan_internals import saves_at, stages_of
@@ -44,7 +43,7 @@ from titan_async.training.metrics import AsyncMetrics, share_loss
 from titan_async.training.monitor_config import MonitorConfig
 from titan_async.training.not_finite import Search
 from titan_async.training.optimizer import AsyncOptimizers
-from titan_async.training.pipeline import adapt_model_spec, check_microbatches, delays_gradients
+from titan_async.training.pipeline import adapt_model_spec, check_supported, delays_gradients
 from titan_async.training.pipeline_config import PipelineConfig
 from titan_async.training.pipeline_metrics import pipeline_metrics
 from titan_async.training.preemption import PreemptedError, Preemption
@@ -54,6 +53,7 @@ from titan_async.training.reporter import Reporter
 from titan_async.training.skipped_updates import SkippedUpdates
 from titan_async.training.stage_spans import Passing, no_spans
 from titan_async.training.stage_times import StageTimer, write_measured
+from titan_async.training.summary import summarize
 from titan_async.training.validator import AsyncValidator
 
 __all__ = ["AsyncTrainer"]
@@ -92,7 +92,7 @@ class AsyncTrainer(Trainer):
             # By name: a dataclass with slots is another class than the one super() would look for.
             Trainer.Config.__post_init__(self)
             if delays_gradients(self.parallelism):
-                _check_async(self)
+                check_supported(self)
 
     def __init__(self, config: Config) -> None:
         self.delayed = delays_gradients(config.parallelism)
@@ -150,7 +150,7 @@ class AsyncTrainer(Trainer):
             if self._data_ended:
                 self._save_at_the_end_of_data()
             self.reporter.stop()
-            self._summarize(time.perf_counter() - start)
+            summarize(self, self._first_step, time.perf_counter() - start)
             reason = "finished"
         except PreemptedError as stopped:
             reason = "stopped"
@@ -387,36 +387,6 @@ class AsyncTrainer(Trainer):
         )
         self.reporter.start(self._first_step or 0)
 
-    def _summarize(self, seconds: float) -> None:
-        config, say = self.config, self.reporter.say
-        if self._first_step is None:
-            say(
-                f"nothing to do: the checkpoint is at step {self.step} of {config.training.steps};"
-                " raise training.steps to go on"
-            )
-        else:
-            steps = self.step - self._first_step
-            tokens = steps * config.training.seq_len * self.sequences_per_step
-            say(
-                f"trained {steps} steps in {format_duration(seconds)}: {tokens / seconds:,.0f} tokens/s, "
-                f"{seconds / max(steps, 1):.2f} s/step"
-            )
-            self._compare_with_unigram()
-        folder = Path(config.dump_folder)
-        say(f"files of the run: {folder}")
-        if config.checkpoint.enable:
-            say(f"checkpoints: {folder / config.checkpoint.folder}")
-
-    def _compare_with_unigram(self) -> None:
-        loss = getattr(self.metrics_processor, "validation_loss", None)
-        if loss is None or not isinstance(self.validator, AsyncValidator):
-            return
-        entropy = self.validator.unigram_entropy()
-        self.reporter.say(
-            f"validation loss {loss:.3f} nats a token; a model that sees no context reaches {entropy:.3f} "
-            "(the unigram entropy of that text)"
-        )
-
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         if self.delayed and self.resumes_delay:
@@ -442,27 +412,3 @@ class AsyncTrainer(Trainer):
         """Of a batch, over all data-parallel ranks."""
         degree = self.parallel_dims.get_mesh("batch").size() if self.parallel_dims.dp_enabled else 1
         return self.config.training.local_batch_size * self.gradient_accumulation_steps * degree
-
-
-def _check_async(config: Trainer.Config) -> None:
-    """Refuse what `ScheduleAsync2BW` does not do yet, and what it never can.
-
-    Raises:
-        ValueError: one sentence that names the fields and the mend.
-    """
-    parallelism, training = config.parallelism, config.training
-    if training.global_batch_size < 0:  # else the degrees decide, which are not all known yet
-        check_microbatches(config, accumulation=1)
-    if parallelism.context_parallel_degree > 1:
-        raise ValueError(
-            "Async2BW is not tried with parallelism.context_parallel_degree = "
-            f"{parallelism.context_parallel_degree} yet: set it to 1, or choose "
-            'parallelism.pipeline_parallel_schedule = "1F1B"'
-        )
-    if parallelism.fsdp_reshard_after_forward == "always":
-        raise ValueError(
-            "Async2BW keeps the unsharded weights of a microbatch until its backward: set "
-            'parallelism.fsdp_reshard_after_forward to "default" or "never"'
-        )
-    if training.enable_cpu_offload:
-        raise ValueError("Async2BW does not offload to the CPU: set training.enable_cpu_offload to false")

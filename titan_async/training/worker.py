@@ -81,7 +81,7 @@ def _give_up_lost_output() -> None:
 
 def _train(argv: list[str], until_end: contextlib.ExitStack) -> int:
     _quiet()
-    from titan_async.training.recipe_file import resolve_recipe
+    from titan_async.config.recipe_file import resolve_recipe
 
     resolved = resolve_recipe(argv)
     config = resolved.config

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_async.cli.launch import launch
-from titan_async.training import cpu
+from titan_async.config.device import ensure_device
 
-cpu.ensure_device()  # before anything of torchtitan
+ensure_device()  # before anything of torchtitan
 
+from titan_async.config.recipe_file import resolve  # noqa: E402
 from titan_async.planning.layout import layout_of  # noqa: E402
 from titan_async.planning.memory import memory_of  # noqa: E402
 from titan_async.planning.parts import trace_parts  # noqa: E402
-from titan_async.training.recipe_file import resolve  # noqa: E402
 
 __all__ = ["CASES", "Case", "Peak", "compare"]
 

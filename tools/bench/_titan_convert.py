@@ -10,12 +10,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
-from titan_async.training import cpu
+from titan_async.config.device import ensure_device
 
 
 def main(recipe: str, checkpoint: str, out: str, dtype: str) -> None:
-    cpu.ensure_device()
-    from titan_async.training.recipe_file import resolve
+    ensure_device()
+    from titan_async.config.recipe_file import resolve
 
     spec = resolve([recipe]).model_spec
     with torch.inference_mode():

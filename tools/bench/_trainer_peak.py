@@ -8,12 +8,12 @@ import os
 import sys
 from pathlib import Path
 
-from titan_async.training import cpu
+from titan_async.config.device import ensure_device
 
-cpu.ensure_device()  # before anything of torchtitan
+ensure_device()  # before anything of torchtitan
 
+from titan_async.config.recipe_file import resolve  # noqa: E402
 from titan_async.planning.live_tensors import peak_of_training  # noqa: E402
-from titan_async.training.recipe_file import resolve  # noqa: E402
 
 
 def main(folder: str, argv: list[str]) -> None:

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
 
-from titan_async.training import cpu
+from titan_async.config.device import ensure_device
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "titan_async" / "data" / "assets" / "shakespeare_bpe2048"
@@ -39,9 +39,9 @@ TOKENIZER = ROOT / "titan_async" / "data" / "assets" / "shakespeare_bpe2048"
 
 def shapes_of(recipe: str) -> dict[str, tuple[int, ...]]:
     """Of the model's weights, by their keys."""
-    cpu.ensure_device()
+    ensure_device()
+    from titan_async.config.recipe_file import resolve
     from titan_async.training.preflight import build_on_meta
-    from titan_async.training.recipe_file import resolve
 
     return {key: tuple(value.shape) for key, value in build_on_meta(resolve([recipe])).state_dict().items()}
 
@@ -79,7 +79,10 @@ def cases(recipe: str, run: Path, out: Path, dtypes: list[str]) -> dict[str, lis
     ours = ["-m", "titan_async.cli", "convert", str(run)]
     flags = ["--recipe", recipe, "--hf_assets_path", str(TOKENIZER)]
     theirs = [str(Path(__file__).with_name("_titan_convert.py")), recipe, str(run / "checkpoint" / "step-1")]
-    imports = "from titan_async.training import cpu; cpu.ensure_device(); import titan_async.training.trainer"
+    imports = (
+        "from titan_async.config.device import ensure_device; ensure_device()\n"
+        "import titan_async.training.trainer"
+    )
     found = {"imports alone": ["-c", imports]}
     for dtype in dtypes:
         found[f"titan-async convert, {dtype}"] = [*ours, str(out / f"ours-{dtype}"), *flags, "--dtype", dtype]

@@ -1,7 +1,7 @@
 """One change to a configuration, and where the user wrote it.
 
 Recipe files and command-line flags both become lists of `Edit`, so that one place
-(`config_edit`) judges names and values, and every message still points at what was typed.
+(`editor`) judges names and values, and every message still points at what was typed.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from titan_async.config import values
+from titan_async.config.edit import Edit, Origin, Path, dotted
 from titan_async.errors import UserError
-from titan_async.training import config_values as values
-from titan_async.training.edit import Edit, Origin, Path, dotted
 
 __all__ = ["apply_edits", "choices_of", "field_types", "is_settable"]
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, Union
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from titan_async.training.toml_values import check_value, parse_toml
+from titan_async.config.toml_values import check_value, parse_toml
 
 __all__ = ["describe", "free_value", "from_toml", "from_words", "members", "plain", "show"]
 

@@ -1,6 +1,6 @@
 """Reads recipe files: TOML text, the files they include, and the line of any key.
 
-Nothing here knows what the keys mean; `config_edit` does. `tomllib` keeps no positions, so the
+Nothing here knows what the keys mean; `editor` does. `tomllib` keeps no positions, so the
 line of a key is found only when a message needs it, by parsing prefixes of the text.
 """
 
@@ -13,10 +13,10 @@ import tomllib
 from dataclasses import dataclass, field
 from typing import Any
 
+from titan_async.config.edit import Edit, Path, dotted, nearest
+from titan_async.config.recipe_list import recipe_files
+from titan_async.config.toml_values import check_value, parse_toml
 from titan_async.errors import UserError
-from titan_async.training.edit import Edit, Path, dotted, nearest
-from titan_async.training.recipe_list import recipe_files
-from titan_async.training.toml_values import check_value, parse_toml
 from titan_async.whole_files import read_regular
 
 __all__ = ["RecipeSource", "TomlFile", "read_recipe_file", "read_toml"]

@@ -25,11 +25,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from titan_async.config.edit import nearest
+from titan_async.config.flags import parse_arguments
+from titan_async.config.recipe_list import import_recipe_module, list_recipes
+from titan_async.config.toml_file import RecipeSource, read_recipe_file
 from titan_async.errors import UserError
-from titan_async.training.edit import nearest
-from titan_async.training.recipe_flags import parse_arguments
-from titan_async.training.recipe_list import import_recipe_module, list_recipes
-from titan_async.training.toml_source import RecipeSource, read_recipe_file
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -50,7 +50,7 @@ class Resolved:
 
     def to_toml(self) -> str:
         """Returns a recipe file that resolves to the same configuration."""
-        from titan_async.training.config_dump import dump_config
+        from titan_async.config.dump import dump_config
 
         return dump_config(self.config, recipe=self.recipe, base=self.base, module=self.module)
 
@@ -79,9 +79,9 @@ def resolve_recipe(argv: Sequence[str]) -> Resolved:
     source = read_recipe_file(arguments.recipe_file)
     make_recipe = _find_recipe(source, arguments.module)
 
-    from titan_async.training.config_edit import apply_edits
-    from titan_async.training.inner_folders import check_inner_folders
-    from titan_async.training.number_ranges import check_numbers
+    from titan_async.config.editor import apply_edits
+    from titan_async.config.inner_folders import check_inner_folders
+    from titan_async.config.number_ranges import check_numbers
 
     assert source.recipe is not None
     base = make_recipe()
@@ -128,9 +128,9 @@ def _looks_like_recipe(name: str, value: object) -> bool:
 
 def _apply_cpu_support() -> None:
     # Before torchtitan: its modules bind the device when they are imported.
-    from titan_async.training import cpu
+    from titan_async.config.device import ensure_device
 
-    cpu.ensure_device()
+    ensure_device()
 
 
 def _import_user_module(module: str) -> Any:

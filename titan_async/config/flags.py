@@ -2,7 +2,7 @@
 
 Flags are spelled as in torchtitan: `--training.steps 300`, `--training.steps=300`, dashes or
 underscores, `--compile.enable` and `--compile.no-enable`, lists as `model,loss`. What the words
-after a flag mean is decided later, by the type of the field (`config_values.from_words`).
+after a flag mean is decided later, by the type of the field (`values.from_words`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from titan_async.config.edit import Edit, FlagOrigin, nearest
+from titan_async.config.toml_values import MOST_NESTED
 from titan_async.errors import UserError
-from titan_async.training.edit import Edit, FlagOrigin, nearest
-from titan_async.training.toml_values import MOST_NESTED
 
 __all__ = ["Arguments", "parse_arguments"]
 

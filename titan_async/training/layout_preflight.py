@@ -1,0 +1,154 @@
+"""What can be known to be wrong with the numbers of a run: of ranks, stages, microbatches and experts."""
+
+import os
+
+from torchtitan.trainer import Trainer
+
+from titan_async.config.edit import unknown_name
+from titan_async.config.number_ranges import check_numbers
+from titan_async.errors import UserError
+from titan_async.training._titan_internals import split_layers
+from titan_async.training.balance import measures_balance
+from titan_async.training.pipeline import (
+    ASYNC_SCHEDULE,
+    accumulation_of,
+    check_microbatches,
+    delays_gradients,
+)
+
+__all__ = ["SCHEDULES", "check_layout"]
+
+SCHEDULES = (
+    ASYNC_SCHEDULE,
+    "1F1B",
+    "GPipe",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+)
+"""The schedules that `parallelism.pipeline_parallel_schedule` can name."""
+
+
+def check_layout(config: Trainer.Config, *, world_size: int) -> None:
+    """Refuse numbers that do not go together: of ranks, stages, microbatches and experts. Opens no file.
+
+    Args:
+        config: the resolved configuration; not changed.
+        world_size: processes of the whole run.
+
+    Raises:
+        UserError: one sentence that names the cause and the mend.
+    """
+    _check_numbers(config)
+    _check_schedule(config)
+    _check_processes(config, world_size)
+    _check_stages(config)
+
+
+def _check_numbers(config: Trainer.Config) -> None:
+    check_numbers(config)
+    longest = getattr(config.model_spec.model, "max_seq_len", config.training.seq_len)
+    if config.training.seq_len > longest:
+        raise UserError(
+            f"training.seq_len is {config.training.seq_len}, but the model's positions end at {longest}: "
+            f"set it to at most {longest}"
+        )
+
+
+def _check_processes(config: Trainer.Config, world_size: int) -> None:
+    parallelism = config.parallelism
+    rest = (
+        parallelism.pipeline_parallel_degree
+        * parallelism.data_parallel_replicate_degree
+        * parallelism.tensor_parallel_degree
+        * parallelism.context_parallel_degree
+    )
+    shards = parallelism.data_parallel_shard_degree
+    if shards == -1:
+        shards = max(world_size // rest, 1)
+    if rest * shards != world_size:
+        raise UserError(
+            f"{world_size} processes were started, but the degrees of parallelism multiply to "
+            f"{rest * shards}: start as many, or change the degrees"
+        )
+    _check_experts(config, shards)
+    _check_batch(config, shards * parallelism.data_parallel_replicate_degree)
+
+
+def _check_experts(config: Trainer.Config, shards: int) -> None:
+    parallelism, degree = config.parallelism, config.parallelism.expert_parallel_degree
+    # Expert parallelism takes no processes of its own.
+    ranks = shards * parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+    if degree < 1 or ranks % degree:
+        raise UserError(
+            f"parallelism.expert_parallel_degree is {degree}, but experts are spread over the {ranks} ranks "
+            "that data_parallel_shard_degree, tensor_parallel_degree and context_parallel_degree multiply "
+            "to: set it to a divisor of that, or raise parallelism.data_parallel_shard_degree"
+        )
+    for layer in getattr(config.model_spec.model, "layers", []):
+        moe = getattr(layer, "moe", None)
+        if moe is not None and moe.num_experts % degree:
+            raise UserError(
+                f"parallelism.expert_parallel_degree is {degree}, which does not divide the model's "
+                f"{moe.num_experts} experts: set it to a divisor of that"
+            )
+
+
+def _check_batch(config: Trainer.Config, data_parallel: int) -> None:
+    parallelism, training = config.parallelism, config.training
+    if training.global_batch_size < 0:
+        return
+    share = training.local_batch_size * data_parallel
+    if training.global_batch_size == 0 or training.global_batch_size % share:
+        raise UserError(
+            f"training.global_batch_size is {training.global_batch_size}, which {data_parallel} "
+            f"data-parallel ranks with training.local_batch_size {training.local_batch_size} do not "
+            f"divide: set it to a multiple of {share}"
+        )
+    if delays_gradients(parallelism):
+        try:
+            check_microbatches(config, accumulation_of(training, data_parallel))
+        except ValueError as error:
+            raise UserError(str(error)) from None
+
+
+def _check_schedule(config: Trainer.Config) -> None:
+    name = config.parallelism.pipeline_parallel_schedule
+    table = config.parallelism.pipeline_parallel_schedule_csv
+    if table:
+        if not os.path.isfile(table):
+            raise UserError(
+                f"parallelism.pipeline_parallel_schedule_csv is {table}, which is no file: name one with a "
+                "schedule, or leave it out"
+            )
+        return
+    if name.lower() not in {known.lower() for known in SCHEDULES}:
+        raise UserError(unknown_name("parallelism.pipeline_parallel_schedule", name, SCHEDULES))
+
+
+def _check_stages(config: Trainer.Config) -> None:
+    parallelism = config.parallelism
+    stages = parallelism.pipeline_parallel_degree
+    if stages > 1 and getattr(config.model_spec.model, "enable_weight_tying", False):
+        raise UserError(
+            "the model's embedding and head are one weight, which cannot lie on two pipeline stages: set "
+            "parallelism.pipeline_parallel_degree to 1, or choose a model that does not tie them"
+        )
+    layers = getattr(config.model_spec.model, "layers", None)
+    if stages < 2 or layers is None or parallelism.module_fqns_per_model_part is not None:
+        return
+    if parallelism.pipeline_parallel_layers_per_stage is not None:
+        return  # torchtitan judges this one
+    if measures_balance(config):
+        return  # counts no layers: `preflight` judges that split
+    first = parallelism.pipeline_parallel_first_stage_less_layers
+    last = parallelism.pipeline_parallel_last_stage_less_layers
+    try:
+        split_layers(stages, len(layers), first, last)
+    except ValueError:
+        raise UserError(
+            f"a model of {len(layers)} layers does not split into {stages} stages (the embedding counts as "
+            f"{first} layers and the head as {last}): lower parallelism.pipeline_parallel_degree"
+        ) from None
