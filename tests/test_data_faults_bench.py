@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from titan_async.errors import UserError
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "bench"))
 
 from _faults import data, inject_data
-from _faults.data import FAULTS, TOKEN_FAULTS, Fault
+from _faults.data import FAULTS, TOKEN_FAULTS, Fault, Start
+from _faults.result import Attempt
 
 from titan_async.training.trainer import AsyncTrainer
 
@@ -38,21 +40,16 @@ def samples(folder: Path) -> Iterator[object]:
     return iter(PackedDataset(source(folder), lambda text: encoder([text])[0].tolist(), seq_len=128))
 
 
-class Trainer:
-    step = 1
-
-
 def do_harm(fault: Fault, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run does at the beginning of the fault's step."""
-    trained: list[int] = []
-    monkeypatch.setattr(AsyncTrainer, "train_step", lambda trainer: trained.append(trainer.step))
+    """What a run does in its first steps."""
+    trained: list[object] = []
+    monkeypatch.setattr(AsyncTrainer, "train_step", trained.append)
     options = data._harm(fault, folder)
     del options["kind"], options["pairs_at_once"]
     inject_data.install(0, **options)
-    trainer = Trainer()
-    for trainer.step in (1, fault.harm.get("step", 2)):
-        AsyncTrainer.train_step(trainer)  # type: ignore[arg-type]
-    assert trained == [1, trainer.step]
+    AsyncTrainer.train_step(trainer := object())  # type: ignore[arg-type]
+    AsyncTrainer.train_step(trainer)  # type: ignore[arg-type]
+    assert trained == [trainer, trainer]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -89,3 +86,32 @@ def test_token_files_give_the_samples_of_the_text_and_are_harmed_too(
         for _ in batches:
             pass
     assert re.match(TOKEN_FAULTS[0].said, str(caught.value))
+
+
+FAULT = Fault("a file", "The data file")
+ENDED = Start(2, "The data file is not there.", 3, [(4, 10.0), (5, 20.0)], began=0.0, ended=26.0)
+RESUMED = Start(0, "", 3, [(4, 150.0)], began=100.0, ended=160.0)
+
+
+def test_what_a_run_did_is_judged_by_its_end_and_by_where_it_goes_on() -> None:
+    attempt = data.judge(FAULT, ENDED, RESUMED, same=True)
+    assert attempt == Attempt(True, work_lost=2, notice=6.0, resume=50.0, said="The data file is not there.")
+    # A start that trains nothing, as the fault meets it at once, has lost nothing.
+    at_once = replace(ENDED, steps=[])
+    assert data.judge(FAULT, at_once, RESUMED, same=True) == replace(attempt, work_lost=0, notice=None)
+
+
+@pytest.mark.parametrize(
+    ("start", "following", "same"),
+    [
+        (ENDED, RESUMED, False),
+        (replace(ENDED, status=0), RESUMED, True),
+        (replace(ENDED, err=""), RESUMED, True),
+        (replace(ENDED, err=ENDED.err + "\nTraceback"), RESUMED, True),
+        (replace(ENDED, left_over=[1]), RESUMED, True),
+        (ENDED, replace(RESUMED, resumed_at=0), True),  # more than an interval is lost
+        (ENDED, replace(RESUMED, resumed_at=6), True),  # a step that was never trained
+    ],
+)
+def test_what_does_not_survive(start: Start, following: Start, same: bool) -> None:
+    assert not data.judge(FAULT, start, following, same).survived

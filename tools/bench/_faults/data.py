@@ -29,7 +29,7 @@ from titan_async.training.checkpoint import complete_steps
 
 __all__ = ["measure"]
 
-STEPS, INTERVAL = 38, 4
+STEPS, INTERVAL = 38, 3
 FLAGS = (
     "--training.steps", STEPS, "--training.seq_len", 128, "--checkpoint.interval", INTERVAL,
     "--checkpoint.keep_latest_k", 0, "--lr_scheduler.warmup_steps", 3,
@@ -58,23 +58,23 @@ class Fault:
 
 
 FAULTS = (
-    Fault("a text file is cut in mid-read", _CHANGED.format(file=TEXT), {"step": 2, "cut": TEXT}),
+    Fault("a text file is cut in mid-read", _CHANGED.format(file=TEXT), {"after": 1, "cut": TEXT}),
     Fault("a JSON lines file vanishes", rf"The data file \S*{LINES} can't be read \(No such file or dir",
-          {"step": 14, "unlink": LINES}),
+          {"after": 1, "unlink": LINES}),
     Fault("a line is no JSON", rf"Line 3 of \S*{LINES} is not valid JSON \(.*\): mend or remove that line",
           file=LINES, wrong=b'"}}'),
     Fault("bytes that are no UTF-8", rf"Line 3 of \S*{LINES} is not UTF-8 text \(.*\): convert it to UTF-8",
           file=LINES, wrong=b"caf\xe9"),
-    Fault("a compressed file is cut", _CHANGED.format(file=COMPRESSED), {"step": 22, "cut": COMPRESSED}),
-    Fault("a parquet file is cut", _CHANGED.format(file=TABLE), {"step": 22, "cut": TABLE}),
+    Fault("a compressed file is cut", _CHANGED.format(file=COMPRESSED), {"after": 1, "cut": COMPRESSED}),
+    Fault("a parquet file is cut", _CHANGED.format(file=TABLE), {"after": 1, "cut": TABLE}),
 )  # fmt: skip
 
 TOKEN_FAULTS = (
     Fault("a token file is cut under the map",
           r"The token file \S*\.safetensors has \d+ bytes instead of \d+: copy",
-          {"step": 2, "cut": "tokens-00001.safetensors"}),
+          {"after": 1, "cut": "tokens-00001.safetensors"}),
     Fault("a loader's process is killed", r"A process that loads data has ended \(.*\): perhaps there was",
-          {"step": 7, "kill_loader": True}),
+          {"after": 1, "kill_loader": True}),
 )  # fmt: skip
 
 
@@ -127,6 +127,47 @@ def write_texts(folder: Path) -> None:
     (folder / LONG).write_bytes(lines(take(1, 2**20)))
 
 
+@dataclass(frozen=True)
+class Start:
+    """What one start of the run has done."""
+
+    status: int
+    err: str
+    resumed_at: int
+    """Steps that were done before."""
+    steps: list[tuple[int, float]]
+    """Those that it trained, and when it said so."""
+    began: float
+    """Seconds since the epoch, as all times."""
+    ended: float
+    left_over: list[int] = field(default_factory=list)
+    """Processes that were there after its end."""
+
+    @property
+    def last(self) -> int:
+        return self.steps[-1][0] if self.steps else self.resumed_at
+
+
+def judge(fault: Fault, start: Start, following: Start, same: bool) -> Attempt:
+    """What a run did about a fault.
+
+    Args:
+        fault: of the start.
+        start: that it ended.
+        following: the next start of the same run.
+        same: whether the run came to the state of an undisturbed one in the end.
+    """
+    told = start.status == 2 and "\n" not in start.err and re.match(fault.said, start.err) is not None
+    lost = start.last - following.resumed_at
+    return Attempt(
+        survived=told and same and not start.left_over and 0 <= lost <= INTERVAL,
+        work_lost=lost,
+        notice=start.ended - start.steps[-1][1] if start.steps else None,
+        resume=following.steps[0][1] - following.began if following.steps else None,
+        said=start.err,
+    )
+
+
 def _chain(
     folder: Path, whole: Path, faults: Sequence[Fault], flags: tuple[object, ...],
     expected: dict[str, torch.Tensor],
@@ -135,38 +176,29 @@ def _chain(
     folder.mkdir()
     data = folder / "data"
     flags = (*FLAGS, "--dataloader.dataset_path", data, *flags)
-    attempts: list[Attempt] = []
-    lasts: list[int] = []
-    for number, fault in enumerate((*faults, None)):
+    starts = []
+    for fault in (*faults, None):
         shutil.rmtree(data, ignore_errors=True)
         shutil.copytree(whole, data)
         began = time.time()
         run = Watched(start(folder, *flags, fault=_harm(fault, data)))
-        status = run.wait(900)
-        ended, steps = time.time(), run.steps()
-        if number and steps:
-            attempts[-1] = Attempt(
-                attempts[-1].survived, lasts[-1] + 1 - steps[0][0], attempts[-1].notice,
-                steps[0][1] - began, attempts[-1].said,
-            )  # fmt: skip
-        if fault is not None:
-            err = "\n".join(line.text for line in run.err)
-            told = status == 2 and "\n" not in err and re.match(fault.said, err) is not None
-            lasts.append(max((step for step, _ in steps), default=0))
-            attempts.append(
-                Attempt(
-                    told and not _left_over(run.process.pid),
-                    notice=ended - steps[-1][1] if steps else None,
-                    said=err.replace(f"{data}{os.sep}", ""),
-                )
+        status, ended = run.wait(900), time.time()
+        resumed = (re.search(r"resumed at step (\d+)$", line.text) for line in run.out)
+        starts.append(
+            Start(
+                status,
+                "\n".join(line.text for line in run.err).replace(f"{data}{os.sep}", ""),
+                next((int(found[1]) for found in resumed if found), 0),
+                run.steps(),
+                began,
+                ended,
+                _left_over(run.process.pid),
             )
-    same = status == 0 and complete_steps(folder / "run" / "checkpoint")[-1] == STEPS
+        )
+    same = starts[-1].status == 0 and complete_steps(folder / "run" / "checkpoint")[-1] == STEPS
     same = same and is_same(saved_state(folder, STEPS), expected)
-    for fault, attempt in zip(faults, attempts, strict=True):
-        lost = attempt.work_lost
-        kept = attempt.survived and same and lost is not None and lost <= INTERVAL
-        row = Attempt(kept, lost, attempt.notice, attempt.resume, attempt.said)
-        yield summarize("data", fault.name, [row])
+    for fault, ended_start, following in zip(faults, starts[:-1], starts[1:], strict=True):
+        yield summarize("data", fault.name, [judge(fault, ended_start, following, same)])
 
 
 def _harm(fault: Fault | None, data: Path) -> dict[str, Any]:

@@ -13,17 +13,17 @@ from titan_async.training.trainer import AsyncTrainer
 
 def install(
     rank: int,
-    step: int | None = None,
+    after: int | None = None,
     cut: str | None = None,
     unlink: str | None = None,
     kill_loader: bool = False,
     pairs_at_once: int | None = None,
 ) -> None:
-    """Do harm at the beginning of a step, from rank 0.
+    """Do harm between two steps, from rank 0.
 
     Args:
         rank: of this process.
-        step: the step; None for no harm.
+        after: so many steps of this start; None for no harm.
         cut: a file of which half is to be left.
         unlink: a file that is to vanish.
         kill_loader: whether the process that loads this rank's data is to be killed.
@@ -31,12 +31,13 @@ def install(
     """
     if pairs_at_once is not None:
         token_batches._PAIRS_AT_ONCE = pairs_at_once
-    if rank or step is None:
+    if rank or after is None:
         return
-    train_step = AsyncTrainer.train_step
+    train_step, done = AsyncTrainer.train_step, 0
 
     def harm(trainer: AsyncTrainer, *args: Any) -> None:
-        if trainer.step == step:
+        nonlocal done
+        if done == after:
             if cut is not None:
                 os.truncate(cut, os.path.getsize(cut) // 2)
             if unlink is not None:
@@ -45,5 +46,6 @@ def install(
                 for process in multiprocessing.active_children():
                     os.kill(process.pid, signal.SIGKILL)
         train_step(trainer, *args)
+        done += 1
 
     AsyncTrainer.train_step = harm
