@@ -17,7 +17,7 @@ from titan_async.huggingface.architecture import KEPT_TYPE, describe
 from titan_async.huggingface.model_card import model_card
 from titan_async.huggingface.saved_model import SavedModel
 from titan_async.huggingface.tokenizer_files import copy_tokenizer, special_tokens
-from titan_async.training.run_folder import RECIPE, recipe_text
+from titan_async.training.saved_recipe import RECIPE, recipe_text
 
 __all__ = ["Converted", "convert"]
 

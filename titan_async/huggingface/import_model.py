@@ -19,7 +19,7 @@ from titan_async.config.recipe_file import Resolved, resolve_recipe
 from titan_async.errors import UserError
 from titan_async.huggingface.architecture import check_same, describe, read_description
 from titan_async.huggingface.layout import Layout, layout_of
-from titan_async.training.run_folder import RECIPE, recipe_text
+from titan_async.training.saved_recipe import RECIPE, recipe_text
 
 __all__ = ["import_model"]
 

@@ -15,7 +15,7 @@ from titan_async.config.recipe_file import Resolved, resolve_recipe
 from titan_async.errors import UserError
 from titan_async.huggingface.layout import Layout, layout_of
 from titan_async.training.checkpoint import EMA_WEIGHTS, NEXT_WEIGHTS, complete_steps
-from titan_async.training.run_folder import RECIPE
+from titan_async.training.saved_recipe import RECIPE
 
 __all__ = ["WEIGHTS", "SavedModel", "open_saved"]
 

@@ -93,10 +93,10 @@ def _train(argv: list[str], until_end: contextlib.ExitStack) -> int:
 
         preflight.check(config, world_size=int(os.environ["WORLD_SIZE"]))
     if os.environ.get("RANK", "0") == "0":
-        from titan_async.training import run_folder, run_lock
+        from titan_async.training import run_lock, saved_recipe
 
         until_end.enter_context(run_lock.locked(config.dump_folder))
-        run_folder.write_recipe(resolved)
+        saved_recipe.write_recipe(resolved)
 
     import torch.distributed as dist
     from torch.distributed.checkpoint.api import CheckpointException
