@@ -19,6 +19,7 @@ from titan_async.errors import UserError
 ensure_device()
 
 from titan_async.training.checkpoint import AsyncCheckpointer, complete_steps  # noqa: E402
+from titan_async.training.data import TextDataLoader  # noqa: E402
 
 
 class Counter:
@@ -32,6 +33,16 @@ class Counter:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.count = state["count"]
+
+
+class Position(TextDataLoader):
+    """A place in the data, of one of some data-parallel ranks."""
+
+    def __init__(self, rank: int, degree: int) -> None:
+        self.dp_world_size, self._rank_id = degree, f"dp_rank_{rank}"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {self._rank_id: "{}", "world_size": self.dp_world_size, "num_workers": 0}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -116,3 +127,14 @@ def test_a_checkpoint_that_was_changed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=damaged.format(r"\.metadata is no index of a checkpoint .*")):
         made.load()
     assert made.load(1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_checkpoint_of_fewer_data_parallel_ranks(tmp_path: Path, rank: int) -> None:
+    made, _ = checkpointer(tmp_path)
+    made.states["dataloader"] = Position(0, 1)
+    made.save(1)
+    # Nothing was saved of the place of rank 1.
+    made.states["dataloader"] = Position(rank, 2)
+    with pytest.raises(UserError, match="data position is one of data-parallel degree 1, not 2: resume with"):
+        made.load()

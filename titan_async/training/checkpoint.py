@@ -29,6 +29,7 @@ from titan_async.checkpoint._dcp_files_internals import (
 from titan_async.errors import UserError
 from titan_async.pipelining.recording import Kind
 from titan_async.training._titan_internals import saves_at
+from titan_async.training.data import TextDataLoader
 from titan_async.training.recording import Recording
 
 __all__ = [
@@ -49,6 +50,9 @@ EMA_WEIGHTS = "ema_weights"
 
 RANDOM_STATE = "random_state"
 """In the training state: the states of the random number generators, by `random_state.layout_key`."""
+
+_POSITION = "dataloader.dp_rank_"
+"""In the key of each data-parallel rank's place in the data."""
 
 
 class AsyncCheckpointer(CheckpointManager):
@@ -122,7 +126,7 @@ class AsyncCheckpointer(CheckpointManager):
             return
         try:
             reader = CheckingReader(checkpoint_id)
-            self._leave_out(state_dict, reader.index.state_dict_metadata)
+            self._fit(state_dict, reader.index.state_dict_metadata)
             dcp.load(state_dict, storage_reader=reader, planner=ValueLoadPlanner())
         except DamagedError as error:
             raise _damaged(Path(checkpoint_id), str(error)) from error
@@ -136,9 +140,12 @@ class AsyncCheckpointer(CheckpointManager):
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
 
-    def _leave_out(self, state_dict: dict[str, Any], keys: Collection[str]) -> None:
-        """Let the states not ask for what a checkpoint with these keys lacks."""
+    def _fit(self, state_dict: dict[str, Any], keys: Collection[str]) -> None:
+        """Let the states not ask for what a checkpoint with these keys lacks, and refuse what they must."""
         trainer, optimizer = state_dict.get("train_state"), state_dict.get("optimizer")
+        loader, positions = state_dict.get("dataloader"), [key for key in keys if _POSITION in key]
+        if isinstance(loader, TextDataLoader) and positions:
+            loader.check_degree(len(positions))  # or there may be none of this rank
         # A synchronous run has no older weights, so the next batch reads the newest; and no history
         # of updates, so the first one is not corrected. An average that was not kept starts from the
         # weights.

@@ -142,6 +142,14 @@ class TextDataLoader(ParallelAwareDataloader):
             "num_workers": self.num_workers,
         }
 
+    def check_degree(self, saved: int) -> None:
+        """Refuse the positions of another number of data-parallel ranks.
+
+        Raises:
+            UserError: `saved` is not this run's.
+        """
+        _check("data-parallel degree", saved, self.dp_world_size)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to a position of `state_dict`; an empty state leaves the loader at the start.
 
@@ -150,17 +158,17 @@ class TextDataLoader(ParallelAwareDataloader):
         """
         if not state_dict:
             return
-        for key, now, setting in (
-            ("world_size", self.dp_world_size, "data-parallel degree"),
-            ("num_workers", self.num_workers, "dataloader.num_workers"),
-        ):
-            if state_dict[key] != now:
-                raise UserError(
-                    f"The checkpoint's data position is one of {setting} {state_dict[key]}, not {now}: "
-                    f"resume with {setting} {state_dict[key]}, or keep it out of loading with "
-                    "checkpoint.exclude_from_loading."
-                )
+        self.check_degree(state_dict["world_size"])
+        _check("dataloader.num_workers", state_dict["num_workers"], self.num_workers)
         StatefulDataLoader.load_state_dict(self, json.loads(state_dict[self._rank_id]))
+
+
+def _check(setting: str, saved: int, now: int) -> None:
+    if saved != now:
+        raise UserError(
+            f"The checkpoint's data position is one of {setting} {saved}, not {now}: resume with {setting} "
+            f"{saved}, or keep it out of loading with checkpoint.exclude_from_loading."
+        )
 
 
 def _encode_with(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
