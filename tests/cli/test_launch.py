@@ -276,7 +276,7 @@ def test_a_second_sigterm_ends_at_once(tmp_path: Path) -> None:
     time.sleep(1.5)
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGTERM)
-    _, err = launcher.communicate(timeout=8)
+    _, err = launcher.communicate(timeout=30)
     assert (launcher.returncode, err) == (143, "stopped by SIGTERM\n")
     assert_gone(pids)
 

@@ -237,7 +237,7 @@ def test_tied_and_frozen_weights():
 
 
 def test_the_example_of_the_documentation_learns():
-    _, _, block = inspect.getdoc(DelayedGradients).partition("delay::\n\n")
+    _, _, block = inspect.getdoc(DelayedGradients).partition("delay:\n\n")
     lines = block.splitlines()
     end = next(i for i, line in enumerate(lines) if line and not line.startswith("    "))
     space = {}
