@@ -248,7 +248,9 @@ def test_gradients_that_are_no_numbers_stop_the_run(tmp_path: Path) -> None:
         r"\(max_skipped_updates says how many\)\n",
         run.err,
     )
-    skipped = rf"^step {last}: the gradient is not finite(, first in .*)?, so its update is skipped \(3 so far\)$"
+    skipped = (
+        rf"^step {last}: the gradient is not finite(, first .*)?, so its update is skipped \(3 so far\)$"
+    )
     assert re.search(skipped, run.out, re.MULTILINE)
 
 

@@ -265,7 +265,7 @@ def test_ctrl_c_saves_and_the_resumed_run_is_the_undisturbed_one(
 
 def test_a_second_ctrl_c_ends_at_once_and_leaves_no_half_checkpoint(tmp_path: Path) -> None:
     # Steps of seconds, of which the second press cuts off the one that the first would have let finish.
-    flags = ("--training.seq_len", 256, "--training.local_batch_size", 64, "--checkpoint.interval", 2)
+    flags = ("--training.seq_len", 256, "--training.local_batch_size", 32, "--checkpoint.interval", 2)
     pid, terminal = in_a_terminal(tmp_path, *flags)
     read_until(terminal, "step  3/12")
     ranks = processes_of(pid)
