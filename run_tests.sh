@@ -8,5 +8,5 @@ setup_env "$root" dev
 cd "$root"
 # Several processes of one thread each on few cores; and no test may need the network.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1
-# Three files at a time: each waits for its processes much of the time.
-exec "$root/.venv/bin/python" -m pytest --numprocesses 3 --dist loadfile "$@"
+# Two files at a time: each waits for its processes much of the time.
+exec "$root/.venv/bin/python" -m pytest --numprocesses 2 --dist loadfile "$@"

@@ -47,7 +47,9 @@ class WorkerPool:
 
     def __init__(self, world_size: int) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        context = mp.get_context("spawn")
+        # Copies of a process that has imported what they need, which takes longer than most tests.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["tests.support.imports"])
         self._connections, self._processes = [], []
         for rank in range(world_size):
             here, there = context.Pipe()
