@@ -124,19 +124,10 @@ class AsyncCheckpointer(CheckpointManager):
         if from_hf or "://" in checkpoint_id:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        try:
+        with _telling_of_damage(Path(checkpoint_id)):
             reader = CheckingReader(checkpoint_id)
             self._fit(state_dict, reader.index.state_dict_metadata)
             dcp.load(state_dict, storage_reader=reader, planner=ValueLoadPlanner())
-        except DamagedError as error:
-            raise _damaged(Path(checkpoint_id), str(error)) from error
-        except OSError as error:
-            raise _damaged(Path(checkpoint_id), f"{INDEX} cannot be read ({error.strerror})") from error
-        except CheckpointException as error:
-            for cause, _ in error.failures.values():
-                if isinstance(cause, DamagedError):
-                    raise _damaged(Path(checkpoint_id), str(cause)) from error
-            raise
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
 
@@ -205,6 +196,21 @@ def _cannot_save(folder: Path, error: OSError) -> UserError:
     )
 
 
+@contextlib.contextmanager
+def _telling_of_damage(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except DamagedError as error:
+        raise _damaged(folder, str(error)) from error
+    except OSError as error:
+        raise _damaged(folder, f"{INDEX} cannot be read ({error.strerror})") from error
+    except CheckpointException as error:
+        for cause, _ in error.failures.values():
+            if isinstance(cause, DamagedError):
+                raise _damaged(folder, str(cause)) from error
+        raise
+
+
 def _damaged(folder: Path, why: str) -> UserError:
     steps = [step for step in complete_steps(folder.parent) if folder.name != f"step-{step}"]
     if steps:
@@ -220,12 +226,8 @@ def check_index(folder: Path) -> None:
     Raises:
         UserError: it has not.
     """
-    try:
+    with _telling_of_damage(folder):
         CheckingReader(folder)
-    except DamagedError as error:
-        raise _damaged(folder, str(error)) from error
-    except OSError as error:
-        raise _damaged(folder, f"{INDEX} cannot be read ({error.strerror})") from error
 
 
 def complete_steps(folder: Path) -> list[int]:

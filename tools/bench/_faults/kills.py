@@ -18,7 +18,7 @@ import torch
 
 from _faults.inject_kill import Kill, when_killed
 from _faults.result import Attempt, Result, summarize
-from _faults.runs import is_same, saved_state, start, train
+from _faults.runs import is_same, saved_state, start, train, train_undisturbed
 from _faults.watched import Watched, under_torchrun
 from titan_async.monitor.journal import JournalReader
 from titan_async.monitor.spans import RunSpans, folder_of, load_spans
@@ -48,9 +48,7 @@ def measure(scratch: Path, *, quick: bool) -> Iterator[Result]:
     rounds = QUICK_ROUNDS if quick else ROUNDS
     flags = (*FLAGS, "--training.steps", steps := 2 * INTERVAL * rounds + 2)
     undisturbed = scratch / "undisturbed"
-    undisturbed.mkdir()
-    assert train(undisturbed, *flags, timeout=600).status == 0
-    expected = saved_state(undisturbed, steps)
+    expected = train_undisturbed(undisturbed, steps, *flags)
     plan = plan_kills(rounds, load_spans(folder_of(undisturbed / "run")), random.Random(0))
     attempts = _under_torchrun(scratch / "torchrun", plan, flags, expected)
     for phase in dict.fromkeys(kill.phase for kill in plan):

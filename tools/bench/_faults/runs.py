@@ -89,6 +89,23 @@ def train(
     return Run(process.returncode, out, err)
 
 
+def train_undisturbed(
+    folder: Path, steps: int, *flags: object, fault: Mapping[str, Any] | None = None
+) -> dict[str, torch.Tensor]:
+    """Make the folder and a run in it that nothing disturbs, and return the state that it saves at its end.
+
+    Args:
+        folder: of the run.
+        steps: how many the flags say.
+        flags: of the run.
+        fault: what `_faults.injected` is to change that does no harm.
+    """
+    folder.mkdir()
+    done = train(folder, *flags, fault=fault, timeout=900)
+    assert done.status == 0, done.err
+    return saved_state(folder, steps)
+
+
 def saved_state(folder: Path, step: int) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint of `folder`/run: weights, optimizers' state, the next batch's weights."""
     saved = SavedTensors(folder / "run" / "checkpoint" / f"step-{step}")

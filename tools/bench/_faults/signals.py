@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from _faults.result import Attempt, Result, summarize
-from _faults.runs import is_same, saved_state, train
+from _faults.runs import is_same, saved_state, train_undisturbed
 from _faults.watched import SHUTDOWN_TIMEOUT, Watched, under_the_launcher, under_torchrun
 from titan_async.monitor.spans import folder_of
 from titan_async.monitor.view.processes import is_alive
@@ -42,10 +42,7 @@ State = dict[str, torch.Tensor]
 
 def measure(scratch: Path, *, quick: bool) -> Iterator[Result]:
     """See `faults.py`."""
-    undisturbed = scratch / "undisturbed"
-    undisturbed.mkdir()
-    assert train(undisturbed, *FLAGS, timeout=600).status == 0
-    expected = saved_state(undisturbed, STEPS)
+    expected = train_undisturbed(scratch / "undisturbed", STEPS, *FLAGS)
     for number, name in NAMES.items():
         for whom in list(STARTERS)[: 1 if quick else 2]:
             folder = scratch / f"{number}-{whom}"

@@ -19,7 +19,7 @@ from pathlib import Path
 from _faults.checkpoints import damages, others_checkpoints, try_damaged
 from _faults.disks import can_mount, mounted
 from _faults.result import Attempt, Result, summarize
-from _faults.runs import RECIPE, SMALL, Run, environment, saved_state, start, train
+from _faults.runs import RECIPE, SMALL, Run, environment, start, train, train_undisturbed
 from _faults.undisturbed import FLAGS, INTERVAL, STEPS, Undisturbed, go_on, made, sentence_of, words_of
 
 __all__ = ["measure"]
@@ -28,10 +28,7 @@ __all__ = ["measure"]
 def measure(scratch: Path, *, quick: bool) -> Iterator[Result]:
     """See `faults.py`."""
     folder = scratch / "undisturbed"
-    folder.mkdir()
-    done = train(folder, *FLAGS, timeout=600)
-    assert done.status == 0, done.err
-    undisturbed = Undisturbed(folder, saved_state(folder, STEPS))
+    undisturbed = Undisturbed(folder, train_undisturbed(folder, STEPS, *FLAGS))
 
     def summary(fault: str, attempts: list[Attempt]) -> Result:
         return summarize("storage", fault, attempts)
