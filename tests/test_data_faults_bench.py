@@ -9,16 +9,25 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import datasets
 import pytest
 
-from titan_async.data import DocumentEncoder, PackedDataset, TextSource, TokenBatches, prepare_tokens
+from titan_async.data import (
+    DocumentEncoder,
+    PackedDataset,
+    TextSource,
+    TokenBatches,
+    hub,
+    open_documents,
+    prepare_tokens,
+)
 from titan_async.data import shakespeare_tokenizer_folder as tokenizer
 from titan_async.errors import UserError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "bench"))
 
-from _faults import data, inject_data
-from _faults.data import FAULTS, TOKEN_FAULTS, Fault, Start
+from _faults import data, inject_data, local_hub
+from _faults.data import FAULTS, STREAM_FAULT, TOKEN_FAULTS, Fault, Start
 from _faults.result import Attempt
 
 from titan_async.training.trainer import AsyncTrainer
@@ -45,7 +54,7 @@ def do_harm(fault: Fault, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     trained: list[object] = []
     monkeypatch.setattr(AsyncTrainer, "train_step", trained.append)
     options = data._harm(fault, folder)
-    del options["kind"], options["pairs_at_once"]
+    del options["kind"], options["pairs_at_once"], options["hub"]
     inject_data.install(0, **options)
     AsyncTrainer.train_step(trainer := object())  # type: ignore[arg-type]
     AsyncTrainer.train_step(trainer)  # type: ignore[arg-type]
@@ -65,6 +74,25 @@ def test_harm_to_text_is_told_in_the_sentence_expected(
         for _ in reading:
             pass
     assert re.match(fault.said, str(caught.value))
+
+
+def test_a_stream_breaks_and_goes_on_where_it_broke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "stream"
+    data.write_stream(folder)
+    monkeypatch.setattr(hub, "_load", hub._load)
+    monkeypatch.setattr(datasets.IterableDataset, "__iter__", datasets.IterableDataset.__iter__)
+    source = TextSource(dataset="owner/name", shuffle=False, validation_fraction=0)
+    local_hub.install(str(folder))
+    whole = list(open_documents(source))
+    inject_data.install(1, **STREAM_FAULT.harm)
+    stream, read = open_documents(source), []
+    for _ in range(2):
+        with pytest.raises(UserError, match=STREAM_FAULT.said):
+            read.extend(stream)
+        state = stream.state_dict()
+        stream = open_documents(source)
+        stream.load_state_dict(state)
+    assert read == whole[:198]
 
 
 def test_token_files_give_the_samples_of_the_text_and_are_harmed_too(

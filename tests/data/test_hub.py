@@ -336,7 +336,7 @@ def test_what_counts_as_a_disconnection() -> None:
 
     passing = [ConnectionError(), TimeoutError(), httpx.ReadTimeout(""), status(429), status(503)]
     lasting = [status(403), status(404), FileNotFoundError(), ValueError(), UserError("")]
-    assert [parquet._is_disconnection(error) for error in passing + lasting] == [True] * 5 + [False] * 5
+    assert [parquet.is_disconnection(error) for error in passing + lasting] == [True] * 5 + [False] * 5
 
 
 def test_mistakes(fineweb: Path) -> None:
@@ -397,3 +397,33 @@ def test_json_lines_are_streamed_by_datasets(
     assert len(list(resumed)) == len(shares[-1])
     with pytest.raises(UserError, match="no column 'body'"):
         share(TextSource(dataset="owner/name", text_column="body"), 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("last_line", "error", "said"),
+    [
+        ('{"text": "ha', None, r"a file is damaged \(.*\); mend it, or set dataset_revision"),
+        ("", ConnectionError("reset by peer"), r"the connection was lost \(reset by peer\); start again"),
+    ],
+)
+def test_a_stream_that_ends_too_early_is_told(
+    tmp_path: Path, last_line: str, error: Exception | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [json.dumps({"text": f"document {index}"}) + "\n" for index in range(20)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    (tmp_path / "b.jsonl").write_text("".join(lines) + last_line)
+    stand_for_the_hub(tmp_path, monkeypatch)
+    whole = datasets.IterableDataset.__iter__
+
+    def read(self: datasets.IterableDataset) -> Iterator[object]:
+        yield from itertools.islice(whole(self), 27)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(datasets.IterableDataset, "__iter__", read)
+    source = TextSource(dataset="owner/name", validation_fraction=0, shuffle=False)
+    with pytest.raises(
+        UserError, match=f"^The dataset 'owner/name' could not be read to its end: {said}"
+    ) as e:
+        list(open_documents(source))
+    assert str(e.value).endswith("the run goes on from its last checkpoint.") and "\n" not in str(e.value)

@@ -129,7 +129,7 @@ class _StreamReader:
         stream = copy.deepcopy(self._stream)
         if position is not None:
             stream.load_state_dict(position)
-        with _plain_errors(self._source.dataset):
+        with _plain_ends(self._source.dataset):
             for record in stream:
                 text = self._text_of(record)
                 if text and not text.isspace() and _is_wanted(text, self._fraction, self._source):
@@ -161,6 +161,27 @@ def _load(dataset: str, config: str | None, revision: str | None) -> "DatasetBui
 
     with _plain_errors(dataset):
         return load_dataset_builder(dataset, config, revision=revision)
+
+
+@contextlib.contextmanager
+def _plain_ends(dataset: str) -> Iterator[None]:
+    from titan_async.data.parquet import is_disconnection, reason_of
+
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if is_disconnection(error):
+            why, mend = "the connection was lost", "start again when the network is there"
+        elif isinstance(error, (ValueError, OSError, RuntimeError, EOFError, zlib.error)):
+            why, mend = "a file is damaged", "mend it, or set dataset_revision to another one"
+        else:
+            raise
+        raise UserError(
+            f"The dataset {dataset!r} could not be read to its end: {why} ({reason_of(error)}); {mend}, and "
+            "the run goes on from its last checkpoint."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -98,16 +98,16 @@ class ParquetReader:
                     start, attempts = row + 1, 0
                 return
             except Exception as error:
-                if not _is_disconnection(error):
+                if not is_disconnection(error):
                     raise
                 if attempts == len(_WAITS):
                     raise UserError(
-                        f"The connection was lost while reading {file} ({_reason(error)}) and did not come "
+                        f"The connection was lost while reading {file} ({reason_of(error)}) and did not come "
                         f"back within {sum(_WAITS)} s: start again when the network is there, and the run "
                         "goes on from its last checkpoint."
                     ) from error
                 _logger.warning(
-                    "Reading %s failed (%s): trying again in %s s", file, _reason(error), _WAITS[attempts]
+                    "Reading %s failed (%s): trying again in %s s", file, reason_of(error), _WAITS[attempts]
                 )
                 time.sleep(_WAITS[attempts])
                 attempts += 1
@@ -151,7 +151,7 @@ def read_rows(
     except UnicodeDecodeError as error:
         raise not_utf8(f"The data file {file}", error) from error
     except OSError as error:
-        if _is_disconnection(error):
+        if is_disconnection(error):
             raise
         if error.errno is None:  # pyarrow's own, of what the file holds
             raise _damaged(file, error) from error
@@ -160,7 +160,7 @@ def read_rows(
 
 def _damaged(file: str, error: Exception) -> UserError:
     return UserError(
-        f"The data file {file} is not a whole parquet file ({_reason(error)}): fetch or write it again."
+        f"The data file {file} is not a whole parquet file ({reason_of(error)}): fetch or write it again."
     )
 
 
@@ -173,7 +173,8 @@ def open_file(file: str) -> IO[bytes]:
     return fsspec.open(file, "rb").open()
 
 
-def _is_disconnection(error: Exception) -> bool:
+def is_disconnection(error: Exception) -> bool:
+    """Whether an error is one of the network, which may pass."""
     if isinstance(error, UserError):
         return False
     # Imported here because it takes a second and is needed when something has gone wrong only.
@@ -185,6 +186,7 @@ def _is_disconnection(error: Exception) -> bool:
     return isinstance(error, (ConnectionError, TimeoutError, *CONNECTION_ERRORS_TO_RETRY))
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """An error's words as a part of a sentence."""
     lines = str(error).splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__

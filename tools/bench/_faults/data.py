@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from _faults.result import Attempt, Result, summarize
-from _faults.runs import is_same, saved_state, start, train
+from _faults.runs import is_same, saved_state, start, train_undisturbed
 from _faults.watched import Watched
 from titan_async.data import TextSource, prepare_tokens, shakespeare_tokenizer_folder
 from titan_async.data.plays import play_scenes
@@ -30,6 +30,8 @@ from titan_async.training.checkpoint import complete_steps
 __all__ = ["measure"]
 
 STEPS, INTERVAL = 38, 3
+DATA = "data"
+"""In the folder of a run."""
 FLAGS = (
     "--training.steps", STEPS, "--training.seq_len", 128, "--checkpoint.interval", INTERVAL,
     "--checkpoint.keep_latest_k", 0, "--lr_scheduler.warmup_steps", 3,
@@ -77,30 +79,57 @@ TOKEN_FAULTS = (
           {"after": 1, "kill_loader": True}),
 )  # fmt: skip
 
+STREAM_FAULT = Fault(
+    "a stream that breaks at every 100th document",
+    r"The dataset \S+ could not be read to its end: the connection was lost \(.*\); start again",
+    {"break_at": 100},
+)
+STREAM_ENDS = 2
+"""Starts that the stream ends for sure, before the one that reaches the last step."""
+
 
 def measure(scratch: Path, *, quick: bool) -> Iterator[Result]:
     """See `faults.py`."""
     write_texts(scratch / "whole")
-    undisturbed = scratch / "undisturbed"
-    undisturbed.mkdir()
-    flags = ("--dataloader.dataset_path", scratch / "whole")
-    assert train(undisturbed, *FLAGS, *flags, timeout=900).status == 0
-    expected = saved_state(undisturbed, STEPS)
+    expected = train_undisturbed(
+        scratch / "undisturbed", STEPS, *FLAGS, "--dataloader.dataset_path", scratch / "whole"
+    )
 
     faults = FAULTS[:2] if quick else FAULTS
-    text = scratch / "text"
-    yield from _chain(text, scratch / "whole", faults, (), expected)
+    flags = ("--dataloader.dataset_path", DATA)
+    attempts = _chain(scratch / "text", scratch / "whole", faults, flags, expected)
+    yield from _rows(faults, attempts)
 
     tokens = scratch / "tokens"
     source = TextSource(dataset_path=str(scratch / "whole"), shuffle=False, validation_fraction=0)
     prepare_tokens(source, shakespeare_tokenizer_folder(), tokens, shard_tokens=6000)
-    flags = ("--dataloader.dataset", "tokens", "--dataloader.num_workers", 1)
-    results = list(_chain(scratch / "chain", tokens, TOKEN_FAULTS, flags, expected))
-    yield from results
+    flags = (*flags, "--dataloader.dataset", "tokens", "--dataloader.num_workers", 1)
+    attempts = _chain(scratch / "chain", tokens, TOKEN_FAULTS, flags, expected)
+    yield from _rows(TOKEN_FAULTS, attempts)
     # That chain ends in the same state only if both readers have packed the long document alike.
-    alike = all(result.survived for result in results)
+    alike = all(attempt.survived for attempt in attempts)
     said = f"the same {STEPS} steps from text and from token files"
     yield summarize("data", "documents of 1 MB, and of nothing", [Attempt(alike, said=said)])
+
+    write_stream(stream := scratch / "stream")
+    flags = ("--dataloader.dataset", "owner/name")
+    hub = {"kind": "data", "hub": str(stream)}
+    expected = train_undisturbed(scratch / "undisturbed-stream", STEPS, *FLAGS, *flags, fault=hub)
+    attempts = _chain(scratch / "streamed", stream, (STREAM_FAULT,) * STREAM_ENDS, flags, expected)
+    yield summarize("data", STREAM_FAULT.name, attempts)
+
+
+def _rows(faults: Sequence[Fault], attempts: Sequence[Attempt]) -> Iterator[Result]:
+    for fault, attempt in zip(faults, attempts, strict=True):
+        yield summarize("data", fault.name, [attempt])
+
+
+def write_stream(folder: Path) -> None:
+    """Lines for `datasets` to stream, of which a run reads a hundred in about ten steps."""
+    folder.mkdir()
+    text = "\n\n".join(play_scenes())
+    lines = (json.dumps({"text": text[begin : begin + 300]}) for begin in range(0, 300 * 1000, 300))
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
 
 
 def write_texts(folder: Path) -> None:
@@ -171,23 +200,30 @@ def judge(fault: Fault, start: Start, following: Start, same: bool) -> Attempt:
 def _chain(
     folder: Path, whole: Path, faults: Sequence[Fault], flags: tuple[object, ...],
     expected: dict[str, torch.Tensor],
-) -> Iterator[Result]:  # fmt: skip
-    """Start the same run once for each fault, and once more without one."""
+) -> list[Attempt]:  # fmt: skip
+    """Start the same run once for each fault, and once more without one.
+
+    Args:
+        folder: of the run.
+        whole: the data without any fault.
+        faults: in the order in which the run meets them.
+        flags: for data in the folder `DATA`, or in a dataset of the hub, for which that stands.
+        expected: the state to which the run is to come.
+    """
     folder.mkdir()
-    data = folder / "data"
-    flags = (*FLAGS, "--dataloader.dataset_path", data, *flags)
+    data = folder / DATA
     starts = []
     for fault in (*faults, None):
         shutil.rmtree(data, ignore_errors=True)
         shutil.copytree(whole, data)
         began = time.time()
-        run = Watched(start(folder, *flags, fault=_harm(fault, data)))
+        run = Watched(start(folder, *FLAGS, *flags, fault=_harm(fault, data)))
         status, ended = run.wait(900), time.time()
         resumed = (re.search(r"resumed at step (\d+)$", line.text) for line in run.out)
         starts.append(
             Start(
                 status,
-                "\n".join(line.text for line in run.err).replace(f"{data}{os.sep}", ""),
+                "\n".join(line.text for line in run.err).replace(f"{DATA}{os.sep}", ""),
                 next((int(found[1]) for found in resumed if found), 0),
                 run.steps(),
                 began,
@@ -197,14 +233,16 @@ def _chain(
         )
     same = starts[-1].status == 0 and complete_steps(folder / "run" / "checkpoint")[-1] == STEPS
     same = same and is_same(saved_state(folder, STEPS), expected)
-    for fault, ended_start, following in zip(faults, starts[:-1], starts[1:], strict=True):
-        yield summarize("data", fault.name, [judge(fault, ended_start, following, same)])
+    return [
+        judge(fault, ended_start, following, same)
+        for fault, ended_start, following in zip(faults, starts[:-1], starts[1:], strict=True)
+    ]
 
 
 def _harm(fault: Fault | None, data: Path) -> dict[str, Any]:
     """Put what is wrong before the start into the data; the options of what goes wrong later."""
     # Token files are read so little ahead that a short run meets what is wrong with them.
-    options: dict[str, Any] = {"kind": "data", "pairs_at_once": 1024}
+    options: dict[str, Any] = {"kind": "data", "pairs_at_once": 1024, "hub": str(data)}
     if fault is None:
         return options
     if fault.wrong:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
+from collections.abc import Iterator
 from typing import Any
+
+import datasets
 
 from titan_async.data import token_batches
 from titan_async.training.trainer import AsyncTrainer
@@ -18,8 +22,9 @@ def install(
     unlink: str | None = None,
     kill_loader: bool = False,
     pairs_at_once: int | None = None,
+    break_at: int | None = None,
 ) -> None:
-    """Do harm between two steps, from rank 0.
+    """Do harm between two steps, from rank 0, or to what all ranks read.
 
     Args:
         rank: of this process.
@@ -28,9 +33,12 @@ def install(
         unlink: a file that is to vanish.
         kill_loader: whether the process that loads this rank's data is to be killed.
         pairs_at_once: what token files are read ahead, on all ranks.
+        break_at: the document of each iterator of `datasets` in whose place the connection is lost, from 1.
     """
     if pairs_at_once is not None:
         token_batches._PAIRS_AT_ONCE = pairs_at_once
+    if break_at is not None:
+        _break_streams(break_at)
     if rank or after is None:
         return
     train_step, done = AsyncTrainer.train_step, 0
@@ -49,3 +57,13 @@ def install(
         done += 1
 
     AsyncTrainer.train_step = harm
+
+
+def _break_streams(number: int) -> None:
+    read = datasets.IterableDataset.__iter__
+
+    def broken(self: datasets.IterableDataset) -> Iterator[Any]:
+        yield from itertools.islice(read(self), number - 1)
+        raise ConnectionError("the peer has reset the connection")
+
+    datasets.IterableDataset.__iter__ = broken
