@@ -97,12 +97,14 @@ def test_a_computation_is_padded_and_not_cut() -> None:
     ("growth", "files", "survives"),
     [(0.0, 0, True), (40.0, 0, False), (0.0, 1, False)],
 )
-def test_a_soak_tells_growth_from_a_level(growth: float, files: int, survives: bool) -> None:
+@pytest.mark.parametrize("held", [0.0, 40.0])
+def test_a_soak_tells_growth_from_a_level(growth: float, files: int, survives: bool, held: float) -> None:
     series = [
         soak.Sample(seconds, 500 + growth * seconds / 3600, 40 + files * (seconds > 1500), 33)
         for seconds in range(0, 1800, 5)
     ]
     # What it takes to get going does not count.
     series[:20] = [soak.Sample(sample.seconds, 100, 3, 1) for sample in series[:20]]
-    result = soak._judge("rank 0", series, minutes=30)
-    assert (result.survived == 1) == survives
+    in_use = [(seconds, 300 + held * seconds / 3600) for seconds in range(0, 1800, 5)]
+    result = soak._judge("rank 0", series, in_use, minutes=30)
+    assert (result.survived == 1) == (survives and not held)

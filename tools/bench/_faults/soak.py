@@ -15,9 +15,10 @@ import numpy as np
 
 from _faults.result import Attempt, Result, summarize
 from _faults.runs import MOE_RECIPE, start
+from _faults.watched import ranks_of
 
 MEGABYTES_AN_HOUR = 20.0
-"""Of private memory, of a rank: what a slope may be for the run to count as flat."""
+"""Of private memory, and of the part of it in use, of a rank: what slopes may be for the run to be flat."""
 
 LOG_MEGABYTES_AN_HOUR = 20.0
 """Of everything in the run's folder but its checkpoints."""
@@ -45,7 +46,8 @@ class Sample:
 def measure(scratch: Path, *, minutes: float) -> Iterator[Result]:
     """Train for so many minutes."""
     with open(scratch / "out", "w") as out:
-        run = start(scratch, *FLAGS, recipe=MOE_RECIPE, out=out)
+        fault = {"kind": "memory", "folder": str(scratch)}
+        run = start(scratch, *FLAGS, recipe=MOE_RECIPE, fault=fault, out=out)
     samples: dict[str, list[Sample]] = {}
     sizes: list[tuple[float, float]] = []
     begin = time.monotonic()
@@ -61,7 +63,7 @@ def measure(scratch: Path, *, minutes: float) -> Iterator[Result]:
     status = run.wait(timeout=120)
     steps = sum(1 for line in (scratch / "out").read_text().splitlines() if line.startswith("step ")) * 10
     for name, series in sorted(samples.items()):
-        yield _judge(name, series, minutes)
+        yield _judge(name, series, _in_use(scratch / name, begin), minutes)
     slope = _slope(sizes)
     said = f"{slope:.2f} MB an hour, {sizes[-1][1]:.1f} MB at the end"
     yield summarize("soak", "files but checkpoints", [Attempt(slope < LOG_MEGABYTES_AN_HOUR, said=said)])
@@ -69,21 +71,26 @@ def measure(scratch: Path, *, minutes: float) -> Iterator[Result]:
     yield summarize("soak", "end at SIGTERM", [Attempt(status == 0, said=said)])
 
 
-def _judge(name: str, series: list[Sample], minutes: float) -> Result:
-    counted = [sample for sample in series if sample.seconds > _WARM_UP * 60 * minutes]
+def _judge(name: str, series: list[Sample], in_use: list[tuple[float, float]], minutes: float) -> Result:
+    begin = _WARM_UP * 60 * minutes
+    counted = [sample for sample in series if sample.seconds > begin]
     slope = _slope([(sample.seconds, sample.memory) for sample in counted])
     files, threads = ({getattr(sample, kind) for sample in counted} for kind in ("files", "threads"))
     said = (
         f"{counted[0].memory:.0f} to {counted[-1].memory:.0f} MB ({slope:+.1f} MB an hour), "
         f"{_range(files)} files, {_range(threads)} threads"
     )
+    slopes = [slope]
+    if in_use:
+        slopes.append(_slope([point for point in in_use if point[0] > begin]))
+        said += f"; in use {slopes[-1]:+.1f} MB an hour"
     halves = counted[: len(counted) // 2], counted[len(counted) // 2 :]
     grown = any(
         max(getattr(sample, kind) for sample in halves[1])
         > max(getattr(sample, kind) for sample in halves[0])
         for kind in ("files", "threads")
     )
-    return summarize("soak", name, [Attempt(slope < MEGABYTES_AN_HOUR and not grown, said=said)])
+    return summarize("soak", name, [Attempt(max(slopes) < MEGABYTES_AN_HOUR and not grown, said=said)])
 
 
 def _range(numbers: set[int]) -> str:
@@ -99,15 +106,15 @@ def _slope(points: list[tuple[float, float]]) -> float:
 
 def _processes(launcher: int) -> list[tuple[str, int]]:
     """The launcher and its ranks, by name."""
-    found = [("launcher", launcher)]
-    try:
-        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-        for pid in map(int, children):
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            found += [(f"rank {each[5:].decode()}", pid) for each in variables if each.startswith(b"RANK=")]
-    except (FileNotFoundError, ProcessLookupError):  # it has just ended
-        pass
-    return found
+    return [("launcher", launcher), *((f"rank {rank}", pid) for rank, pid in ranks_of(launcher).items())]
+
+
+def _in_use(file: Path, begin: float) -> list[tuple[float, float]]:
+    """What `inject_memory` has written, by seconds since `begin`; nothing of the launcher."""
+    if not file.exists():
+        return []
+    lines = (line.split() for line in file.read_text().splitlines())
+    return [(float(seconds) - begin, float(megabytes)) for seconds, megabytes in lines]
 
 
 def _sample(seconds: float, pid: int) -> Sample | None:
