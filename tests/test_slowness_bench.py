@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -103,6 +104,8 @@ def test_a_soak_tells_growth_from_a_level(growth: float, files: int, survives: b
         soak.Sample(seconds, 500 + growth * seconds / 3600, 40 + files * (seconds > 1500), 33)
         for seconds in range(0, 1800, 5)
     ]
+    # A checkpoint is being written.
+    series[-5] = replace(series[-5], files=series[-5].files + 1)
     # What it takes to get going does not count.
     series[:20] = [soak.Sample(sample.seconds, 100, 3, 1) for sample in series[:20]]
     in_use = [(seconds, 300 + held * seconds / 3600) for seconds in range(0, 1800, 5)]
