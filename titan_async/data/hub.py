@@ -165,13 +165,13 @@ def _load(dataset: str, config: str | None, revision: str | None) -> "DatasetBui
 
 @contextlib.contextmanager
 def _plain_ends(dataset: str) -> Iterator[None]:
-    from titan_async.data.parquet import is_disconnection, reason_of
-
     try:
         yield
     except UserError:
         raise
     except Exception as error:
+        from titan_async.data.parquet import is_disconnection, reason_of
+
         if is_disconnection(error):
             why, mend = "the connection was lost", "start again when the network is there"
         elif isinstance(error, (ValueError, OSError, RuntimeError, EOFError, zlib.error)):

@@ -128,8 +128,12 @@ def write_stream(folder: Path) -> None:
     """Lines for `datasets` to stream, of which a run reads a hundred in about ten steps."""
     folder.mkdir()
     text = "\n\n".join(play_scenes())
-    lines = (json.dumps({"text": text[begin : begin + 300]}) for begin in range(0, 300 * 1000, 300))
-    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+    documents = [text[begin : begin + 300] for begin in range(0, 300 * 1000, 300)]
+    (folder / "train.jsonl").write_bytes(_lines(documents))
+
+
+def _lines(texts: Sequence[str]) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
 
 
 def write_texts(folder: Path) -> None:
@@ -147,13 +151,10 @@ def write_texts(folder: Path) -> None:
         taken, rest = rest[: count * length], rest[count * length :]
         return [taken[begin : begin + length] for begin in range(0, len(taken), length)] + ["", " \n"]
 
-    def lines(texts: Sequence[str]) -> bytes:
-        return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-
-    (folder / LINES).write_bytes(lines(take(documents, 700)))
-    (folder / COMPRESSED).write_bytes(gzip.compress(lines(take(documents, 700))))
+    (folder / LINES).write_bytes(_lines(take(documents, 700)))
+    (folder / COMPRESSED).write_bytes(gzip.compress(_lines(take(documents, 700))))
     pyarrow.parquet.write_table(pyarrow.table({"text": [*take(documents, 700), None]}), folder / TABLE)
-    (folder / LONG).write_bytes(lines(take(1, 2**20)))
+    (folder / LONG).write_bytes(_lines(take(1, 2**20)))
 
 
 @dataclass(frozen=True)

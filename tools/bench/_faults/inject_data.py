@@ -9,8 +9,6 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
-import datasets
-
 from titan_async.data import token_batches
 from titan_async.training.trainer import AsyncTrainer
 
@@ -60,10 +58,12 @@ def install(
 
 
 def _break_streams(number: int) -> None:
-    read = datasets.IterableDataset.__iter__
+    from datasets import IterableDataset
 
-    def broken(self: datasets.IterableDataset) -> Iterator[Any]:
+    read = IterableDataset.__iter__
+
+    def broken(self: IterableDataset) -> Iterator[Any]:
         yield from itertools.islice(read(self), number - 1)
         raise ConnectionError("the peer has reset the connection")
 
-    datasets.IterableDataset.__iter__ = broken
+    IterableDataset.__iter__ = broken

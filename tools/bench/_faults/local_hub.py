@@ -1,10 +1,14 @@
 """A folder instead of the Hugging Face hub, which is not there where faults are tried."""
 
-import functools
+from __future__ import annotations
 
-import datasets
+import functools
+from typing import TYPE_CHECKING
 
 from titan_async.data import hub
+
+if TYPE_CHECKING:
+    from datasets import DatasetBuilder
 
 __all__ = ["install"]
 
@@ -13,7 +17,10 @@ def install(folder: str) -> None:
     """Let a folder stand for every dataset of the hub."""
 
     @functools.cache
-    def load(dataset: str, config: str | None, revision: str | None) -> datasets.DatasetBuilder:
-        return datasets.load_dataset_builder(folder, config, cache_dir=f"{folder}.cache")
+    def load(dataset: str, config: str | None, revision: str | None) -> DatasetBuilder:
+        # Here, since it takes a second, and most runs ask for no dataset of the hub.
+        from datasets import load_dataset_builder
+
+        return load_dataset_builder(folder, config, cache_dir=f"{folder}.cache")
 
     hub._load = load
