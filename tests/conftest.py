@@ -4,12 +4,16 @@ Drawn examples may take their time: how long one takes says more about the machi
 """
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 from hypothesis import settings
 
+from tests.support.processes import Pools
+from tests.support.selection import is_slow
 from titan_async.config.device import ensure_device
 
 settings.register_profile("unhurried", deadline=None)
@@ -17,3 +21,34 @@ settings.load_profile("unhurried")
 
 # Before any test imports a part of torchtitan that binds the device.
 ensure_device()
+
+LONG = ("tests/training/", "tests/cli/", "tests/huggingface/", "tests/study/", "tests/test_")
+"""Where files take longest, which come first: one of them at the very end would run alone."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the tests that are marked as slow, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is slow, unless `--all`, `-m` or its own name asks for it; long files come first."""
+    items.sort(key=lambda item: [item.nodeid.startswith(part) for part in LONG], reverse=True)
+    if config.getoption("--all") or config.getoption("-m"):
+        return
+    named = [word for word in config.args if "::" in word]
+    slow = [
+        item
+        for item, is_one in zip(items, is_slow(items), strict=True)
+        if is_one and not any(item.nodeid.startswith(word) for word in named)
+    ]
+    config.hook.pytest_deselected(items=slow)
+    left_out = set(slow)
+    items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    """Processes of gloo for any number of ranks, which stay up until this process's last test."""
+    pools = Pools()
+    yield pools
+    pools.close()

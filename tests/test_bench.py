@@ -1,17 +1,16 @@
 """The benchmark still runs, in its smallest form; its times are nobody's concern here."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.support import forks
 
 BENCH = Path(__file__).parents[1] / "tools" / "bench"
 
 
 def run(*flags, script="schedule.py"):
-    return subprocess.run(
-        [sys.executable, str(BENCH / script), *map(str, flags)], capture_output=True, text=True, timeout=240
-    )
+    return forks.run([sys.executable, BENCH / script, *flags], timeout=240)
 
 
 def test_every_part_runs_and_is_recorded(tmp_path):

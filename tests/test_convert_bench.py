@@ -1,7 +1,6 @@
 """The comparison of converters still runs, and tells different files apart; its figures are not tested."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,15 +8,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support import forks
+
 BENCH = Path(__file__).parents[1] / "tools" / "bench"
 
 
 def test_both_ways_write_the_same(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
-    done = subprocess.run(
-        [sys.executable, BENCH / "convert.py", "--quick", "--folder", tmp_path, "--json", record],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = forks.run(
+        [sys.executable, BENCH / "convert.py", "--quick", "--folder", tmp_path, "--json", record], timeout=240
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(record.read_text())
     assert (found["ranks"], found["tensors"], found["parameters"]) == (2, 225, 3_481_648)

@@ -1,19 +1,18 @@
 """The benchmark of data loaders still runs, in a small form; its figures are nobody's concern here."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.support import forks
 
 BENCH = Path(__file__).parents[1] / "tools" / "bench" / "data.py"
 
 
 def test_every_loader_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    arguments = ("--repetitions", "1", "--millions", "1", "--documents", "300", "--json", str(path))
-    done = subprocess.run(
-        [sys.executable, str(BENCH), *arguments], capture_output=True, text=True, timeout=240
-    )
+    arguments = ("--repetitions", 1, "--millions", 1, "--documents", 300, "--json", path)
+    done = forks.run([sys.executable, BENCH, *arguments], timeout=240)
     assert done.returncode == 0, done.stderr
     results = json.loads(path.read_text())["results"]
     assert [result["loader"] for result in results[:3]] == [

@@ -1,6 +1,5 @@
 """The tool that draws schedules: what it draws, against what is known of them."""
 
-import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -8,6 +7,7 @@ from xml.etree import ElementTree
 import pytest
 from matplotlib.figure import Figure
 
+from tests.support import forks
 from titan_async.monitor.gantt import Box
 from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
 
@@ -107,7 +107,7 @@ def test_latency_backward_and_lookahead_are_used() -> None:
 def test_the_command_writes_a_file(form: str, tmp_path: Path) -> None:
     out = tmp_path / f"drawn.{form}"
     command = [sys.executable, ROOT / "tools" / "draw_schedule.py", "1F1B", "Async2BW", "--out", out]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = forks.run(command)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
     if form == "png":

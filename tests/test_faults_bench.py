@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.support import forks
 
 ROOT = Path(__file__).parents[1]
 
 ACTS = """
 import json, os, sys, time
 from pathlib import Path
+
+from tests.support import forks
 from _faults import inject_kill
 from titan_async.monitor.recorder import EventRecorder
 from titan_async.pipelining.recording import Kind
@@ -59,11 +62,11 @@ def test_each_kill_of_a_plan_is_carried_out_once_and_where_it_says(tmp_path: Pat
         {"phase": "on leaving", "rank": 0, "step": 11, "kinds": [forward], "delay": 60.0},
         {"phase": "another rank", "rank": 1, "step": 11, "kinds": [forward]},
     ]
-    done = subprocess.run(
+    done = forks.run(
         [sys.executable, "-c", ACTS, json.dumps(plan), tmp_path],
         env=os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tools" / "bench")))},
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+        timeout=240,
+    )
     lines = done.stdout.splitlines()
     said = [pair for pair in itertools.pairwise(lines) if pair[1].startswith("status ")]
     assert [last for last, _ in said] == ["12 1 begins", "11 0 ends", "lives"], done.stderr

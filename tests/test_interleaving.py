@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support import forks
 from titan_async.pipelining.simulation import simulate
 
 SCRIPT = Path(__file__).parents[1] / "tools" / "bench" / "interleaving.py"
@@ -102,8 +102,7 @@ def test_no_order_is_found_where_none_can_be():
 
 def test_the_study_runs_and_records_everything(tmp_path):
     path = tmp_path / "results.json"
-    command = [sys.executable, str(SCRIPT), "--quick", "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = forks.run([sys.executable, SCRIPT, "--quick", "--json", path], timeout=240)
     assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())
     assert list(record) == ["pace", "jitter", "limits", "balance"]

@@ -1,8 +1,6 @@
 """The comparison of Muons still runs, and counts rightly; its times are nobody's concern here."""
 
-import contextlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,15 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.processes import WorkerPool
+from tests.support import forks
 
 BENCH = Path(__file__).parents[1] / "tools" / "bench"
 
 
 def run(script, *flags):
-    return subprocess.run(
-        [sys.executable, str(BENCH / script), *map(str, flags)], capture_output=True, text=True, timeout=240
-    )
+    return forks.run([sys.executable, BENCH / script, *flags], timeout=240)
 
 
 def test_ours_runs_in_every_layout_and_is_recorded(tmp_path):
@@ -102,9 +98,8 @@ def count(rank, group):
 
 
 @pytest.mark.timeout(120)
-def test_the_bytes_that_leave_a_rank_are_counted():
-    with contextlib.closing(WorkerPool(2)) as pool:
-        first, second = pool.run(2, count)
+def test_the_bytes_that_leave_a_rank_are_counted(pools):
+    first, second = pools(2).run(2, count)
     row, whole = 4 * 4, 6 * 4 * 4
     assert (first.pop("all_to_all"), second.pop("all_to_all")) == (4 * row, 2 * row)
     # Half of the output of an all-gather, and twice half of the input of an all-reduce, are as many bytes.

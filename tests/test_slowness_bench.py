@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "bench"))
 from _faults import inject_slowness, slowness, soak
 from _faults.slowness import BACKWARD, FORWARD, UNDISTURBED, Shape, Slowness
 
+from tests.support.waiting import MOST_SECONDS
 from titan_async.monitor.events import RECORD
 from titan_async.monitor.spans import RankSpans
 from titan_async.pipelining.messages import Messages
@@ -64,34 +65,76 @@ def test_shares_of_time_are_counted_over_whole_batches() -> None:
     assert not slowness._delays_are_one(rank)
 
 
-def test_late_messages_leave_in_their_order_and_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+class Clock:
+    """A time that passes only where it is let pass; who sleeps is woken by that."""
+
+    def __init__(self) -> None:
+        self._now, self._passed = 0.0, threading.Condition()
+
+    def perf_counter(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        until = self._now + seconds
+        with self._passed:
+            assert self._passed.wait_for(lambda: self._now >= until, MOST_SECONDS), "time does not pass"
+
+    def advance(self, seconds: float) -> None:
+        with self._passed:
+            self._now += seconds
+            self._passed.notify_all()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(inject_slowness, "time", clock)
+    return clock
+
+
+def test_late_messages_leave_in_their_order_and_hold_up_nobody(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     left: list[tuple[str, float]] = []
 
     def send(tensor: str, peer: int, group: object) -> SimpleNamespace:
-        left.append((tensor, time.perf_counter()))
+        left.append((tensor, clock.perf_counter()))
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(dist, "isend", send)
     monkeypatch.setattr(Messages, "_start", Messages._start)  # is put back at the end
     inject_slowness._delay_messages(0.05)
     messages = SimpleNamespace(_lanes=SimpleNamespace(groups={("F", 1): object()}))
-    begin = time.perf_counter()
     works = []
     for name in ("first", "second"):
         op = SimpleNamespace(op=send, tensor=name, peer=1)
         works += Messages._start(messages, SimpleNamespace(kind="F"), [op])  # type: ignore[arg-type]
-    assert time.perf_counter() - begin < 0.05 and not left
-    for work in works:
-        work.wait()
-    assert [name for name, _ in left] == ["first", "second"]
-    assert all(when - begin >= 0.05 for _, when in left)
+        clock.advance(0.01)
+    # The rank has gone on while no time has passed for its messages.
+    assert not left
+    clock.advance(0.03)
+    works[0].wait()
+    assert left == [("first", pytest.approx(0.05))]
+    clock.advance(0.01)
+    works[1].wait()
+    assert left[1:] == [("second", pytest.approx(0.06))]
 
 
-def test_a_computation_is_padded_and_not_cut() -> None:
-    begin = time.perf_counter()
-    assert inject_slowness._padded(lambda: 7, lambda: 0.05)() == 7
-    assert time.perf_counter() - begin >= 0.05
-    assert inject_slowness._padded(lambda: time.sleep(0.01) or 8, lambda: 0.0)() == 8
+@pytest.mark.parametrize(
+    ("takes", "to_last", "lasts"),
+    [(0.0, 0.05, 0.05), (0.02, 0.05, 0.05), (0.05, 0.02, 0.05), (0.01, 0.0, 0.01)],
+)
+def test_a_computation_is_padded_and_not_cut(
+    takes: float, to_last: float, lasts: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clock, "sleep", clock.advance)
+
+    def compute(number: int) -> int:
+        clock.advance(takes)
+        return number + 1
+
+    assert inject_slowness._padded(compute, lambda: to_last)(7) == 8
+    assert clock.perf_counter() == pytest.approx(lasts)
 
 
 @pytest.mark.parametrize(

@@ -82,18 +82,20 @@ def test_a_place_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
 
 
 WRITER = """
-import sys, time
+import sys
 from titan_async.checkpoint.folders import new_folder
 with new_folder(sys.argv[1]) as folder:
     (folder / "half").write_text("half")
     print("writing", flush=True)
-    time.sleep(60)
+    sys.stdin.read()  # until it is killed
 """
 
 
 def test_another_writer_is_respected_and_a_killed_one_is_cleaned_up(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(out)], stdout=subprocess.PIPE, text=True)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert writer.stdout is not None and writer.stdout.readline() == "writing\n"
         with pytest.raises(UserError, match="another process is writing out in "):

@@ -8,11 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.support.waiting import MOST_SECONDS, until
 
 ROOT = Path(__file__).parents[2]
 SBATCH = ROOT / "tools" / "slurm" / "train.sbatch"
@@ -67,7 +68,7 @@ def job(tmp_path: Path) -> dict[str, str]:
 def run(folder: Path, job: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", SBATCH, *arguments],
-        cwd=folder, env=job, capture_output=True, text=True, timeout=60, check=False,
+        cwd=folder, env=job, capture_output=True, text=True, timeout=MOST_SECONDS, check=False,
     )  # fmt: skip
 
 
@@ -116,12 +117,13 @@ def test_a_signal_lets_the_ranks_save(
         ["bash", SBATCH, "recipe.toml"], cwd=tmp_path, env=job | {"WORKS_UNTIL_ASKED": "1"},
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 30
-    while not calls(tmp_path, "torchrun"):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    script.send_signal(number)
-    out, _ = script.communicate(timeout=30)
+    try:
+        until(lambda: calls(tmp_path, "torchrun"), "torchrun is not called")
+        script.send_signal(number)
+        out, _ = script.communicate(timeout=MOST_SECONDS)
+    finally:
+        script.kill()
+        (tmp_path / "calls" / "scancel").touch()  # without which a stand-in works for ever
     assert script.returncode == 0
     assert "asked to stop" in out
     assert calls(tmp_path, "scancel") == [["--signal=TERM", "1234567"]]

@@ -27,6 +27,7 @@ from tests.support.events import write_run
 from tests.support.saved_runs import DENSE, ROOT, save_run
 from tests.support.training import environment, train
 from titan_async.cli import elastic, main
+from titan_async.config import toml_file
 from titan_async.config.number_ranges import check_numbers
 from titan_async.config.recipe_file import resolve, resolve_recipe
 from titan_async.data.files import read_documents
@@ -35,7 +36,8 @@ from titan_async.errors import UserError
 
 pytestmark = pytest.mark.timeout(120)  # a case that waits for a pipe would wait for ever
 
-MOST_SECONDS = 10
+MOST_SECONDS = 60
+"""Of a processor, after which a case is taken to compute for ever; the longest takes 2."""
 
 
 @pytest.fixture(scope="module")
@@ -193,15 +195,21 @@ def test_the_pickles_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert Path("canary").is_dir()
 
 
-def test_the_line_of_a_key_is_found_in_a_long_file(here: Path) -> None:
+def test_the_line_of_a_key_is_found_in_a_long_file(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     comments = "# x\n" * 30_000
     text = comments + TEXT.replace("steps = 300", "stesp = [\n1,\n\n2]") + comments
     Path("x.toml").write_text(text)
     line = text[: text.index("stesp")].count("\n") + 1
-    begin = time.process_time()
+    parsed = []
+
+    def loads(text: str, loads=toml_file.tomllib.loads) -> dict[str, Any]:
+        parsed.append(len(text))
+        return loads(text)
+
+    monkeypatch.setattr(toml_file.tomllib, "loads", loads)
     with pytest.raises(UserError, match=rf"^x\.toml:{line}: unknown key training.stesp"):
         resolve_recipe(["x.toml"])
-    assert time.process_time() - begin < MOST_SECONDS
+    assert 0 < sum(parsed) < 40 * len(text), "it is looked for line by line"
 
 
 def test_no_rank_waits_for_one_that_cannot_load(good: Path, tmp_path: Path) -> None:
@@ -210,6 +218,6 @@ def test_no_rank_waits_for_one_that_cannot_load(good: Path, tmp_path: Path) -> N
     (tmp_path / "other/checkpoint/step-7/__0_0.distcp").unlink()
     initial = tmp_path / "other/checkpoint/step-7"
     run = train(tmp_path, "--checkpoint.initial_load_path", initial, "--validator.no-enable")
-    assert (run.status, run.err.count("\n")) == (2, 1)
+    assert (run.status, run.err.count("\n")) == (2, 1), run.err
     assert "__0_0.distcp is missing" in run.err and "take another checkpoint" in run.err
     assert not list(tmp_path.glob("run/checkpoint/*"))

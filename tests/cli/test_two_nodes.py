@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,7 +14,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.support.training import RECIPE, SMALL, environment
+from tests.support.forks import Forked
+from tests.support.training import RECIPE, SMALL, environment, processes_of
 from titan_async.errors import UserError
 from titan_async.training import worker
 from titan_async.training.checkpoint import complete_steps
@@ -31,7 +31,7 @@ FLAGS = (
 )  # fmt: skip
 
 
-def start_nodes(folder: Path, restarts: int) -> list[subprocess.Popen[str]]:
+def start_nodes(folder: Path, restarts: int) -> list[Forked]:
     """A torchrun for each of two nodes, on each of which one rank trains one stage."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -43,17 +43,15 @@ def start_nodes(folder: Path, restarts: int) -> list[subprocess.Popen[str]]:
         "--rdzv-endpoint", f"localhost:{port}", "--monitor-interval", 0.1,
         "-m", "titan_async.cli", "train", RECIPE, *FLAGS,
     ]  # fmt: skip
-    return [
-        subprocess.Popen(
-            [*map(str, command)], cwd=folder, text=True,
-            env=environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-            stdout=(folder / f"node-{node}.out").open("w"), stderr=(folder / f"node-{node}.err").open("w"),
-        )
-        for node in range(2)
-    ]  # fmt: skip
+    nodes = []
+    for node in range(2):
+        with (folder / f"node-{node}.out").open("w") as out, (folder / f"node-{node}.err").open("w") as err:
+            variables = environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+            nodes.append(Forked(command, cwd=folder, env=variables, stdout=out, stderr=err))
+    return nodes
 
 
-def wait_for(nodes: list[subprocess.Popen[str]], folder: Path) -> str:
+def wait_for(nodes: list[Forked], folder: Path) -> str:
     """Waits for success, and returns what rank 0 has said, on whichever node it was."""
     try:
         statuses = [node.wait(timeout=120) for node in nodes]
@@ -63,13 +61,6 @@ def wait_for(nodes: list[subprocess.Popen[str]], folder: Path) -> str:
     said = [(folder / f"node-{node}.err").read_text() for node in range(2)]
     assert statuses == [0, 0], "\n".join(said)
     return "".join((folder / f"node-{node}.out").read_text() for node in range(2))
-
-
-def workers_of(nodes: list[subprocess.Popen[str]]) -> list[int]:
-    found = []
-    for node in nodes:
-        found += Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()
-    return [int(pid) for pid in found if b"titan_async.cli" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -106,8 +97,8 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(undisturbed: 
     while not complete_steps(folder / "run/checkpoint"):
         assert all(node.poll() is None for node in nodes)
         time.sleep(0.01)
-    workers = workers_of(nodes)
-    assert len(workers) == 2
+    workers = {rank: pid for node in nodes for rank, pid in processes_of(node.pid).items()}
+    assert sorted(workers) == [0, 1]
     os.kill(workers[1], signal.SIGKILL)
     out = wait_for(nodes, folder)
     # Logged lines of killed processes may be lost; those of their successors are not.

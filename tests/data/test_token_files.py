@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.data.conftest import jsonl_writer
+from tests.support.waiting import has_ended, until
 from titan_async.data import (
     TextSource,
     TokenFiles,
@@ -115,6 +115,20 @@ def children_of(process: int) -> list[int]:
     return found
 
 
+STOPPED_TOOL = """
+import runpy, signal, sys
+from titan_async.data import prepare
+write = prepare.write_json
+def write_and_stop(file, value):
+    write(file, value)
+    signal.pause()
+prepare.write_json = write_and_stop
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""The tool, whose first process does nothing more after its first note of a whole file."""
+
+
 def test_killed_and_started_again_it_ends_with_the_same_files(
     source: TextSource, made: Path, tmp_path: Path
 ) -> None:
@@ -122,27 +136,26 @@ def test_killed_and_started_again_it_ends_with_the_same_files(
     arguments = (folder, "--tokenizer", TOKENIZER, "--dataset_path", source.dataset_path)
     options = ("--shard_tokens", SHARD, "--processes", 2)
     process = subprocess.Popen(
-        [sys.executable, str(TOOL), *map(str, (*arguments, *options))],
+        [sys.executable, "-c", STOPPED_TOOL, str(TOOL), *map(str, (*arguments, *options))],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    while not (folder / "progress.json").exists():
-        time.sleep(0.001)
+    progress = folder / "progress.json"
+    try:
+        until(lambda: progress.exists() or process.poll() is not None, "nothing is written")
         assert process.poll() is None
-    workers = children_of(process.pid)
-    process.kill()
-    process.wait()
+        workers = children_of(process.pid)
+    finally:
+        process.kill()
+        process.wait()
     assert not (folder / "index.json").exists()
     with pytest.raises(UserError, match=r"unfinished: run tools/prepare_data.py again"):
         TokenFiles(folder)
     assert len(workers) >= 2
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{worker}/exe").exists() for worker in workers):
-        assert time.monotonic() < deadline, "workers outlive a killed parent"
-        time.sleep(0.01)
+    until(lambda: all(map(has_ended, workers)), "workers outlive a killed parent")
     # A kill may also come between a file and the note of it, or within a file.
     (folder / ".tokens-00002.safetensors.partial").write_bytes(b"half")
-    kept = [shard["name"] for shard in json.loads((folder / "progress.json").read_text())["shards"]]
+    kept = [shard["name"] for shard in json.loads(progress.read_text())["shards"]]
     times = {name: (folder / name).stat().st_mtime_ns for name in kept}
     prepare_tokens(source, TOKENIZER, folder, shard_tokens=SHARD)
     assert contents(folder) == contents(made)

@@ -19,19 +19,32 @@ from pathlib import Path
 import pytest
 
 from tests.support.events import write_run
+from tests.support.waiting import MOST_SECONDS, times_waited, until
 from tests.support.watching import going_on, write_now
+from titan_async.cli.main import main
 from titan_async.monitor.journal import Journal
 from titan_async.monitor.view.watch import STOPPING
 from titan_async.pipelining.recording import Kind
 
 COMMAND = [sys.executable, "-m", "titan_async.cli", "watch"]
+PATIENT = """
+import sys
+from titan_async.cli.main import main
+from titan_async.monitor.view import following
+following._AFTER_FAILURE = 600
+sys.exit(main())
+"""
+"""The command, but after a failure it waits for good for the run to start again."""
+
 ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
 
 
 class Terminal:
     """A command in a terminal of its own, whose foreground process group it is."""
 
-    def __init__(self, *arguments: str, width: int = 80, height: int = 24, **environ: str) -> None:
+    def __init__(
+        self, *arguments: str, width: int = 80, height: int = 24, command: list[str] = COMMAND, **environ: str
+    ) -> None:
         self.written, self.decoder = "", codecs.getincrementaldecoder("utf-8")("replace")
         self.screen_end, terminal = pty.openpty()
         self.resize(width, height)
@@ -43,7 +56,7 @@ class Terminal:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
         self.process = subprocess.Popen(
-            [*COMMAND, *arguments], stdin=terminal, stdout=terminal, stderr=terminal, preexec_fn=take,
+            [*command, *arguments], stdin=terminal, stdout=terminal, stderr=terminal, preexec_fn=take,
             env=known | {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"} | environ,
         )  # fmt: skip
         os.close(terminal)
@@ -69,9 +82,9 @@ class Terminal:
         text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", frames[-1])
         return text.replace("\r", "").split("\n")
 
-    def wait_for(self, what: str | Callable[[list[str]], bool], seconds: float = 30) -> list[str]:
+    def wait_for(self, what: str | Callable[[list[str]], bool]) -> list[str]:
         """Until a frame holds a text, or is as it should be."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + MOST_SECONDS
         while True:
             lines = self.screen()
             if (what in "\n".join(lines)) if isinstance(what, str) else what(lines):
@@ -81,13 +94,24 @@ class Terminal:
 
     def status(self) -> int:
         """The exit status, once it has ended; the terminal must be as before."""
-        deadline = time.monotonic() + 30
-        while self.process.poll() is None:
+        deadline = time.monotonic() + MOST_SECONDS
+        while self.read(0.05):
             assert time.monotonic() < deadline, self.written[-4000:]
-            self.read(0.05)
-        while select.select([self.screen_end], [], [], 0.05)[0] and self.read(0.05):
-            pass
-        return self.process.returncode
+        return self.process.wait(MOST_SECONDS)
+
+    def let_it_look(self, times: int) -> None:
+        """Until it has looked for something new so often; a key without a meaning makes it look at once."""
+        for _ in range(times):
+            before = times_waited(self.process.pid)
+            self.press("x")
+            until(
+                lambda before=before: self.read(0) and times_waited(self.process.pid) > before,
+                "it does not look",
+            )
+
+    def frames(self) -> int:
+        """How often it has drawn."""
+        return self.written.count("\x1b[H")
 
     def assert_left_in_order(self) -> None:
         assert termios.tcgetattr(self.screen_end) == self.modes
@@ -166,11 +190,11 @@ def test_nothing_is_drawn_where_nothing_changes(tmp_path: Path) -> None:
     with terminal(write_run(tmp_path).parents[1]) as view:
         lines = view.wait_for(lambda lines: "finished" in lines[0] and "q quit" in lines[-1])
         assert len(lines) == 24
-        before = len(view.written)
-        end = time.monotonic() + 1.5
-        while time.monotonic() < end:
-            view.read(0.1)
-        assert len(view.written) <= before + 10  # what ends a frame
+        drawn = view.frames()
+        view.let_it_look(8)
+        view.press("?")
+        view.wait_for("share of the last step")
+        assert view.frames() == drawn + 1
 
 
 def test_no_color(run_dir: Path) -> None:
@@ -246,13 +270,14 @@ def test_a_view_ends_with_the_process_that_it_follows(tmp_path: Path) -> None:
 
 
 def test_a_run_that_starts_again_after_a_failure_is_followed(tmp_path: Path) -> None:
-    with terminal(tmp_path, "--following", str(os.getpid())) as view:
+    command = [sys.executable, "-c", PATIENT, "watch"]
+    with terminal(tmp_path, "--following", str(os.getpid()), command=command) as view:
         view.wait_for("the training processes start")
         journal = Journal(going_on(tmp_path, "20270101-000000-aaaa", stages=2))
         journal.write("end", reason="failed")
         journal.close()
         view.wait_for("failed")
-        time.sleep(0.7)  # as long as the view looks twice
+        view.let_it_look(3)
         going_on(tmp_path, "20270101-000001-aaaa", stages=3)
         view.wait_for("3 stages")
         assert view.process.poll() is None
@@ -260,7 +285,7 @@ def test_a_run_that_starts_again_after_a_failure_is_followed(tmp_path: Path) -> 
 
 def plain(*arguments: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False,
+        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=MOST_SECONDS, check=False,
         env=os.environ | environ,
     )  # fmt: skip
 
@@ -290,15 +315,23 @@ def test_lines_of_a_run_that_goes_on(tmp_path: Path) -> None:
         assert lines[-1] == "warning: the disk is nearly full\n" and process.poll() is None
         journal.write("end", reason="finished")
         journal.close()
-        assert process.wait(20) == 0
+        assert process.wait(MOST_SECONDS) == 0
+
+
+def hears(pid: int, number: int) -> bool:
+    """Whether a process has a handler of its own for a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> (number - 1) & 1)
 
 
 def test_lines_of_a_run_that_is_waited_for(tmp_path: Path) -> None:
     write_run(tmp_path, "20250101-000000-aaaa", stages=2)  # one that is over already
     command = [*COMMAND, str(tmp_path), "--following", str(os.getpid())]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(2)
+        until(lambda: hears(process.pid, signal.SIGHUP), "it does not hear signals")  # SIGINT before that
+        looks = times_waited(process.pid)
+        until(lambda: times_waited(process.pid) > looks + 1, "it does not look")
+        assert process.poll() is None
         process.send_signal(signal.SIGINT)  # which the training gets, too
         write_run(tmp_path, "20270101-000000-aaaa", steps=2)
         assert process.stdout is not None
@@ -306,7 +339,7 @@ def test_lines_of_a_run_that_is_waited_for(tmp_path: Path) -> None:
             "training llama3 tiny on 4 stages under Async2BW",
             "step 2/2  loss  5.4545",
         ]
-        assert process.wait(20) == 0
+        assert process.wait(MOST_SECONDS) == 0
 
 
 def test_a_dumb_terminal_gets_lines(run_dir: Path) -> None:
@@ -356,12 +389,15 @@ def test_svg(tmp_path: Path) -> None:
         (["{}/some", "--svg", "{}/a file/x.svg"], "cannot write"),
     ],
 )
-def test_mistakes_get_one_sentence(tmp_path: Path, arguments: list[str], words: str) -> None:
+def test_mistakes_get_one_sentence(
+    tmp_path: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_run(tmp_path / "some")
     (tmp_path / "a file").write_text("")
-    result = plain(*(argument.format(tmp_path) for argument in arguments))
-    assert result.returncode == 2 and result.stdout == ""
-    assert words in result.stderr and result.stderr.count("\n") == 1
+    assert main(["watch", *(argument.format(tmp_path) for argument in arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err and err.count("\n") == 1
 
 
 def test_the_view_does_without_torch() -> None:

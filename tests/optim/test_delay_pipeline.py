@@ -9,7 +9,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from tests.support.delay import OPTIMIZERS
-from tests.support.processes import WorkerPool
+from tests.support.processes import Pools, WorkerPool
 from tests.support.recurrence import build_blocks, build_data, loss_fn
 from titan_async.optim import DelayedGradients, pipedream_delays
 from titan_async.pipelining import ScheduleAsync2BW
@@ -71,10 +71,8 @@ def difference(results, expected):
 
 
 @pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(4)
-    yield pool
-    pool.close()
+def pool(pools: Pools) -> WorkerPool:
+    return pools(4)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])

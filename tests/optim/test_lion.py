@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.support.processes import WorkerPool
+from tests.support.processes import Pools, WorkerPool
 from titan_async.optim import ErrorFeedback, Lion
 
 SHAPES = [(), (5,), (4, 6), (2, 3, 4), (0, 3)]
@@ -360,10 +360,8 @@ def train_sharded(rank, group, placement, feedback):
 
 
 @pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
+def pool(pools: Pools) -> WorkerPool:
+    return pools(2)
 
 
 @pytest.mark.parametrize("feedback", [False, True])

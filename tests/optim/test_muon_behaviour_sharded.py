@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from tests.support.processes import WorkerPool
+from tests.support.processes import Pools, WorkerPool
 from titan_async.optim import ErrorFeedback, Muon
 from titan_async.optim import distribution as distribution_module
 
@@ -37,10 +37,8 @@ MAKE = {
 
 
 @pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(4)
-    yield pool
-    pool.close()
+def pool(pools: Pools) -> WorkerPool:
+    return pools(4)
 
 
 def randn(shape, *seed):

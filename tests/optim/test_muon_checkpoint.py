@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.support.processes import WorkerPool
+from tests.support.processes import Pools, WorkerPool
 from titan_async.optim import ErrorFeedback, Muon
 
 SHAPES = {"a": (8, 6), "b": (5, 9), "c": (4, 3, 5), "d": (1, 7)}
@@ -22,10 +22,8 @@ STEPS = 8
 
 
 @pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(3)
-    yield pool
-    pool.close()
+def pool(pools: Pools) -> WorkerPool:
+    return pools(3)
 
 
 def build(place, where, level, dtype):

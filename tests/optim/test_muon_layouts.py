@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.support.processes import WorkerPool
+from tests.support.processes import Pools, WorkerPool
 from titan_async.optim import ErrorFeedback, Muon
 
 BATCH, WIDTH = 8, 8
@@ -21,10 +21,8 @@ OPTIONS = {"compute_dtype": "float64", "error_feedback": 1.0, "weight_decay": 0.
 
 
 @pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(4)
-    yield pool
-    pool.close()
+def pool(pools: Pools) -> WorkerPool:
+    return pools(4)
 
 
 class Layer(nn.Module):

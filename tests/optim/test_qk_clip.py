@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.support.processes import WorkerPool
+from tests.support.processes import Pools, WorkerPool
 from titan_async.optim import ErrorFeedback, Muon, QKClip, QueryKey
 
 INPUTS, HEAD = 12, 4
@@ -201,10 +201,8 @@ def test_logits_that_do_not_fit():
 
 
 @pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(4)
-    yield pool
-    pool.close()
+def pool(pools: Pools) -> WorkerPool:
+    return pools(4)
 
 
 STRIDED = [_StridedShard(0, split_factor=2), Shard(0)]

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.support.processes import WorkerPool
+from tests.support.processes import Pools, WorkerPool
 from titan_async.optim import ErrorFeedback, Muon
 
 BUILD = {
@@ -110,10 +110,8 @@ def train_sharded(rank, group, level, folder):
 
 
 @pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
+def pool(pools: Pools) -> WorkerPool:
+    return pools(2)
 
 
 @pytest.mark.parametrize("level", ["update", "gradient"])

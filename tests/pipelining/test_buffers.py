@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from tests.support.buffers import PARTS, build_parts, make_optimizer, run_recurrence, state_of
-from tests.support.processes import WorkerPool
+from tests.support.processes import Pools, WorkerPool
 from tests.support.recurrence import build_data, loss_fn
 from tests.support.sharded import Stage, shard
 from titan_async.pipelining import ScheduleAsync2BW
@@ -29,11 +29,10 @@ def make_meshes(rank, group):
 
 
 @pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(4)
+def pool(pools: Pools) -> WorkerPool:
+    pool = pools(4)
     pool.run(4, make_meshes)
-    yield pool
-    pool.close()
+    return pool
 
 
 class Run:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from tests.support.processes import WorkerPool
+from tests.support.processes import Pools, WorkerPool
 from tests.support.sharded import EVERY, make_meshes, meshes, prepare, shard, train
 from tests.support.sharded_oracle import difference, oracle
 from titan_async.pipelining import ScheduleAsync2BW
@@ -20,11 +20,10 @@ PLAIN, FOUR, SHARDED = ("pp",), ("pp", "one"), ("pp", "dp")
 
 
 @pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(4)
+def pool(pools: Pools) -> WorkerPool:
+    pool = pools(4)
     pool.run(4, make_meshes)
-    yield pool
-    pool.close()
+    return pool
 
 
 def plain(stage, mesh):

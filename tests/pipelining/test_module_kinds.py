@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from tests.support.processes import WorkerPool
+from tests.support.processes import Pools, WorkerPool
 from tests.support.recurrence import WIDTH, build_blocks, build_data, loss_fn
 from tests.support.sharded import make_meshes, meshes, shard, whole
 from titan_async.pipelining import ScheduleAsync2BW
@@ -16,11 +16,10 @@ BATCHES, M = 5, 3
 
 
 @pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(4)
+def pool(pools: Pools) -> WorkerPool:
+    pool = pools(4)
     pool.run(4, make_meshes)
-    yield pool
-    pool.close()
+    return pool
 
 
 class Tied(nn.Module):

@@ -4,17 +4,15 @@ import pytest
 import torch
 from torch.distributed.pipelining import PipelineStage
 
-from tests.support.processes import WorkerPool
+from tests.support.processes import Pools, WorkerPool
 from tests.support.recurrence import build_blocks, build_data, loss_fn
 from titan_async.pipelining import ScheduleAsync2BW
 from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
 
 
 @pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(3)
-    yield pool
-    pool.close()
+def pool(pools: Pools) -> WorkerPool:
+    return pools(3)
 
 
 class Told:

@@ -7,14 +7,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.pipelining.test_recurrence import difference, expected, pipeline
-from tests.support.processes import WorkerPool
+from tests.support.processes import Pools, WorkerPool
 
 
 @pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(4)
-    yield pool
-    pool.close()
+def pool(pools: Pools) -> WorkerPool:
+    return pools(4)
 
 
 class Run(NamedTuple):

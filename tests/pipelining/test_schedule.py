@@ -8,16 +8,14 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B
 
-from tests.support.processes import WorkerPool
+from tests.support.processes import Pools, WorkerPool
 from tests.support.recurrence import build_blocks, build_data, loss_fn
 from titan_async.pipelining import ScheduleAsync2BW
 
 
 @pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(4)
-    yield pool
-    pool.close()
+def pool(pools: Pools) -> WorkerPool:
+    return pools(4)
 
 
 def build(rank, group, m, module=None, schedule_class=ScheduleAsync2BW, **options):

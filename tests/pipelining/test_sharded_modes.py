@@ -6,7 +6,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.support.processes import WorkerPool
+from tests.support.processes import Pools, WorkerPool
 from tests.support.sharded import EVERY, make_meshes, shard, shard_each_part, shard_in_bfloat16, train
 from tests.support.sharded_oracle import bfloat16_gradient, difference, oracle
 from titan_async.pipelining import gradient_norm
@@ -16,11 +16,10 @@ DP, HSDP, TP = ("pp", "dp"), ("pp", "replicate", "shard"), ("pp", "dp", "tp")
 
 
 @pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(8)
+def pool(pools: Pools) -> WorkerPool:
+    pool = pools(8)
     pool.run(8, make_meshes)
-    yield pool
-    pool.close()
+    return pool
 
 
 def hybrid(stage, mesh):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining.schedules import Schedule1F1B
 from torch.distributed.tensor import DTensor
 
-from tests.support.processes import WorkerPool
+from tests.support.processes import Pools, WorkerPool
 from tests.support.sharded import (
     BATCHES,
     make_meshes,
@@ -24,11 +24,10 @@ NAMES = ("pp", "dp")
 
 
 @pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(4)
+def pool(pools: Pools) -> WorkerPool:
+    pool = pools(4)
     pool.run(4, make_meshes)
-    yield pool
-    pool.close()
+    return pool
 
 
 def copies_of(run):

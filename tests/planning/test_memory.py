@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.peaks import peak_of_a_run
 from tests.support.planning import make_layout
-from tests.support.processes import WorkerPool
+from tests.support.processes import Pools
 from tests.support.training import ROOT
 from titan_async.config.device import ensure_device
 
@@ -74,11 +74,11 @@ def test_items_of_the_first_stage() -> None:
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, WorkerPool]]:
-    pools: dict[int, WorkerPool] = {}
+def pools() -> Iterator[Pools]:
+    """Processes of its own, in which nothing else has made the peak what it is."""
+    pools = Pools()
     yield pools
-    for pool in pools.values():
-        pool.close()
+    pools.close()
 
 
 CASES = [
@@ -98,13 +98,11 @@ CASES = [
 
 @pytest.mark.parametrize(("ranks", "recipe", "flags"), CASES)
 def test_total_is_what_a_run_holds(
-    pools: dict[int, WorkerPool], tmp_path: Path, ranks: int, recipe: str, flags: tuple[object, ...]
+    pools: Pools, tmp_path: Path, ranks: int, recipe: str, flags: tuple[object, ...]
 ) -> None:
-    if ranks not in pools:
-        pools[ranks] = WorkerPool(ranks)
     argv = [*arguments(*flags, recipe=recipe), "--dump_folder", str(tmp_path), "--training.steps", "4"]
     argv += ["--checkpoint.no-enable", "--validator.no-enable"]
-    measured = pools[ranks].run(ranks, peak_of_a_run, argv, timeout=250)
+    measured = pools(ranks).run(ranks, peak_of_a_run, argv, timeout=250)
     plan = planned(ranks, *flags, recipe=recipe)
     share = ranks // len(plan)
     for stage, memory in enumerate(plan):

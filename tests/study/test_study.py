@@ -2,7 +2,6 @@
 
 import json
 import math
-import subprocess
 import sys
 from collections import deque
 from dataclasses import replace
@@ -29,6 +28,7 @@ from _runs import Run, grid_runs, load_questions, rates_of, run_key  # noqa: E40
 from _text import Batches, splits  # noqa: E402
 from _training import evaluate, learning_rate, stages_of, train  # noqa: E402
 
+from tests.support import forks  # noqa: E402
 from titan_async.errors import UserError  # noqa: E402
 from titan_async.optim import ErrorFeedback  # noqa: E402
 
@@ -409,7 +409,7 @@ def test_the_study_runs_resumes_and_reports(tmp_path):
     command = [sys.executable, STUDY / "run.py", file, "--results", path, "--workers", "2"]
 
     def run():
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        done = forks.run(command, timeout=200)
         assert done.returncode == 0, done.stderr
         return path.read_text().splitlines(keepends=True)
 

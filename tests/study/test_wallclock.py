@@ -3,6 +3,7 @@
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -116,22 +117,44 @@ def test_stages_make_up_the_decoder() -> None:
         assert sorted(names) == sorted(model.state_dict())
 
 
+class Clock:
+    """A time of which a reading takes a little and sleep what it should, and nothing else any."""
+
+    READING = 2.0**-12
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def perf_counter(self) -> float:
+        self._now += self.READING
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)  # ranks wait for each other
+        self._now += seconds
+
+
+def train_by_clock(rank: int, group: dist.ProcessGroup, run: PipelineRun) -> dict[str, Any]:
+    with mock.patch.object(_pipeline_run, "time", Clock()):
+        return train_stage(rank, group, run)
+
+
 def test_padding_changes_times_alone(pool: Pool) -> None:
     passes = STEPS * RUN.microbatches
     for schedule in SCHEDULES:
         run = replace(RUN, schedule=schedule)
-        plain = pool.run(2, train_stage, run)
-        padded = pool.run(2, train_stage, replace(run, forward_s=0.004))
+        plain = pool.run(2, train_by_clock, run)
+        padded = pool.run(2, train_by_clock, replace(run, forward_s=0.004))
         for before, after in zip(plain, padded, strict=True):
             assert farthest(after["weights"], before["weights"]) == 0
             assert after["losses"] == before["losses"]
             assert before["passes"] == after["passes"] == 2 * passes
-            assert after["computing"]["forward"] >= passes * 0.004
-            assert after["computing"]["backward"] >= passes * 0.008
-            assert after["computing"]["backward"] > after["computing"]["forward"]
+            # The last reading comes after the sleep.
+            assert after["computing"]["forward"] == pytest.approx(passes * (0.004 + Clock.READING))
+            assert after["computing"]["backward"] == pytest.approx(passes * (0.008 + Clock.READING))
             assert sum(after["computing"].values()) < after["seconds"]
             assert after["times"] == sorted(after["times"]) and after["times"][-1] <= after["seconds"]
-            assert before["late"] == 2 * passes > 2 * after["late"]
+            assert (before["late"], after["late"]) == (2 * passes, 0)
 
 
 def test_a_measurement_is_of_the_weights_that_were_trained(pool: Pool) -> None:

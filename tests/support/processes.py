@@ -1,7 +1,6 @@
-"""Processes that stay up for a whole test file and run one function after another under gloo."""
+"""Processes that stay up for a whole session of tests and run one function after another under gloo."""
 
 import contextlib
-import multiprocessing as mp
 import os
 import tempfile
 import time
@@ -12,7 +11,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-__all__ = ["WorkerPool"]
+from tests.support.forks import context
+
+__all__ = ["Pools", "WorkerPool"]
 
 
 def _serve(rank: int, world_size: int, store: str, connection: Any) -> None:
@@ -28,14 +29,16 @@ def _serve(rank: int, world_size: int, store: str, connection: Any) -> None:
         world_size=world_size,
         timeout=timedelta(seconds=120),
     )
-    # One group for each number of stages: a pipeline occupies the first ranks.
-    groups = {n: dist.new_group(list(range(n))) for n in range(1, world_size + 1)}
+    # A group for each number of ranks that is asked for, of the first ranks.
+    groups = {world_size: dist.group.WORLD}
     while True:
         request = connection.recv()
         if request is None:
             break
         function, size, args, kwargs = request
         try:
+            if size not in groups:
+                groups[size] = dist.new_group(list(range(size)), use_local_synchronization=True)
             connection.send((True, function(rank, groups[size], *args, **kwargs)))
         except BaseException:
             connection.send((False, traceback.format_exc()))
@@ -43,19 +46,23 @@ def _serve(rank: int, world_size: int, store: str, connection: Any) -> None:
 
 
 class WorkerPool:
-    """`world_size` gloo processes; `run` calls a top-level function on the first `size` of them."""
+    """`world_size` gloo processes; `run` calls a top-level function on the first `size` of them.
+
+    They start with the first call, and again with the next one after some of them did not answer.
+    """
 
     def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._connections: list[Any] = []
+        self._processes: list[Any] = []
+
+    def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        # Copies of a process that has imported what they need, which takes longer than most tests.
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["tests.support.imports"])
-        self._connections, self._processes = [], []
-        for rank in range(world_size):
-            here, there = context.Pipe()
-            process = context.Process(
+        for rank in range(self._world_size):
+            here, there = context().Pipe()
+            process = context().Process(
                 target=_serve,
-                args=(rank, world_size, str(Path(self._folder.name, "store")), there),
+                args=(rank, self._world_size, str(Path(self._folder.name, "store")), there),
                 daemon=True,
             )
             process.start()
@@ -67,6 +74,8 @@ class WorkerPool:
         self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any
     ) -> list:
         """Results of `function(rank, group, *args, **kwargs)` in the order of ranks; raises if one failed."""
+        if not self._processes:
+            self._start()
         active = self._connections[:size]
         for connection in active:
             connection.send((function, size, args, kwargs))
@@ -92,6 +101,8 @@ class WorkerPool:
         return [replies[rank][1] for rank in range(size)]
 
     def close(self) -> None:
+        if not self._processes:
+            return
         for connection, process in zip(self._connections, self._processes, strict=True):
             if process.is_alive():
                 with contextlib.suppress(OSError):
@@ -102,3 +113,18 @@ class WorkerPool:
                 process.kill()
                 process.join()
         self._folder.cleanup()
+        self._connections, self._processes = [], []
+
+
+class Pools:
+    """A pool for each number of ranks that is asked for."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, WorkerPool] = {}
+
+    def __call__(self, ranks: int) -> WorkerPool:
+        return self._pools.setdefault(ranks, WorkerPool(ranks))
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.support.muon_rule import muon_displacement
-from tests.support.processes import WorkerPool
+from tests.support.processes import Pools
 
 Values = dict[str, Tensor]
 """Weights and routers' biases by name."""
@@ -40,20 +40,14 @@ class Trained:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-class Pools:
-    """Processes for runs of any number of ranks, all of which torchtitan takes."""
+class Trainers:
+    """Runs of any number of ranks, each in a pool of so many processes, all of which torchtitan takes."""
 
-    def __init__(self) -> None:
-        self._pools: dict[int, WorkerPool] = {}
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
 
     def __call__(self, ranks: int, argv: list[str], *args: Any) -> list[Trained]:
-        if ranks not in self._pools:
-            self._pools[ranks] = WorkerPool(ranks)
-        return self._pools[ranks].run(ranks, train, argv, *args, timeout=300)
-
-    def close(self) -> None:
-        for pool in self._pools.values():
-            pool.close()
+        return self._pools(ranks).run(ranks, train, argv, *args, timeout=300)
 
 
 def arguments(folder: Path, recipe: str, *flags: object) -> list[str]:
@@ -78,6 +72,7 @@ def train(
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan does where it starts torch.distributed
     _clear_sharding_prop_cache()  # which remembers the meshes of an earlier trainer
     trainer = resolve(argv).build()
+    bfloat16 = torch.Tensor.bfloat16
     try:
         trained = Trained(whole_values(trainer.model_parts))
         _watch(trainer, trained)
@@ -88,6 +83,7 @@ def train(
         state = trainer.optimizers.state_dict() | trainer.state_dict().get("next_weights", {})
         trained.state = {name: whole(v) for name, v in state.items() if isinstance(v, Tensor)}
     finally:
+        torch.Tensor.bfloat16 = bfloat16  # `prepare` may have replaced it, and the process goes on
         trainer.close()
     return trained
 

@@ -17,7 +17,7 @@ import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.processes import WorkerPool
+from tests.support.processes import Pools, WorkerPool
 from tests.support.training import train
 from titan_async.config.device import ensure_device
 from titan_async.training import cpu
@@ -254,10 +254,8 @@ def run(rank, group, folder, schedule, *, costs=None, stages=None):
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
+def pool(trainer_pools: Pools) -> WorkerPool:
+    return trainer_pools(2)
 
 
 @pytest.mark.parametrize(

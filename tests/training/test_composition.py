@@ -3,22 +3,13 @@
 Checkpoints and a validation lie within each run, and its microbatches have different numbers of valid labels.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.trainer_loop import Looped, Pools, Trained, arguments, distance, loop, merged
-
-
-@pytest.fixture(scope="module")
-def runs() -> Iterator[Pools]:
-    pools = Pools()
-    yield pools
-    pools.close()
-
+from tests.support.trainer_loop import Looped, Trained, Trainers, arguments, distance, loop, merged
 
 SHARDED = ("--parallelism.data_parallel_shard_degree", 2)
 REPLICATED = ("--parallelism.data_parallel_replicate_degree", 2)
@@ -41,7 +32,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("ranks", "shares", "flags"), LAYOUTS)
 def test_training_follows_the_recurrence(
-    runs: Pools, tmp_path: Path, ranks: int, shares: int, flags: tuple[object, ...]
+    runs: Trainers, tmp_path: Path, ranks: int, shares: int, flags: tuple[object, ...]
 ) -> None:
     argv = arguments(tmp_path, "tiny_llama", *flags)
     results = runs(ranks, argv)
@@ -69,7 +60,7 @@ MUON_LAYOUTS = [
 
 @pytest.mark.parametrize(("ranks", "shares", "delay", "flags"), MUON_LAYOUTS)
 def test_muon_on_shards_is_muon_on_one_process(
-    runs: Pools, tmp_path: Path, ranks: int, shares: int, delay: int, flags: tuple[object, ...]
+    runs: Trainers, tmp_path: Path, ranks: int, shares: int, delay: int, flags: tuple[object, ...]
 ) -> None:
     # The loop's Muon is written out in float64, on whole matrices. Error feedback is configured always, and
     # has an effect under a delay only. The other parameters are SGD's, in the implementation that is default.
@@ -91,7 +82,7 @@ def assert_uneven(looped: Looped) -> None:
     assert len(set(counts)) > len(counts) // 2
 
 
-def test_validation_in_between_changes_nothing(runs: Pools, tmp_path: Path) -> None:
+def test_validation_in_between_changes_nothing(runs: Trainers, tmp_path: Path) -> None:
     undisturbed = runs(2, arguments(tmp_path / "without", "tiny_llama", "--validator.no-enable"))
     validated = runs(2, arguments(tmp_path / "with", "tiny_llama", "--validator.freq", 1))
     for one, other in zip(undisturbed, validated, strict=True):
@@ -99,7 +90,7 @@ def test_validation_in_between_changes_nothing(runs: Pools, tmp_path: Path) -> N
         assert distance(one.state, other.state) == 0.0
 
 
-def test_bfloat16_weights_and_float32_sums(runs: Pools, tmp_path: Path) -> None:
+def test_bfloat16_weights_and_float32_sums(runs: Trainers, tmp_path: Path) -> None:
     argv = arguments(tmp_path, "tiny_llama", *SHARDED, "--training.mixed_precision_param", "bfloat16")
     results = runs(4, argv)
     before, after = merged([r.before for r in results]), merged([r.after for r in results])
@@ -127,7 +118,7 @@ def count_graphs(trainer: Any, trained: Trained) -> None:
     "checkpointing", [(), ("activation_checkpoint:full",)], ids=["", "full checkpointing"]
 )
 def test_compiled_stages_follow_it_and_compile_once(
-    runs: Pools, tmp_path: Path, checkpointing: tuple[str, ...]
+    runs: Trainers, tmp_path: Path, checkpointing: tuple[str, ...]
 ) -> None:
     flags = ("--compile.enable", "--compile.backend", "aot_eager", "--validator.no-enable")
     argv = arguments(tmp_path, "tiny_llama", *checkpointing, *flags)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.support.poison import poison
-from tests.support.trainer_loop import Pools, Trained, Values, arguments, distance, merged, whole_values
+from tests.support.trainer_loop import Trained, Trainers, Values, arguments, distance, merged, whole_values
 from tests.support.training import RECIPE
 from titan_async.config.recipe_file import resolve
 from titan_async.errors import UserError
@@ -24,13 +23,6 @@ SHARDED = (f"{PARALLEL}pipeline_parallel_degree", 2, f"{PARALLEL}data_parallel_s
 SCHEDULE = ("--lr_scheduler.total_steps", 6)
 """The learning rates of six steps, for runs of fewer."""
 EMA = "train_state.ema_weights."
-
-
-@pytest.fixture(scope="module")
-def runs() -> Iterator[Pools]:
-    pools = Pools()
-    yield pools
-    pools.close()
 
 
 def keep_weights(trainer: Any, trained: Trained) -> None:
@@ -94,7 +86,7 @@ def keys_of(folder: Path, step: int) -> set[str]:
     ids=["delayed", "synchronous", "shards and experts", "Muon"],
 )
 def test_it_is_the_formula_over_the_updates_that_were_made(
-    runs: Pools, tmp_path: Path, ranks: int, recipe: str, flags: tuple
+    runs: Trainers, tmp_path: Path, ranks: int, recipe: str, flags: tuple
 ) -> None:
     results = runs(ranks, arguments(tmp_path, recipe, *flags, *SECTION), keep_weights)
     assert len(results[0].extra["weights"]) == 1 + 5, "six batches, one of which made no update"
@@ -104,14 +96,14 @@ def test_it_is_the_formula_over_the_updates_that_were_made(
     assert distance(mine, newest) > 1e-3, "and not the weights"
 
 
-def test_one_stage_alone(runs: Pools, tmp_path: Path) -> None:
+def test_one_stage_alone(runs: Trainers, tmp_path: Path) -> None:
     argv = arguments(tmp_path, "tiny_llama", f"{PARALLEL}pipeline_parallel_degree", 1, *SECTION)
     results = runs(1, argv, keep_weights_of_all_updates)
     assert len(results[0].extra["weights"]) == 1 + 6
     assert distance(average_in(tmp_path, 6), by_formula(results)) < 1e-6
 
 
-def test_resuming_changes_no_bit_of_it(runs: Pools, tmp_path: Path) -> None:
+def test_resuming_changes_no_bit_of_it(runs: Trainers, tmp_path: Path) -> None:
     runs(2, arguments(tmp_path / "whole", "tiny_llama", *SECTION))
     runs(2, arguments(tmp_path / "halves", "tiny_llama", *SECTION, "--training.steps", 3, *SCHEDULE))
     runs(2, arguments(tmp_path / "halves", "tiny_llama", *SECTION))
@@ -120,7 +112,7 @@ def test_resuming_changes_no_bit_of_it(runs: Pools, tmp_path: Path) -> None:
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def test_it_goes_on_at_other_degrees_and_starts_where_there_was_none(runs: Pools, tmp_path: Path) -> None:
+def test_it_goes_on_at_other_degrees_and_starts_where_there_was_none(runs: Trainers, tmp_path: Path) -> None:
     flags = ("--training.steps", 3, *SCHEDULE, "--checkpoint.interval", 3)
     runs(2, arguments(tmp_path, "tiny_llama", *flags))
     assert not any("ema" in key for key in keys_of(tmp_path, 3)), "off by default"

@@ -1,6 +1,7 @@
 """Whole runs of `titan-async train` on the shipped recipe file, as a user sees them.
 
-A run costs some ten seconds before its first step, so each looks at several things.
+The first one, and one under torchrun, start interpreters as a user's command does; the processes of the
+others are forks.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.support.training import Run, command, environment, processes_of, train
+from tests.support import forks
+from tests.support.training import Run, command, environment, processes_of, start, train
 
 STEPS = 120
 LINE = re.compile(
@@ -50,7 +51,7 @@ def first(folder: Path) -> Run:
     return train(
         folder,
         "--training.steps", STEPS, "--lr_scheduler.warmup_steps", 12, "--lr_scheduler.total_steps", STEPS,
-        "--validator.steps", 8, "--validator.freq", 100, "--metrics.log_freq", 20,
+        "--validator.steps", 8, "--validator.freq", 100, "--metrics.log_freq", 20, anew=True,
     )  # fmt: skip
 
 
@@ -176,10 +177,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_killed_stage_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    launcher = subprocess.Popen(
-        command("--dump_folder", "run", "--training.steps", 100_000, "--metrics.log_freq", 1),
-        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    launcher = start(tmp_path, "--training.steps", 100_000, "--metrics.log_freq", 1)
     try:
         for line in launcher.stdout:
             if line.startswith("step ") and " 3/" in line:
@@ -187,9 +185,7 @@ def test_a_killed_stage_ends_the_run_and_is_named(tmp_path: Path) -> None:
         ranks = processes_of(launcher.pid)
         assert sorted(ranks) == [0, 1]
         os.kill(ranks[1], signal.SIGKILL)
-        start = time.monotonic()
-        _, err = launcher.communicate(timeout=30)
-        assert time.monotonic() - start < 30
+        _, err = launcher.communicate(timeout=100)
     finally:
         launcher.kill()
     assert launcher.returncode == 1
@@ -254,17 +250,18 @@ def test_gradients_that_are_no_numbers_stop_the_run(tmp_path: Path) -> None:
     assert re.search(skipped, run.out, re.MULTILINE)
 
 
-def torchrun(folder: Path, *flags: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
-         "--rdzv-endpoint", "localhost:0", "-m", "titan_async.training.worker",
-         *command(*flags)[4:]],
-        cwd=folder, env=environment(), capture_output=True, text=True, timeout=150, check=False,
-    )  # fmt: skip
+def torchrun(*flags: object) -> list[str]:
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
+        "--rdzv-endpoint", "localhost:0", "-m", "titan_async.training.worker", *command(*flags)[4:],
+    ]  # fmt: skip
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, "--dump_folder", "run", *SHORT)
+    done = subprocess.run(
+        torchrun("--dump_folder", "run", *SHORT),
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert_learns(Run(done.returncode, done.stdout, ""))
     assert done.stdout.splitlines()[-1] == "checkpoints: run/checkpoint"
@@ -286,7 +283,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
 def test_a_mistake_under_torchrun_is_one_line_of_ours(
     tmp_path: Path, flag: str, value: str, line: str
 ) -> None:
-    done = torchrun(tmp_path, flag, value)
+    done = forks.run(torchrun(flag, value), cwd=tmp_path, env=environment())
     assert done.returncode != 0
     assert (done.stdout + done.stderr).count(line) == 1
     # torchrun says the rest: that a process failed, and which. No process of ours prints a traceback.

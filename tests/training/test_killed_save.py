@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.training import command, environment, processes_of, train
+from tests.support.training import processes_of, start, train
 from titan_async.training.checkpoint import complete_steps
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-FLAGS = ("--dump_folder", "run", "--checkpoint.interval", 1, "--validator.no-enable",
+FLAGS = ("--checkpoint.interval", 1, "--validator.no-enable",
          "--lr_scheduler.warmup_steps", 3, "--lr_scheduler.total_steps", 500)  # fmt: skip
 
 
@@ -27,10 +26,8 @@ def half_written(checkpoints: Path) -> list[int]:
 
 def kill_during_a_save(folder: Path, *flags: object) -> None:
     """Start the run, and kill all of it when a save has begun that is not the first."""
-    run = subprocess.Popen(
-        command(*FLAGS, "--training.steps", 500, *flags),
-        cwd=folder, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    with open(os.devnull, "w") as nowhere:
+        run = start(folder, *FLAGS, "--training.steps", 500, *flags, stdout=nowhere, stderr=nowhere)
     checkpoints = folder / "run/checkpoint"
     pids: list[int] = []
 

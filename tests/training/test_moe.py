@@ -4,7 +4,6 @@ The bias follows the counts as the weights follow the gradient: batch b counts a
 version max(b-1, 0), and its counts move the bias once, with its gradient.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,7 @@ import pytest
 import torch
 
 from tests.support.poison import poison
-from tests.support.trainer_loop import Pools, Trained, arguments, distance, loop, merged
-
-
-@pytest.fixture(scope="module")
-def runs() -> Iterator[Pools]:
-    pools = Pools()
-    yield pools
-    pools.close()
+from tests.support.trainer_loop import Trained, Trainers, arguments, distance, loop, merged
 
 
 def in_float32(trainer: Any, trained: Trained) -> None:
@@ -50,7 +42,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("ranks", "shares", "recipe", "flags"), LAYOUTS)
 def test_experts_follow_the_recurrence(
-    runs: Pools,
+    runs: Trainers,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     ranks: int,
@@ -103,7 +95,7 @@ def counts_of(results: list[Trained], stages: int) -> list[dict[str, torch.Tenso
     ]
 
 
-def test_validation_in_between_leaves_biases_and_counts_alone(runs: Pools, tmp_path: Path) -> None:
+def test_validation_in_between_leaves_biases_and_counts_alone(runs: Trainers, tmp_path: Path) -> None:
     undisturbed = runs(2, arguments(tmp_path / "without", "tiny_moe", "--validator.no-enable"))
     validated = runs(2, arguments(tmp_path / "with", "tiny_moe", "--validator.freq", 1))
     for one, other in zip(undisturbed, validated, strict=True):
@@ -113,7 +105,9 @@ def test_validation_in_between_leaves_biases_and_counts_alone(runs: Pools, tmp_p
 
 
 @pytest.mark.parametrize(("ranks", "flags"), [(2, ()), (4, EXPERT_PARALLEL)], ids=["2 stages", "EP"])
-def test_resuming_changes_nothing(runs: Pools, tmp_path: Path, ranks: int, flags: tuple[object, ...]) -> None:
+def test_resuming_changes_nothing(
+    runs: Trainers, tmp_path: Path, ranks: int, flags: tuple[object, ...]
+) -> None:
     flags = (*flags, "--lr_scheduler.total_steps", 6, "--optimizer.name", "adamw")
     undisturbed = runs(ranks, arguments(tmp_path / "whole", "tiny_moe", *flags))
     first = runs(ranks, arguments(tmp_path / "halves", "tiny_moe", *flags, "--training.steps", 3))
@@ -131,7 +125,7 @@ def poison_batch_2(trainer: Any, trained: Trained) -> None:
 
 
 def test_counts_of_a_skipped_update_are_dropped(
-    runs: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Trainers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
     argv = arguments(tmp_path, "tiny_moe", "--validator.no-enable")

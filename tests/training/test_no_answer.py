@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.support.training import command, environment, processes_of
+from tests.support.training import processes_of, start
 from tests.support.watching import going_on, write_now
 from titan_async.pipelining.recording import Kind
 from titan_async.training.no_answer import name_the_silent, seconds_waited
@@ -59,12 +58,9 @@ def test_without_event_files_nobody_is_accused(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_stopped_rank_ends_the_run(tmp_path: Path) -> None:
     limit = 8
-    run = subprocess.Popen(
-        command(
-            "--dump_folder", "run", "--training.steps", 500, "--metrics.log_freq", 1, "--validator.no-enable",
-            "--comm.train_timeout_seconds", limit, "--comm.init_timeout_seconds", 120,
-        ),
-        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    run = start(
+        tmp_path, "--training.steps", 500, "--metrics.log_freq", 1, "--validator.no-enable",
+        "--comm.train_timeout_seconds", limit, "--comm.init_timeout_seconds", 120,
     )  # fmt: skip
     assert run.stdout is not None
     next(line for line in run.stdout if line.startswith("step   4/"))

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.trainer_loop import Pools, Trained, arguments
+from tests.support.trainer_loop import Trained, Trainers, arguments
 
 FROM = 2
 """The batch, from 1, from which on all are spoiled."""
-
-
-@pytest.fixture(scope="module")
-def runs() -> Iterator[Pools]:
-    pools = Pools()
-    yield pools
-    pools.close()
 
 
 def spoil_activations(trainer: Any, trained: Trained) -> None:
@@ -69,7 +61,7 @@ GRADIENT = ", first in the gradient of layers.3 on stage 1 (rank 1)"
     ],
 )
 def test_the_place_is_named_once_a_whole_batch_was_looked_at(
-    runs: Pools, tmp_path: Path, spoil: Any, schedule: str, where: str
+    runs: Trainers, tmp_path: Path, spoil: Any, schedule: str, where: str
 ) -> None:
     # A checkpoint in between lets a batch be drained.
     flags = ("--parallelism.pipeline_parallel_schedule", schedule, "--checkpoint.interval", 4)
@@ -111,7 +103,7 @@ def leave_labels_out(trainer: Any, trained: Trained) -> None:
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_batch_without_labels_has_a_loss_and_a_gradient_of_zero(
-    runs: Pools, tmp_path: Path, stages: int
+    runs: Trainers, tmp_path: Path, stages: int
 ) -> None:
     flags = (
         "--parallelism.pipeline_parallel_degree",

@@ -8,15 +8,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.support.processes import WorkerPool
+from tests.support.processes import Pools, WorkerPool
 from titan_async.training.pipeline_metrics import pipeline_metrics
 
 
 @pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool(4)
-    yield pool
-    pool.close()
+def pool(pools: Pools) -> WorkerPool:
+    return pools(4)
 
 
 def gathered(rank, group, unknown_on):

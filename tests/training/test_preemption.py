@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,19 +18,21 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.support.processes import WorkerPool
-from tests.support.training import command, environment, processes_of, train
-from titan_async.training.checkpoint import complete_steps
+from tests.support.forks import Forked
+from tests.support.processes import Pools, WorkerPool
+from tests.support.training import command, environment, processes_of, start, train
+from tests.support.waiting import until
+from titan_async.training.preemption import SAME_PRESS_SECONDS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-FLAGS = ("--dump_folder", "run", "--training.steps", 12, "--metrics.log_freq", 1, "--validator.no-enable",
+FLAGS = ("--training.steps", 12, "--metrics.log_freq", 1, "--validator.no-enable",
          "--lr_scheduler.warmup_steps", 3, "--checkpoint.last_save_model_only")  # fmt: skip
 """A run whose last checkpoint holds the model alone, which the one after a signal must not."""
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
 NAMES = {TERM: "SIGTERM", INT: "Ctrl-C"}
-STOPPING = "stopping after this step and saving; press Ctrl-C again to stop at once\n"
+STOPPING = "stopping after this step and saving; press Ctrl-C again to stop at once"
 
 
 def agree(
@@ -54,10 +56,8 @@ def agree(
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
+def pool(pools: Pools) -> WorkerPool:
+    return pools(2)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_without_our_launcher_a_process_ends_at_its_second_signal(second: signal
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment()
     )
-    assert (done.returncode, done.stdout, done.stderr) == (-second, "SIGINT\n", STOPPING)
+    assert (done.returncode, done.stdout, done.stderr) == (-second, "SIGINT\n", f"{STOPPING}\n")
 
 
 def test_only_its_parent_ends_a_data_worker() -> None:
@@ -146,18 +146,10 @@ def test_only_its_parent_ends_a_data_worker() -> None:
     assert (done.stdout, done.stderr) == ("True 0\n", "")
 
 
-def start(folder: Path, *flags: object, argv: list[str] | None = None) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        argv or command(*FLAGS, *flags),
-        cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-
-
-def wait_for_step(run: subprocess.Popen[str], number: int) -> None:
+def wait_for_step(run: Forked, number: int) -> None:
     assert run.stdout is not None
     for line in run.stdout:
-        if line.startswith(f"step {number:>2}/"):
+        if re.match(rf"step +{number}/", line):
             return
     raise AssertionError(run.stderr and run.stderr.read())
 
@@ -202,11 +194,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Ten
 def test_sigterm_to_the_launcher_saves_and_the_resumed_run_is_the_undisturbed_one(
     tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
-    run = start(tmp_path)
+    run = start(tmp_path, *FLAGS)
     wait_for_step(run, 3)
     run.send_signal(signal.SIGTERM)
     run.send_signal(signal.SIGTERM)  # as `timeout` does, to its child and to its group
-    out, err = run.communicate(timeout=60)
+    out, err = run.communicate(timeout=100)
     assert (run.returncode, err) == (0, "")
     step = stopped_at(out)
     assert 3 < step < 12
@@ -226,12 +218,12 @@ def assert_the_resumed_run_is_the_undisturbed_one(
         assert torch.equal(mine[name], value), name
 
 
-def in_a_terminal(folder: Path, *flags: object) -> tuple[int, int]:
+def begin_in_a_terminal(folder: Path) -> tuple[int, int]:
     """Start a run in a terminal of its own, through a shell script's exec; its pid and the terminal."""
     pid, terminal = pty.fork()
     if not pid:
         os.chdir(folder)
-        program = ["bash", "-c", 'exec "$@"', "bash", *command(*FLAGS, *flags)]
+        program = ["bash", "-c", 'exec "$@"', "bash", *command("--dump_folder", "run", *FLAGS)]
         os.execvpe("bash", program, environment() | {"TERM": "dumb"})
     return pid, terminal
 
@@ -252,42 +244,40 @@ def read_until(terminal: int, text: str | None, seconds: float = 150) -> str:
 def test_ctrl_c_saves_and_the_resumed_run_is_the_undisturbed_one(
     tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
-    pid, terminal = in_a_terminal(tmp_path)
+    pid, terminal = begin_in_a_terminal(tmp_path)
     read_until(terminal, "step  3/12")
     os.write(terminal, b"\x03")
     out = read_until(terminal, None)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
-    assert f"^C\n{STOPPING}" in out
+    assert f"^C\n{STOPPING}\n" in out
     step = stopped_at(out, INT)
     assert 3 < step < 12
     assert_the_resumed_run_is_the_undisturbed_one(tmp_path, step, undisturbed)
 
 
 def test_a_second_ctrl_c_ends_at_once_and_leaves_no_half_checkpoint(tmp_path: Path) -> None:
-    # Steps of seconds, of which the second press cuts off the one that the first would have let finish.
-    flags = ("--training.seq_len", 256, "--training.local_batch_size", 32, "--checkpoint.interval", 2)
-    pid, terminal = in_a_terminal(tmp_path, *flags)
-    read_until(terminal, "step  3/12")
-    ranks = processes_of(pid)
+    terminal, other_end = pty.openpty()
+    run = start(tmp_path, *FLAGS, "--training.steps", 500, "--checkpoint.interval", 10, terminal=other_end)
+    read_until(terminal, "step  11/500")
+    ranks = processes_of(run.pid)
+    os.kill(ranks[1], signal.SIGSTOP)  # so that the step that the first press lets finish does not
     os.write(terminal, b"\x03")
-    read_until(terminal, STOPPING.strip())
-    time.sleep(0.4)
-    pressed = time.monotonic()
+    read_until(terminal, STOPPING)
+    time.sleep(SAME_PRESS_SECONDS + 0.1)
     os.write(terminal, b"\x03")
     out = read_until(terminal, None)
-    assert time.monotonic() - pressed < 30
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert run.wait(100) == 130
     assert out.endswith("stopped by SIGINT\n")
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks.values())
-    assert complete_steps(tmp_path / "run/checkpoint") == [2]
+    assert [path.name for path in (tmp_path / "run/checkpoint").iterdir()] == ["step-10"]
 
 
-@pytest.mark.parametrize(("number", "status", "err"), [(TERM, 0, ""), (INT, 130, STOPPING)])
+@pytest.mark.parametrize(("number", "status", "err"), [(TERM, 0, ""), (INT, 130, f"{STOPPING}\n")])
 def test_a_signal_to_every_process_of_a_job_step(
     number: signal.Signals, status: int, err: str, tmp_path: Path
 ) -> None:
     run = start(
-        tmp_path, "--parallelism.pipeline_parallel_schedule", "1F1B", "--dataloader.num_workers", 1,
+        tmp_path, *FLAGS, "--parallelism.pipeline_parallel_schedule", "1F1B", "--dataloader.num_workers", 1,
         "--checkpoint.async_mode", "async", "--checkpoint.interval", 2,
     )  # fmt: skip
     wait_for_step(run, 3)
@@ -295,7 +285,7 @@ def test_a_signal_to_every_process_of_a_job_step(
     assert len(everyone) >= 4, "two ranks, and a data worker for each"
     for pid in (run.pid, *everyone):
         os.kill(pid, number)
-    out, said = run.communicate(timeout=60)
+    out, said = run.communicate(timeout=100)
     assert (run.returncode, said) == (status, err)
     assert_resumable(tmp_path, stopped_at(out, number))
 
@@ -304,12 +294,12 @@ def test_a_signal_to_every_process_of_a_job_step(
 def test_a_signal_to_torchrun(number: signal.Signals, tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--rdzv-backend", "c10d",
             "--rdzv-endpoint", "localhost:0", "-m", "titan_async.training.worker",
-            *command(*FLAGS, "--parallelism.pipeline_parallel_degree", 1)[4:],
+            *command("--dump_folder", "run", *FLAGS, "--parallelism.pipeline_parallel_degree", 1)[4:],
             "--dataloader.num_workers", "1"]  # fmt: skip
-    run = start(tmp_path, argv=argv)
+    run = Forked(argv, cwd=tmp_path, env=environment(), start_new_session=True)
     wait_for_step(run, 3)
     os.killpg(run.pid, number)
-    out, err = run.communicate(timeout=60)
+    out, err = run.communicate(timeout=100)
     # torchrun's own status and traceback are about itself; a worker that failed is named there.
     assert "exitcode" not in err
     assert (STOPPING in err) == (number == INT)
@@ -317,13 +307,10 @@ def test_a_signal_to_torchrun(number: signal.Signals, tmp_path: Path) -> None:
 
 
 def test_sigterm_without_checkpoints_stops_and_says_that_nothing_was_saved(tmp_path: Path) -> None:
-    run = start(tmp_path, "--checkpoint.no-enable", "--training.steps", 500)
-    assert run.stdout is not None
-    for line in run.stdout:
-        if line.startswith("step   3/"):
-            break
+    run = start(tmp_path, *FLAGS, "--checkpoint.no-enable", "--training.steps", 500)
+    wait_for_step(run, 3)
     run.send_signal(signal.SIGTERM)
-    out, err = run.communicate(timeout=60)
+    out, err = run.communicate(timeout=100)
     assert (run.returncode, err) == (143, "stopped by SIGTERM\n")
     assert out.splitlines()[-1].startswith("SIGTERM: stopped after step ")
     assert out.endswith(" of 500 without saving, because of checkpoint.no-enable\n")
@@ -331,15 +318,9 @@ def test_sigterm_without_checkpoints_stops_and_says_that_nothing_was_saved(tmp_p
 
 @pytest.mark.parametrize("number", [TERM, INT])
 def test_a_signal_before_the_first_step_ends_at_once(number: signal.Signals, tmp_path: Path) -> None:
-    run = start(tmp_path)
-    deadline = time.monotonic() + 60
-    while len(processes_of(run.pid)) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    time.sleep(1)
-    sent = time.monotonic()
+    run = start(tmp_path, *FLAGS)
+    until(lambda: len(processes_of(run.pid)) == 2, "ranks are not started")
     run.send_signal(number)
-    out, err = run.communicate(timeout=60)
-    assert time.monotonic() - sent < 8
+    out, err = run.communicate(timeout=100)
     assert (run.returncode, out, err) == (128 + number, "", f"stopped by {number.name}\n")
     assert not (tmp_path / "run/checkpoint").exists()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.processes import WorkerPool
+from tests.support.processes import Pools
 from tests.support.training import RECIPE
 
 Trained = list[dict[str, dict[str, torch.Tensor]]]
@@ -93,25 +93,23 @@ def tensors(state):
 class Runs:
     """Runs of any number of ranks, in processes that stay up, or in others that have not trained yet."""
 
-    def __init__(self) -> None:
-        self._pools: dict[tuple[int, bool], WorkerPool] = {}
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+        self._anew = Pools()
 
     def __call__(
         self, ranks: int, folder: Path, steps: int, *flags: str, anew: bool = False, **kwargs: object
     ) -> Trained:
-        key = (ranks, anew)
-        if key not in self._pools:
-            self._pools[key] = WorkerPool(ranks)
-        return self._pools[key].run(ranks, train, str(folder), steps, flags, timeout=300, **kwargs)
+        pool = (self._anew if anew else self._pools)(ranks)
+        return pool.run(ranks, train, str(folder), steps, flags, timeout=300, **kwargs)
 
     def close(self) -> None:
-        for pool in self._pools.values():
-            pool.close()
+        self._anew.close()
 
 
 @pytest.fixture(scope="module")
-def runs() -> Iterator[Runs]:
-    runs = Runs()
+def runs(trainer_pools: Pools) -> Iterator[Runs]:
+    runs = Runs(trainer_pools)
     yield runs
     runs.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,11 @@ import pytest
 import torch
 
 from tests.support.poison import poison
-from tests.support.trainer_loop import Pools, Trained, arguments, distance, loop, merged
+from tests.support.trainer_loop import Trained, Trainers, arguments, distance, loop, merged
 from tests.support.training import RECIPE, train
 from titan_async.cli import main
 from titan_async.errors import UserError
 from titan_async.training.skipped_updates import SkippedUpdates
-
-
-@pytest.fixture(scope="module")
-def runs() -> Iterator[Pools]:
-    pools = Pools()
-    yield pools
-    pools.close()
 
 
 def poison_two_batches(trainer: Any, trained: Trained) -> None:
@@ -45,7 +37,7 @@ def poison_two_batches(trainer: Any, trained: Trained) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
-def test_no_stage_updates(runs: Pools, tmp_path: Path, optimizer: str) -> None:
+def test_no_stage_updates(runs: Trainers, tmp_path: Path, optimizer: str) -> None:
     argv = arguments(tmp_path, "tiny_llama", "--optimizer.name", optimizer)
     results = runs(2, argv, poison_two_batches)
     before, after = merged([r.before for r in results]), merged([r.after for r in results])
@@ -76,7 +68,7 @@ def spoil_a_gradient(trainer: Any, trained: Trained) -> None:
     trainer.optimizers.register_step_pre_hook(spoil)
 
 
-def test_what_muon_finds_not_finite_counts_once_where_it_is_known(runs: Pools, tmp_path: Path) -> None:
+def test_what_muon_finds_not_finite_counts_once_where_it_is_known(runs: Trainers, tmp_path: Path) -> None:
     argv = arguments(tmp_path, "muon_llama", "--validator.no-enable", "--checkpoint.interval", 6)
     first, last = runs(2, argv, spoil_a_gradient)
     assert [rank.extra["seen"].total for rank in (first, last)] == [0, 1]

@@ -4,20 +4,17 @@ It checks that the trainer clips by the whole model's norm, moves the learning r
 drains for validation and checkpoints without changing the trajectory, and applies the last gradient.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import WorkerPool
+from tests.support.processes import Pools, WorkerPool
 from tests.support.trainer_loop import arguments, distance, loop, merged, train
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
+def pool(trainer_pools: Pools) -> WorkerPool:
+    return trainer_pools(2)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,8 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory()
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed.pipelining", "torch.distributed.fsdp"])
         store = str(Path(self._folder.name, "store"))
         # Ctrl-C reaches the whole process group, but the parent alone decides when its workers end. They
         # inherit that they ignore it, so that it holds while they still import.

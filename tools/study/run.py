@@ -43,7 +43,8 @@ def quick(question: Question) -> Question:
 def run_questions(questions: list[Question], results: Results, workers: int, console: Console) -> None:
     """Run what the results lack: first what chooses the learning rates, then question by question."""
     grids = [Question(f"{question.name}, rates", tuple(grid_runs(question.runs))) for question in questions]
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["_training"])
     with (
         ProcessPoolExecutor(workers, mp_context=context, initializer=_set_up_worker) as pool,
         _progress(console) as progress,

@@ -1,0 +1,56 @@
+"""Which tests run by default: those that are not slow, and of crossed parameters a covering part."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+__all__ = ["covering", "is_slow"]
+
+Case = tuple[tuple[str, int], ...]
+"""Each parameter's name and what tells its value from its others."""
+
+
+def covering(cases: Sequence[Case], strength: int) -> list[bool]:
+    """Says of each case whether it is among those in which all values of any `strength` parameters meet.
+
+    With strength 1 every value occurs at least once; with 2 every pair of values of two parameters does. The
+    next case to be taken is always the one in which most values meet that have not yet; of several, the one
+    whose values were taken least.
+    """
+    meetings = [set(combinations(sorted(case), min(strength, len(case)))) for case in cases]
+    missing = set().union(*meetings)
+    needed = [False] * len(cases)
+    taken: Counter[tuple[str, int]] = Counter()
+    while missing:
+        best = max(
+            range(len(cases)),
+            key=lambda index: (len(meetings[index] & missing), -sum(taken[value] for value in cases[index])),
+        )
+        needed[best] = True
+        missing -= meetings[best]
+        taken.update(cases[best])
+    return needed
+
+
+def is_slow(items: list[Any]) -> list[bool]:
+    """Says of each collected test whether the default suite leaves it out.
+
+    It does if the test is marked as `slow`, or if the `covering` that its function asks for does not need it.
+    """
+    left_out = [item.get_closest_marker("slow") is not None for item in items]
+    crossed: dict[str, list[int]] = {}
+    for index, item in enumerate(items):
+        if not left_out[index] and item.get_closest_marker("covering") is not None:
+            crossed.setdefault(item.nodeid.partition("[")[0], []).append(index)
+    for indices in crossed.values():
+        strength = items[indices[0]].get_closest_marker("covering").args[0]
+        cases = [
+            tuple((name, id(value)) for name, value in items[index].callspec.params.items())
+            for index in indices
+        ]
+        for index, needed in zip(indices, covering(cases, strength), strict=True):
+            left_out[index] = not needed
+    return left_out

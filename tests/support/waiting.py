@@ -1,0 +1,45 @@
+"""Waiting for what happens, in place of the time that it should take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+__all__ = ["MOST_SECONDS", "has_ended", "is_gone", "times_waited", "until"]
+
+MOST_SECONDS = 100
+"""After so long a test is taken to hang: many times what anything here takes on a busy machine."""
+
+_T = TypeVar("_T")
+
+
+def until(condition: Callable[[], _T], what: str) -> _T:
+    """Waits until `condition` gives something true, and returns that; `what` says what did not happen."""
+    deadline = time.monotonic() + MOST_SECONDS
+    while not (found := condition()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+    return found
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended and whoever started it knows: the kernel has forgotten it."""
+    return not Path(f"/proc/{pid}").exists()
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended, even if nobody has asked for its status yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def times_waited(pid: int) -> int:
+    """How often a process has begun to wait; one that looks, waits and looks again does so each time."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("voluntary_ctxt_switches:"):
+            return int(line.split()[1])
+    raise AssertionError("this is no Linux")

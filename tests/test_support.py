@@ -1,0 +1,68 @@
+"""What the tests stand on: forks do what new interpreters do, and the default suite meets every value."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from itertools import combinations, product
+from pathlib import Path
+
+import pytest
+
+from tests.support import forks
+from tests.support.selection import covering
+
+PROGRAM = """
+import atexit, os, sys, threading, time
+atexit.register(lambda: print("atexit", flush=True))
+print(__name__, sys.argv, os.getcwd(), os.environ["WORD"], os.getsid(0) == os.getpid(), flush=True)
+print("error", file=sys.stderr)
+threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
+{end}
+"""
+ENDS = ["pass", "sys.exit(3)", "sys.exit('a reason')", "1 / 0", "os.kill(os.getpid(), 9)", "os._exit(4)"]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_fork_is_as_an_interpreter(end: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM.format(end=end), "a", "b c"]
+    env = os.environ | {"WORD": "word"}
+    real = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    fork = forks.run(command, cwd=tmp_path, env=env)
+    assert (fork.returncode, fork.stdout) == (real.returncode, real.stdout)
+    # A traceback also names the frames that the fork began in.
+    assert fork.stderr.splitlines()[-1] == real.stderr.splitlines()[-1]
+    assert fork.stderr.splitlines()[0] == real.stderr.splitlines()[0] == "error"
+
+
+def test_modules_and_scripts_run_as_main(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("import sys\nprint(__name__, sys.argv[1:], sys.path[0])\n")
+    for words in (["-m", "own", "1"], [tmp_path / "own.py", "1"]):
+        done = forks.run([sys.executable, *words], cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == f"__main__ ['1'] {tmp_path}\n"
+
+
+def test_a_fork_gets_signals_and_can_lead_a_session(tmp_path: Path) -> None:
+    program = "import os, time\nprint(os.getsid(0) == os.getpid(), flush=True)\ntime.sleep(100)\n"
+    fork = forks.Forked([sys.executable, "-c", program], cwd=tmp_path, start_new_session=True)
+    assert fork.stdout is not None and fork.stdout.readline() == "True\n" and fork.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        fork.wait(0.1)
+    os.killpg(fork.pid, signal.SIGTERM)
+    assert fork.wait(60) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("sizes", [(2,), (3, 4), (2, 3, 4), (3, 3, 3, 3)])
+@pytest.mark.parametrize("strength", [1, 2])
+def test_covering_cases_meet_all_values(sizes: tuple[int, ...], strength: int) -> None:
+    names = "abcd"[: len(sizes)]
+    cases = [tuple(zip(names, case, strict=True)) for case in product(*map(range, sizes))]
+    chosen = [case for case, needed in zip(cases, covering(cases, strength), strict=True) if needed]
+    groups = list(combinations(range(len(sizes)), min(strength, len(sizes))))
+    for group in groups:
+        wanted = set(product(*(range(sizes[index]) for index in group)))
+        assert {tuple(case[index][1] for index in group) for case in chosen} == wanted
+    assert len(chosen) < len(cases) or strength >= len(sizes)
