@@ -4,6 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support import forks
 
 BENCH = Path(__file__).parents[1] / "tools" / "bench"
@@ -13,6 +15,7 @@ def run(*flags, script="schedule.py"):
     return forks.run([sys.executable, BENCH / script, *flags], timeout=240)
 
 
+@pytest.mark.slow
 def test_every_part_runs_and_is_recorded(tmp_path):
     path = tmp_path / "results.json"
     done = run("--quick", "--json", path)
@@ -43,6 +46,7 @@ def test_error_feedback_is_compared_with_the_optimizer_alone(tmp_path):
     assert all(name in done.stdout for name in medians)
 
 
+@pytest.mark.slow
 def test_recording_is_compared_with_not_recording(tmp_path):
     path = tmp_path / "results.json"
     done = run("--quick", "--json", path, script="events.py")

@@ -13,6 +13,7 @@ from tests.support import forks
 BENCH = Path(__file__).parents[1] / "tools" / "bench"
 
 
+@pytest.mark.slow
 def test_both_ways_write_the_same(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     done = forks.run(

@@ -17,6 +17,7 @@ def run(script, *flags):
     return forks.run([sys.executable, BENCH / script, *flags], timeout=240)
 
 
+@pytest.mark.slow
 def test_ours_runs_in_every_layout_and_is_recorded(tmp_path):
     path = tmp_path / "results.json"
     done = run("muon.py", "--quick", "--only", "notes,moe", "--ranks", "2", "--json", path)

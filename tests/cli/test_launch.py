@@ -1,6 +1,8 @@
 """The launcher: how many processes, and what is said when one of them fails.
 
-The workers here are small scripts without torch; what they do is named by their argument.
+The workers here are small scripts without torch; what they do is named by their argument. The launcher is a
+fork of a process that has imported torch. What must come after something else waits for it: for a file, for a
+line, for the end of a process.
 """
 
 from __future__ import annotations
@@ -8,17 +10,21 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import TCPStore
 
 import titan_async
+from tests.support import forks
+from tests.support.launchers import wait_for_looks
+from tests.support.waiting import MOST_SECONDS, has_ended, until
+from titan_async.cli import elastic
 from titan_async.cli.launch import processes_per_node
 from titan_async.errors import UserError
 
@@ -29,26 +35,57 @@ WORKER = """
     from titan_async.training import failures
     failures.end_with_launcher()
     case, folder, rank = sys.argv[1], sys.argv[2], int(os.environ["RANK"])
-    open(f"{folder}/pid-{rank}", "w").write(str(os.getpid()))
-    while not os.path.exists(f"{folder}/pid-{1 - rank}"):
-        time.sleep(0.01)  # who is stopped before it has begun leaves no number behind
+
+    def write(name, text=""):
+        with open(f"{folder}/{name}-{rank}.new", "w") as file:
+            file.write(text)
+        os.rename(file.name, f"{folder}/{name}-{rank}")
+
+    def wait_for(name):
+        while not os.path.exists(f"{folder}/{name}"):
+            time.sleep(0.01)
+
+    def state_of_other():  # "" once the launcher, too, knows that it has ended
+        try:
+            return open(f"/proc/{other}/stat").read().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return ""
+
+    def wait_for_other(states):
+        while state_of_other() not in states:
+            time.sleep(0.01)
+
+    def note(*_):
+        write("asked")
+
+    def go_on():
+        while True:
+            time.sleep(0.01)
+
+    def stop_cleanly():
+        open(f"{os.environ[failures.ERROR_DIR]}/stops-cleanly-{rank}", "w").close()
+
+    write("pid", str(os.getpid()))
+    wait_for(f"pid-{1 - rank}")  # who is stopped before it has begun leaves no number behind
+    other = int(open(f"{folder}/pid-{1 - rank}").read())
     if case == "fine":
         sys.stdout.write(f"rank {rank} of {os.environ['WORLD_SIZE']}\\n")
     elif case == "killed":
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.02)  # as gloo does, notice at once that the other is gone
+        wait_for_other(["Z", ""])  # as gloo does, notice at once that it is gone
         failures.report_failure("lost_peer", "the connection was closed")
         sys.exit(1)
     elif case == "error":
         if rank == 0:
-            time.sleep(0.3)
+            wait_for_other(["Z", ""])
             failures.report_failure("lost_peer", "the connection was closed")
             sys.exit(1)
         failures.report_failure("error", "RuntimeError: boom\\nsecond line")
         sys.exit(3)
     elif case == "no_answer":
         if rank == 0:
+            wait_for_other("T")
             failures.report_failure("no_answer", "rank 1 does not answer")
             sys.exit(1)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -58,95 +95,102 @@ WORKER = """
     elif case == "silent":
         if rank == 1:
             os._exit(7)
-        time.sleep(300)
+        go_on()
     elif case == "stubborn":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, note)
+        write("ready")
+        wait_for("ready-0")
         if rank == 1:
-            time.sleep(0.5)
             os._exit(7)
-        time.sleep(300)
+        go_on()
     elif case == "endless":
-        time.sleep(300)
-    elif case == "saves":
-        signal.signal(signal.SIGTERM, lambda *_: requests.append(rank))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        requests = []
-        open(f"{folder}/ready-{rank}", "w").close()
-        while not requests:
-            time.sleep(0.01)
-        time.sleep(1 + rank)
-        open(f"{folder}/saved-{rank}", "w").close()
-    elif case in ("ctrl_c", "ctrl_c_hangs"):
-        signal.signal(signal.SIGINT, lambda *_: requests.append(rank))
-        requests = []
-        open(f"{os.environ[failures.ERROR_DIR]}/stops-cleanly-{rank}", "w").close()
-        open(f"{folder}/ready-{rank}", "w").close()
-        while not requests or case == "ctrl_c_hangs":
-            time.sleep(0.01)
-        time.sleep(1 + rank)
-        open(f"{folder}/saved-{rank}", "w").close()
+        go_on()
+    elif case in ("saves", "saves_at_ctrl_c"):
+        signal.signal(signal.SIGINT, note if case == "saves_at_ctrl_c" else signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, note)
+        stop_cleanly()
+        write("ready")
+        wait_for(f"asked-{rank}")
+        wait_for("go")
+        if rank == 1:
+            wait_for_other([""])  # the launcher must not take the end of the first for that of all
+        write("saved")
     elif case == "fails_to_save":
         def fail(*_):
-            time.sleep(rank / 2)
+            if rank == 1:
+                wait_for_other([""])
             failures.report_failure("error" if rank else "lost_peer", "OSError: the disk is full")
             sys.exit(1)
         signal.signal(signal.SIGTERM, fail)
         signal.signal(signal.SIGINT, fail)
-        open(f"{os.environ[failures.ERROR_DIR]}/stops-cleanly-{rank}", "w").close()
-        open(f"{folder}/ready-{rank}", "w").close()
-        time.sleep(300)
+        stop_cleanly()
+        write("ready")
+        go_on()
     elif case == "never_saves":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        open(f"{folder}/ready-{rank}", "w").close()
-        time.sleep(300)
+        signal.signal(signal.SIGTERM, note)
+        signal.signal(signal.SIGINT, note)
+        stop_cleanly()
+        write("ready")
+        go_on()
 """
 
 LAUNCHER = """
-    import os, signal, sys
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
+    import os, sys
+    from tests.support.launchers import begin_launcher
     from titan_async.cli import elastic, launch
+    begin_launcher(sys.argv[-1])
     elastic.SAVE_SECONDS = float(os.environ.get("SAVE_SECONDS", 60))
+    for number in elastic._SAME_REQUEST_SECONDS:
+        elastic._SAME_REQUEST_SECONDS[number] = float(os.environ["SAME_REQUEST_SECONDS"])
     sys.exit(launch.launch(2, [sys.executable, *sys.argv[1:]]))
 """
 
+Start = Callable[..., forks.Forked]
 
-def start(case: str, folder: Path, **variables: str) -> subprocess.Popen[str]:
-    (folder / "worker.py").write_text(textwrap.dedent(WORKER))
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a launcher of two workers of a case.
+
+    For it a second signal is the same request as the first however late it comes; with
+    SAME_REQUEST_SECONDS 0 it is another one however soon it comes.
+    """
+    (tmp_path / "worker.py").write_text(textwrap.dedent(WORKER))
     environment = {k: v for k, v in os.environ.items() if k not in ("NNODES", "NODE_RANK", "NGPU", "RANK")}
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(LAUNCHER), folder / "worker.py", case, folder],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)} | variables,
-    )  # fmt: skip
+    environment |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "SAME_REQUEST_SECONDS": "600"}
+    started = []
+
+    def start(case: str, **variables: str) -> forks.Forked:
+        command = [sys.executable, "-c", textwrap.dedent(LAUNCHER), tmp_path / "worker.py", case, tmp_path]
+        started.append(forks.Forked(command, cwd=tmp_path, env=environment | variables))
+        return started[-1]
+
+    yield start
+    for launcher in started:
+        launcher.kill()
+
+
+def wait_for_all(name: str, folder: Path) -> list[str]:
+    """Until both workers have written a file of this name; returns what is in them."""
+    files = [folder / f"{name}-{rank}" for rank in range(2)]
+    until(lambda: all(file.exists() for file in files), f"not all workers have written {name}")
+    return [file.read_text() for file in files]
 
 
 def pids_of(folder: Path) -> list[int]:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        written = [path.read_text() for path in folder.glob("pid-*")]
-        if len(written) == 2 and all(written):
-            return [int(text) for text in written]
-        time.sleep(0.05)
-    raise AssertionError("the workers did not start")
+    return [int(text) for text in wait_for_all("pid", folder)]
 
 
 def wait_for_ready(folder: Path) -> list[int]:
-    pids, deadline = pids_of(folder), time.monotonic() + 60
-    while len(list(folder.glob("ready-*"))) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return pids
+    """Until the workers, and the launcher, do about signals what they will."""
+    wait_for_all("ready", folder)
+    wait_for_looks(folder)
+    return pids_of(folder)
 
 
 def assert_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 30
     for pid in pids:
-        while Path(f"/proc/{pid}").exists():
-            # One that nobody has waited for yet is dead too.
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                break
-            assert time.monotonic() < deadline, f"process {pid} is left over"
-            time.sleep(0.05)
+        until(lambda pid=pid: has_ended(pid), f"process {pid} is left over")
 
 
 @pytest.mark.parametrize(
@@ -161,12 +205,13 @@ def assert_gone(pids: list[int]) -> None:
         ("stubborn", 1, "rank 1 failed (exit status 7)\n"),
     ],
 )
-def test_outcomes(case: str, status: int, message: str, tmp_path: Path) -> None:
-    launcher = start(case, tmp_path)
-    out, err = launcher.communicate(timeout=120)
+def test_outcomes(case: str, status: int, message: str, start: Start, tmp_path: Path) -> None:
+    launcher = start(case)
+    out, err = launcher.communicate(timeout=MOST_SECONDS)
     assert (launcher.returncode, err) == (status, message)
     assert sorted(out.split("\n")) == (["", "rank 0 of 2", "rank 1 of 2"] if case == "fine" else [""])
     assert_gone(pids_of(tmp_path))
+    assert not list(tmp_path.glob("asked-*")), "one was asked to end that could not, without the other"
     assert not list(tmp_path.glob("titan_async_*")), "the folder of reports is left over"
 
 
@@ -175,35 +220,45 @@ STOPPING = "stopping after this step and saving; press Ctrl-C again to stop at o
 
 # No worker has said yet that it stops cleanly at SIGINT.
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_to_the_launcher_ends_every_worker(number: signal.Signals, tmp_path: Path) -> None:
-    launcher = start("endless", tmp_path)
+def test_a_signal_to_the_launcher_ends_every_worker(
+    number: signal.Signals, start: Start, tmp_path: Path
+) -> None:
+    launcher = start("endless")
     pids = pids_of(tmp_path)
     launcher.send_signal(number)
-    _, err = launcher.communicate(timeout=60)
+    _, err = launcher.communicate(timeout=MOST_SECONDS)
     if number != signal.SIGKILL:
         assert (launcher.returncode, err) == (128 + number, f"stopped by {number.name}\n")
     assert_gone(pids)
 
 
-def test_after_sigterm_workers_may_save_and_end_with_0(tmp_path: Path) -> None:
-    launcher = start("saves", tmp_path)
+def assert_saved(launcher: forks.Forked, status: int, folder: Path) -> None:
+    """What is still to be said is nothing, and both workers come to their end."""
+    assert not list(folder.glob("saved-*"))
+    # The launcher learns of the ends that follow after it has heard the signals that were sent before.
+    (folder / "go").touch()
+    assert launcher.communicate(timeout=MOST_SECONDS) == ("", "")
+    assert launcher.returncode == status
+    assert sorted(path.name for path in folder.glob("saved-*")) == ["saved-0", "saved-1"]
+
+
+def test_after_sigterm_workers_may_save_and_end_with_0(start: Start, tmp_path: Path) -> None:
+    launcher = start("saves")
     wait_for_ready(tmp_path)
     launcher.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
+    wait_for_all("asked", tmp_path)
     launcher.send_signal(signal.SIGTERM)  # the same request once more, as `timeout` sends it
-    assert launcher.communicate(timeout=30) == ("", "")
-    assert launcher.returncode == 0
-    assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
+    assert_saved(launcher, 0, tmp_path)
 
 
 @pytest.mark.parametrize(("number", "before"), [(signal.SIGTERM, ""), (signal.SIGINT, STOPPING)])
 def test_a_save_that_fails_after_a_request_is_told(
-    number: signal.Signals, before: str, tmp_path: Path
+    number: signal.Signals, before: str, start: Start, tmp_path: Path
 ) -> None:
-    launcher = start("fails_to_save", tmp_path)
+    launcher = start("fails_to_save")
     pids = wait_for_ready(tmp_path)
     launcher.send_signal(number)
-    _, err = launcher.communicate(timeout=30)
+    _, err = launcher.communicate(timeout=MOST_SECONDS)
     assert (launcher.returncode, err) == (
         128 + number,
         f"{before}stopped by {number.name}; rank 1 failed: OSError: the disk is full\n",
@@ -211,90 +266,103 @@ def test_a_save_that_fails_after_a_request_is_told(
     assert_gone(pids)
 
 
-def test_after_ctrl_c_workers_may_save_and_the_status_is_130(tmp_path: Path) -> None:
-    launcher = start("ctrl_c", tmp_path)
+def press_ctrl_c(launcher: forks.Forked) -> None:
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.stderr is not None and launcher.stderr.readline() == STOPPING
+
+
+def test_after_ctrl_c_workers_may_save_and_the_status_is_130(start: Start, tmp_path: Path) -> None:
+    launcher = start("saves_at_ctrl_c")
     wait_for_ready(tmp_path)
-    launcher.send_signal(signal.SIGINT)
-    time.sleep(0.1)
+    press_ctrl_c(launcher)
+    wait_for_all("asked", tmp_path)
     launcher.send_signal(signal.SIGINT)  # the same press, come by another way
-    assert launcher.communicate(timeout=30) == ("", STOPPING)
-    assert launcher.returncode == 130
-    assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
+    assert_saved(launcher, 130, tmp_path)
 
 
-def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
-    launcher = start("ctrl_c_hangs", tmp_path)
+def test_a_second_ctrl_c_ends_at_once(start: Start, tmp_path: Path) -> None:
+    launcher = start("never_saves", SAME_REQUEST_SECONDS="0")
     pids = wait_for_ready(tmp_path)
-    launcher.send_signal(signal.SIGINT)
-    time.sleep(0.6)
+    press_ctrl_c(launcher)
+    wait_for_all("asked", tmp_path)
+    wait_for_looks(tmp_path, 3)
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGINT)
-    _, err = launcher.communicate(timeout=20)
-    assert (launcher.returncode, err) == (130, f"{STOPPING}stopped by SIGINT\n")
-    assert_gone(pids)
-
-
-def test_ctrl_c_ends_at_once_while_one_worker_does_not_stop_cleanly_yet(tmp_path: Path) -> None:
-    launcher = start("ctrl_c_hangs", tmp_path)
-    pids = wait_for_ready(tmp_path)
-    (mark,) = tmp_path.glob("titan_async_*/stops-cleanly-1")
-    mark.unlink()
-    launcher.send_signal(signal.SIGINT)
-    _, err = launcher.communicate(timeout=20)
+    _, err = launcher.communicate(timeout=MOST_SECONDS)
     assert (launcher.returncode, err) == (130, "stopped by SIGINT\n")
     assert_gone(pids)
 
 
-def test_sigterm_and_then_ctrl_c_is_the_first_of_each(tmp_path: Path) -> None:
-    launcher = start("saves", tmp_path)
-    wait_for_ready(tmp_path)
-    for name in ("0", "1"):
-        (reports,) = tmp_path.glob("titan_async_*")
-        (reports / f"stops-cleanly-{name}").touch()
-    launcher.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
+def test_ctrl_c_ends_at_once_while_one_worker_does_not_stop_cleanly_yet(start: Start, tmp_path: Path) -> None:
+    launcher = start("never_saves")
+    pids = wait_for_ready(tmp_path)
+    (mark,) = tmp_path.glob("titan_async_*/stops-cleanly-1")
+    mark.unlink()
     launcher.send_signal(signal.SIGINT)
-    assert launcher.communicate(timeout=30) == ("", STOPPING)
-    assert launcher.returncode == 130
-    assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
+    _, err = launcher.communicate(timeout=MOST_SECONDS)
+    assert (launcher.returncode, err) == (130, "stopped by SIGINT\n")
+    assert_gone(pids)
 
 
-def test_workers_that_do_not_save_are_killed(tmp_path: Path) -> None:
-    launcher = start("never_saves", tmp_path, SAVE_SECONDS="2")
+def test_sigterm_and_then_ctrl_c_is_the_first_of_each(start: Start, tmp_path: Path) -> None:
+    launcher = start("saves", SAME_REQUEST_SECONDS="0")
+    wait_for_ready(tmp_path)
+    launcher.send_signal(signal.SIGTERM)
+    wait_for_all("asked", tmp_path)
+    press_ctrl_c(launcher)
+    assert_saved(launcher, 130, tmp_path)
+
+
+def test_workers_that_do_not_save_are_killed(start: Start, tmp_path: Path) -> None:
+    launcher = start("never_saves", SAVE_SECONDS="1")
     pids = wait_for_ready(tmp_path)
     launcher.send_signal(signal.SIGTERM)
-    _, err = launcher.communicate(timeout=30)
-    said = "stopped by SIGTERM; ranks that had not saved after 2 s were killed\n"
+    _, err = launcher.communicate(timeout=MOST_SECONDS)
+    said = "stopped by SIGTERM; ranks that had not saved after 1 s were killed\n"
     assert (launcher.returncode, err) == (143, said)
     assert_gone(pids)
 
 
-def test_a_second_sigterm_ends_at_once(tmp_path: Path) -> None:
-    launcher = start("never_saves", tmp_path)
+def test_a_second_sigterm_ends_at_once(start: Start, tmp_path: Path) -> None:
+    launcher = start("never_saves", SAME_REQUEST_SECONDS="0")
     pids = wait_for_ready(tmp_path)
     launcher.send_signal(signal.SIGTERM)
-    time.sleep(1.5)
+    wait_for_all("asked", tmp_path)
+    wait_for_looks(tmp_path, 3)
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGTERM)
-    _, err = launcher.communicate(timeout=30)
+    _, err = launcher.communicate(timeout=MOST_SECONDS)
     assert (launcher.returncode, err) == (143, "stopped by SIGTERM\n")
     assert_gone(pids)
+
+
+def test_signals_are_the_same_request_for_longer_than_programs_and_for_less_than_people_take() -> None:
+    """`timeout` sends two within some milliseconds; nobody presses a key for the second time so soon."""
+    assert elastic._SAME_REQUEST_SECONDS.keys() == {signal.SIGTERM, signal.SIGINT}
+    assert all(0.2 < seconds < 1.5 for seconds in elastic._SAME_REQUEST_SECONDS.values())
 
 
 @pytest.mark.parametrize("rank", [{"NODE_RANK": "1"}, {}], ids=["given-rank", "agreed-rank"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_launcher_that_waits_for_other_machines(
-    number: signal.Signals, rank: dict[str, str], tmp_path: Path
+    number: signal.Signals, rank: dict[str, str], start: Start, tmp_path: Path
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = str(probe.getsockname()[1])
-    launcher = start("fine", tmp_path, NNODES="2", MASTER_ADDR="localhost", MASTER_PORT=port, **rank)
-    assert launcher.stderr is not None
-    assert launcher.stderr.readline() == f"waiting for all 2 machines to meet at localhost:{port} ...\n"
-    time.sleep(4)  # torch is imported, and the wait has begun
-    launcher.send_signal(number)
-    _, err = launcher.communicate(timeout=20)
+    with socket.create_server(("localhost", 0)) as first_machine:
+        first_machine.settimeout(MOST_SECONDS)
+        port = first_machine.getsockname()[1]
+        if not rank:
+            first_machine.close()  # this launcher will be the one that listens there
+        launcher = start("fine", NNODES="2", MASTER_ADDR="localhost", MASTER_PORT=str(port), **rank)
+        assert launcher.stderr is not None
+        assert launcher.stderr.readline() == f"waiting for all 2 machines to meet at localhost:{port} ...\n"
+        if rank:
+            connection, _ = first_machine.accept()  # which it waits for in C++; there is no answer
+        else:
+            connection = TCPStore("localhost", port, timeout=timedelta(seconds=MOST_SECONDS))
+            connection.wait(["torch.rendezvous.titan_async"])  # it has said that it is there
+        launcher.send_signal(number)
+        _, err = launcher.communicate(timeout=MOST_SECONDS)
+        del connection
     assert launcher.returncode == 128 + number
     # The last line: torch's C++ may remark before it that its wait was interrupted.
     assert err.endswith(f"stopped by {number.name}\n")

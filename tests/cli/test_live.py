@@ -1,7 +1,8 @@
 """`--live`: who has the terminal, where the lines go, and how both are left.
 
 The processes here are small scripts in a terminal of their own: two workers, and a stand-in for the view that
-takes the alternate screen and single keys as a real one does.
+takes the alternate screen and single keys as a real one does. The launcher is a fork of a process that has
+imported torch.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ import os
 import pty
 import re
 import select
-import subprocess
 import sys
 import termios
 import textwrap
-import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support import forks
+from tests.support.launchers import wait_for_looks
 from tests.support.training import RECIPE, environment
+from tests.support.waiting import MOST_SECONDS, until
 from titan_async.cli import launch, live
 from titan_async.config.flags import parse_arguments
 from titan_async.errors import UserError
@@ -67,14 +70,23 @@ VIEW = """
 LAUNCHER = """
     import os, sys
     from pathlib import Path
+    from tests.support.launchers import begin_launcher
     from titan_async.cli import launch, live, main
     folder = Path(sys.argv[1])
+    if os.isatty(1):
+        os.dup2(1, 0)
+    begin_launcher(folder)
     live.view_command = lambda _: [sys.executable, f"{folder}/view.py", str(folder), str(os.getpid())]
-    live.VIEW_SECONDS = 0.5
+    live.VIEW_SECONDS = 0.1 if (folder / "stubborn").exists() else 60
     command = [sys.executable, str(folder / "worker.py"), str(folder)]
     main._run = lambda argv: launch.launch(2, command, watch=folder)
     sys.exit(main.main([]))
 """
+
+
+def write_scripts(folder: Path) -> None:
+    for name, text in (("worker", WORKER), ("view", VIEW), ("launcher", LAUNCHER)):
+        (folder / f"{name}.py").write_text(textwrap.dedent(text))
 
 
 class Terminal:
@@ -82,57 +94,76 @@ class Terminal:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.shown = folder, ""
-        for name, text in (("worker", WORKER), ("view", VIEW), ("launcher", LAUNCHER)):
-            (folder / f"{name}.py").write_text(textwrap.dedent(text))
-        command = [sys.executable, str(folder / "launcher.py"), str(folder)]
-        self.pid, self.terminal = pty.fork()
-        if not self.pid:
-            os.execvpe(command[0], command, environment())
+        write_scripts(folder)
+        self.terminal, end = pty.openpty()
         self.modes = termios.tcgetattr(self.terminal)
+        command = [sys.executable, folder / "launcher.py", folder]
+        self.launcher = forks.Forked(command, cwd=folder, env=environment(), terminal=end)
 
     def press(self, key: str) -> None:
         os.write(self.terminal, key.encode())
 
-    def wait_for(self, text: str | None, seconds: float = 60) -> None:
-        """Until the terminal has shown `text`, or up to the end of the launcher."""
-        deadline = time.monotonic() + seconds
-        while text is None or text not in self.shown:
-            assert time.monotonic() < deadline, self.shown
-            if select.select([self.terminal], [], [], 0.05)[0]:
-                try:
-                    self.shown += os.read(self.terminal, 4096).decode().replace("\r\n", "\n")
-                except OSError:  # Linux's way to say that nobody has it open any more
-                    assert text is None, self.shown
-                    return
+    def read(self) -> bool:
+        """Read what is shown, if it is so soon; False once nobody has the terminal open."""
+        if select.select([self.terminal], [], [], 0.05)[0]:
+            try:
+                self.shown += os.read(self.terminal, 4096).decode().replace("\r\n", "\n")
+            except OSError:  # Linux's way to say so
+                return False
+        return True
+
+    def wait_for(self, text: str) -> None:
+        """Until the terminal has shown `text`."""
+        until(lambda: text in self.shown or not self.read(), f"{text!r} is not shown")
+        assert text in self.shown
 
     def wait_for_log(self, text: str) -> None:
-        deadline = time.monotonic() + 60
-        while text not in self.log():
-            assert time.monotonic() < deadline, self.log()
-            time.sleep(0.02)
+        until(lambda: text in self.log(), f"{text!r} is not in the log")
 
     def wait_for_ready_workers(self) -> None:
         self.wait_for_log("worker is ready\nworker is ready\n")
+        wait_for_looks(self.folder)
 
     def log(self) -> str:
         path = self.folder / "output.log"
         return path.read_text() if path.exists() else ""
 
+    def write_log(self, text: str) -> None:
+        with (self.folder / "output.log").open("a") as log:
+            log.write(text)
+
     def touch(self, name: str) -> None:
         (self.folder / name).touch()
 
     def status(self) -> int:
-        """The launcher's exit status, once it has ended."""
-        self.wait_for(None)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        """The launcher's exit status, once it has ended and all that it has shown is read."""
+        until(lambda: not self.read(), "the launcher does not end")
+        return self.launcher.wait(MOST_SECONDS)
+
+
+Start = Callable[[], Terminal]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started = []
+
+    def start() -> Terminal:
+        started.append(Terminal(tmp_path))
+        return started[-1]
+
+    yield start
+    for run in started:
+        run.launcher.kill()
+        os.close(run.terminal)
 
 
 ENDING = "trained 9 steps\nfiles of the run: here\n"
 
 
-def test_the_view_has_the_terminal_and_the_file_the_lines(tmp_path: Path) -> None:
+def test_the_view_has_the_terminal_and_the_file_the_lines(start: Start, tmp_path: Path) -> None:
     (tmp_path / "output.log").write_text("of an earlier run\ntrained 1 steps\n")
-    run = Terminal(tmp_path)
+    run = start()
     run.wait_for("view: up")
     run.wait_for_ready_workers()
     run.touch("finish")
@@ -148,9 +179,11 @@ def test_the_view_has_the_terminal_and_the_file_the_lines(tmp_path: Path) -> Non
     assert lines[3:] == ["worker is ready"] * 2 + ["step 9/9", *ENDING.splitlines()]
 
 
-def test_a_view_that_does_not_end_is_ended_and_the_terminal_left_in_order(tmp_path: Path) -> None:
+def test_a_view_that_does_not_end_is_ended_and_the_terminal_left_in_order(
+    start: Start, tmp_path: Path
+) -> None:
     (tmp_path / "stubborn").touch()
-    run = Terminal(tmp_path)
+    run = start()
     run.wait_for("view: up")
     assert termios.tcgetattr(run.terminal) != run.modes
     run.wait_for_ready_workers()
@@ -161,22 +194,27 @@ def test_a_view_that_does_not_end_is_ended_and_the_terminal_left_in_order(tmp_pa
     assert run.shown.endswith(f"view: up\n\x1b[?1049l\x1b[?25h{ENDING}")
 
 
-def test_after_q_the_run_goes_on_as_without_a_view(tmp_path: Path) -> None:
-    run = Terminal(tmp_path)
+def test_after_q_the_run_goes_on_as_without_a_view(start: Start, tmp_path: Path) -> None:
+    run = start()
     run.wait_for("view: up")
     run.wait_for_ready_workers()
     run.press("q")
     run.wait_for("view: gone")
-    time.sleep(0.3)
+
+    def shows_lines() -> bool:
+        run.write_log("later\n")
+        return run.read() and "later" in run.shown
+
+    until(shows_lines, "lines are not shown after the view")
     assert termios.tcgetattr(run.terminal) == run.modes
     run.touch("finish")
     assert run.status() == 0
-    assert run.shown.endswith(f"view: gone\nstep 9/9\n{ENDING}")
+    assert re.search(rf"view: gone\n(later\n)+step 9/9\n{ENDING}$", run.shown)
     assert run.shown.count("trained 9 steps") == 1 and "worker is ready" not in run.shown
 
 
-def test_ctrl_c_reaches_the_view_and_the_run_which_saves(tmp_path: Path) -> None:
-    run = Terminal(tmp_path)
+def test_ctrl_c_reaches_the_view_and_the_run_which_saves(start: Start, tmp_path: Path) -> None:
+    run = start()
     run.wait_for("view: up")
     run.wait_for_ready_workers()
     run.press("\x03")
@@ -188,9 +226,11 @@ def test_ctrl_c_reaches_the_view_and_the_run_which_saves(tmp_path: Path) -> None
     assert run.shown.endswith("view: gone\nCtrl-C: saved step 9\nfiles of the run: here\n")
 
 
-def test_an_error_is_shown_with_its_traceback_and_the_launchers_sentence(tmp_path: Path) -> None:
+def test_an_error_is_shown_with_its_traceback_and_the_launchers_sentence(
+    start: Start, tmp_path: Path
+) -> None:
     (tmp_path / "fail").touch()
-    run = Terminal(tmp_path)
+    run = start()
     run.wait_for("view: up")
     run.wait_for_ready_workers()
     run.touch("finish")
@@ -202,9 +242,11 @@ def test_an_error_is_shown_with_its_traceback_and_the_launchers_sentence(tmp_pat
     assert shown.endswith("rank 0 failed (exit status 1): RuntimeError: boom\n")
 
 
-def test_output_that_cannot_be_written_is_one_sentence_and_nothing_starts(tmp_path: Path) -> None:
+def test_output_that_cannot_be_written_is_one_sentence_and_nothing_starts(
+    start: Start, tmp_path: Path
+) -> None:
     (tmp_path / "output.log").mkdir()
-    run = Terminal(tmp_path)
+    run = start()
     assert run.status() == 2
     assert run.shown == (
         f"--live cannot write {tmp_path}/output.log (Is a directory): choose another dump_folder, or leave "
@@ -213,11 +255,10 @@ def test_output_that_cannot_be_written_is_one_sentence_and_nothing_starts(tmp_pa
 
 
 def test_without_a_terminal_lines_are_plain(tmp_path: Path) -> None:
-    for name, text in (("worker", WORKER), ("launcher", LAUNCHER)):
-        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+    write_scripts(tmp_path)
     (tmp_path / "finish").touch()
     command = [sys.executable, tmp_path / "launcher.py", tmp_path]
-    run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+    run = forks.run(command, cwd=tmp_path, env=environment(), timeout=MOST_SECONDS)
     assert (run.returncode, run.stderr) == (0, "worker is ready\n" * 2)
     assert run.stdout == f"step 9/9\n{ENDING}"
     assert not (tmp_path / "output.log").exists()

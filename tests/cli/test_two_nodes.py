@@ -91,6 +91,7 @@ def test_two_nodes_train_together(undisturbed: Path) -> None:
     assert complete_steps(undisturbed / "run/checkpoint") == [3, 6, STEPS]
 
 
+@pytest.mark.slow
 def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "disturbed"
     nodes = start_nodes(folder, restarts=1)

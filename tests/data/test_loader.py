@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -195,7 +196,8 @@ def test_a_worker_that_ends_is_told_in_one_sentence(
     def compute() -> None:
         with plain_worker_errors():
             os.kill(worker.pid, signal.SIGKILL)
-            signal.pause()  # until torch hears of it, in a handler of a signal
+            while True:  # until torch hears of it, in a handler of a signal
+                time.sleep(0.01)
 
     with pytest.raises(UserError, match=ENDED % r"DataLoader worker \(pid[^:]*: Killed"):
         compute()

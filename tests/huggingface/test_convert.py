@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
+from tests.support import forks
 from tests.support.saved_runs import DENSE, MOE, random_weights, save_run
 from titan_async.checkpoint.distributed import SavedTensors
 from titan_async.cli.main import main
@@ -150,10 +150,7 @@ def test_auto_tokenizer_encodes_as_the_training_does(run_dir: Path, tmp_path: Pa
 
 
 def test_the_script_does_the_same(run_dir: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "tools/convert_checkpoint.py", run_dir, tmp_path / "hf"],
-        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    done = forks.run([sys.executable, ROOT / "tools/convert_checkpoint.py", run_dir, tmp_path / "hf"])
     assert (done.returncode, done.stderr) == (0, "")
     assert same(written(tmp_path / "hf"), expected(DENSE, random_weights(DENSE, seed=7)))
 
@@ -277,7 +274,7 @@ convert(open_saved(sys.argv[1]), sys.argv[2], max_shard_size=10**6, progress=pro
 def test_a_killed_conversion_leaves_nothing_under_the_name_and_the_next_one_succeeds(
     run_dir: Path, tmp_path: Path
 ) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, run_dir, tmp_path / "hf"], cwd=ROOT, check=False)
+    done = forks.run([sys.executable, "-c", KILLED, run_dir, tmp_path / "hf"])
     assert done.returncode == -signal.SIGKILL
     assert [path.name for path in tmp_path.iterdir()] == [".hf.partial"]
     assert len(list((tmp_path / ".hf.partial").glob("*.safetensors"))) > 1
@@ -299,9 +296,7 @@ sys.exit(10 * main(["convert", run, out + "/more"]) + main(["import", out + "/hf
 
 
 def test_a_full_disk_is_one_sentence(run_dir: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, run_dir, tmp_path], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = forks.run([sys.executable, "-c", FULL, run_dir, tmp_path])
     assert (done.returncode, done.stderr) == (
         22,
         "".join(

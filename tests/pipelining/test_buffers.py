@@ -31,7 +31,7 @@ def make_meshes(rank, group):
 @pytest.fixture(scope="module")
 def pool(pools: Pools) -> WorkerPool:
     pool = pools(4)
-    pool.run(4, make_meshes)
+    pool.run(4, make_meshes, keeps=True)
     return pool
 
 

@@ -22,7 +22,7 @@ PLAIN, FOUR, SHARDED = ("pp",), ("pp", "one"), ("pp", "dp")
 @pytest.fixture(scope="module")
 def pool(pools: Pools) -> WorkerPool:
     pool = pools(4)
-    pool.run(4, make_meshes)
+    pool.run(4, make_meshes, keeps=True)
     return pool
 
 

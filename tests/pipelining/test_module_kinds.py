@@ -18,7 +18,7 @@ BATCHES, M = 5, 3
 @pytest.fixture(scope="module")
 def pool(pools: Pools) -> WorkerPool:
     pool = pools(4)
-    pool.run(4, make_meshes)
+    pool.run(4, make_meshes, keeps=True)
     return pool
 
 

@@ -18,7 +18,7 @@ DP, HSDP, TP = ("pp", "dp"), ("pp", "replicate", "shard"), ("pp", "dp", "tp")
 @pytest.fixture(scope="module")
 def pool(pools: Pools) -> WorkerPool:
     pool = pools(8)
-    pool.run(8, make_meshes)
+    pool.run(8, make_meshes, keeps=True)
     return pool
 
 

@@ -38,7 +38,7 @@ def make_meshes(rank, group):
 @pytest.fixture(scope="module")
 def pool(pools: Pools) -> WorkerPool:
     pool = pools(8)
-    pool.run(8, make_meshes)
+    pool.run(8, make_meshes, keeps=True)
     return pool
 
 

@@ -26,7 +26,7 @@ NAMES = ("pp", "dp")
 @pytest.fixture(scope="module")
 def pool(pools: Pools) -> WorkerPool:
     pool = pools(4)
-    pool.run(4, make_meshes)
+    pool.run(4, make_meshes, keeps=True)
     return pool
 
 

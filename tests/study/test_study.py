@@ -399,6 +399,7 @@ def test_a_wrong_question_file_is_one_sentence(tmp_path, capsys, text, sentence)
     assert sentence in said and len(said.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_the_study_runs_resumes_and_reports(tmp_path):
     """The real commands on a question of a minute's length."""
     file, path = tmp_path / "short.toml", tmp_path / "results.jsonl"

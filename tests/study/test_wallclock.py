@@ -198,23 +198,24 @@ def test_the_budget_is_spent_at_the_pace_after_the_first_steps() -> None:
 
 
 @pytest.fixture
-def one_pool(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
+def quick(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
+    """Pipelines of processes that are up, timed by `Clock` for a few steps of some milliseconds."""
     monkeypatch.setattr(wallclock, "Pool", lambda sizes: contextlib.nullcontext(pool))
+    monkeypatch.setattr(wallclock, "train_stage", train_by_clock)
+    monkeypatch.setattr(wallclock, "_ROUNDS", 1)
+    monkeypatch.setattr(wallclock, "_TIMED_STEPS", 5)
 
 
-@pytest.mark.usefixtures("one_pool")
+@pytest.mark.usefixtures("quick")
 def test_what_is_in_the_results_is_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Short to time, and a budget that a busy machine does not exceed.
-    monkeypatch.setattr(wallclock, "_ROUNDS", 1)
-    monkeypatch.setattr(wallclock, "_TIMED_STEPS", 5)
     results = tmp_path / "results.jsonl"
-    command = ["--model", "tiny", "--setting", "pp2", "--results", str(results), "--budget", "2.5", "--seeds"]
+    command = ["--model", "tiny", "--setting", "pp2", "--results", str(results), "--budget", "0.1", "--seeds"]
     assert wallclock.main([*command, "0"]) == 0
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     assert [row["schedule"] for row in rows] == list(SCHEDULES)
-    assert all(row["kind"] == "wallclock" and row["budget_s"] == 2.5 and row["steps"] >= 10 for row in rows)
+    assert all(row["kind"] == "wallclock" and row["budget_s"] == 0.1 and row["steps"] >= 10 for row in rows)
     shown = capsys.readouterr().out
     assert all(f"{1e3 * row['step_s']:.1f}" in shown and f"{row['test_loss']:.3f}" in shown for row in rows)
 
@@ -235,7 +236,7 @@ def test_what_is_in_the_results_is_not_run_again(
     assert len(measured) == 4
 
 
-@pytest.mark.usefixtures("one_pool")
+@pytest.mark.usefixtures("quick")
 def test_mistakes_are_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = tmp_path / "results.jsonl"
     command = ["--model", "tiny", "--setting", "pp2", "--seeds", "0", "--results"]

@@ -48,15 +48,20 @@ def _serve(rank: int, world_size: int, store: str, connection: Any) -> None:
 class WorkerPool:
     """`world_size` gloo processes; `run` calls a top-level function on the first `size` of them.
 
-    They start with the first call, and again with the next one after some of them did not answer.
+    They start with the first call, and anew after `most_calls` or when some of them did not answer. What is
+    left behind in them, such as groups that nobody destroys, each with a thread that wakes a hundred times a
+    second, would in the end take more of the processor than the tests.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, most_calls: int) -> None:
         self._world_size = world_size
+        self._most_calls = most_calls
         self._connections: list[Any] = []
         self._processes: list[Any] = []
+        self._calls, self._is_kept = 0, False
 
     def _start(self) -> None:
+        self._calls, self._is_kept = 0, False
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(self._world_size):
             here, there = context().Pipe()
@@ -71,11 +76,24 @@ class WorkerPool:
             self._processes.append(process)
 
     def run(
-        self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any
+        self,
+        size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 120,
+        keeps: bool = False,
+        **kwargs: Any,
     ) -> list:
-        """Results of `function(rank, group, *args, **kwargs)` in the order of ranks; raises if one failed."""
+        """Results of `function(rank, group, *args, **kwargs)` in the order of ranks; raises if one failed.
+
+        With `keeps` later calls need what this one leaves in the processes, which then stay up until
+        `close_if_used_up`.
+        """
+        if not self._is_kept:
+            self.close_if_used_up()
         if not self._processes:
             self._start()
+        self._calls, self._is_kept = self._calls + 1, self._is_kept or keeps
         active = self._connections[:size]
         for connection in active:
             connection.send((function, size, args, kwargs))
@@ -100,6 +118,10 @@ class WorkerPool:
             raise RuntimeError("\n".join(failures))
         return [replies[rank][1] for rank in range(size)]
 
+    def close_if_used_up(self) -> None:
+        if self._processes and self._calls >= self._most_calls:
+            self.close()
+
     def close(self) -> None:
         if not self._processes:
             return
@@ -117,13 +139,18 @@ class WorkerPool:
 
 
 class Pools:
-    """A pool for each number of ranks that is asked for."""
+    """A pool for each number of ranks that is asked for, of which the last `most` that were are up."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 1, most_calls: int = 30) -> None:
+        self._most, self._most_calls = most, most_calls
         self._pools: dict[int, WorkerPool] = {}
 
     def __call__(self, ranks: int) -> WorkerPool:
-        return self._pools.setdefault(ranks, WorkerPool(ranks))
+        pool = self._pools[ranks] = self._pools.pop(ranks, None) or WorkerPool(ranks, self._most_calls)
+        pool.close_if_used_up()
+        for idle in list(self._pools.values())[: -self._most]:
+            idle.close()
+        return pool
 
     def close(self) -> None:
         for pool in self._pools.values():

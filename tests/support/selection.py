@@ -7,10 +7,17 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
-__all__ = ["covering", "is_slow"]
+import pytest
+
+__all__ = ["covering", "is_slow", "slow"]
 
 Case = tuple[tuple[str, int], ...]
 """Each parameter's name and what tells its value from its others."""
+
+
+def slow(*values: Any, id: str | None = None) -> Any:
+    """A `pytest.param` that the default suite leaves out."""
+    return pytest.param(*values, id=id, marks=pytest.mark.slow)
 
 
 def covering(cases: Sequence[Case], strength: int) -> list[bool]:

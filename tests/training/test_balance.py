@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.processes import Pools, WorkerPool
+from tests.support.selection import slow
 from tests.support.training import train
 from titan_async.config.device import ensure_device
 from titan_async.training import cpu
@@ -262,7 +263,7 @@ def pool(trainer_pools: Pools) -> WorkerPool:
     ("schedule", "layers"),
     [
         ("Async2BW", [[["0", "1", "2", "3"]], [["4", "5"]]]),
-        ("1F1B", [[["0", "1", "2", "3"]], [["4", "5"]]]),
+        slow("1F1B", [[["0", "1", "2", "3"]], [["4", "5"]]]),
         ("Interleaved1F1B", [[["0", "1"], ["4", "5"]], [["2", "3"], []]]),
     ],
 )
@@ -282,6 +283,7 @@ def test_training_is_as_with_that_split_prescribed(pool: WorkerPool, tmp_path: P
             assert torch.equal(weight, other_weights[name]), name
 
 
+@pytest.mark.slow
 def test_a_run_measures_and_goes_on_from_a_checkpoint_of_another_split(tmp_path: Path) -> None:
     flags = ("--validator.no-enable", "--lr_scheduler.warmup_steps", 1, "--metrics.log_freq", 1)
     uneven = ("--parallelism.pipeline_parallel_last_stage_less_layers", 5)

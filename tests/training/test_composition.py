@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.selection import slow
 from tests.support.trainer_loop import Looped, Trained, Trainers, arguments, distance, loop, merged
 
 SHARDED = ("--parallelism.data_parallel_shard_degree", 2)
@@ -18,13 +19,13 @@ DTENSOR = ("--parallelism.spmd_backend", "partial_dtensor")
 
 LAYOUTS = [
     pytest.param(4, 2, SHARDED, id="FSDP"),
-    pytest.param(4, 2, (*SHARDED, *DTENSOR), id="FSDP, partial_dtensor"),
-    pytest.param(4, 2, REPLICATED, id="HSDP"),
+    slow(4, 2, (*SHARDED, *DTENSOR), id="FSDP, partial_dtensor"),
+    slow(4, 2, REPLICATED, id="HSDP"),
     pytest.param(4, 1, TENSOR, id="TP, spmd_types"),
-    pytest.param(4, 1, (*TENSOR, *DTENSOR), id="TP, partial_dtensor"),
+    slow(4, 1, (*TENSOR, *DTENSOR), id="TP, partial_dtensor"),
     pytest.param(4, 2, (*SHARDED, "--training.global_batch_size", 16), id="accumulation over FSDP"),
-    pytest.param(2, 1, ("--training.global_batch_size", 8), id="accumulation"),
-    pytest.param(2, 1, ("activation_checkpoint:selective",), id="selective checkpointing"),
+    slow(2, 1, ("--training.global_batch_size", 8), id="accumulation"),
+    slow(2, 1, ("activation_checkpoint:selective",), id="selective checkpointing"),
     pytest.param(2, 1, ("activation_checkpoint:full",), id="full checkpointing"),
     pytest.param(2, 1, ("--pipeline.lookahead", 1), id="lookahead"),
 ]
@@ -49,12 +50,12 @@ ONE_STAGE = ("--parallelism.pipeline_parallel_degree", 1)
 SYNCHRONOUS = ("--parallelism.pipeline_parallel_schedule", "1F1B")
 
 MUON_LAYOUTS = [
-    pytest.param(2, 2, 0, (*ONE_STAGE, *SHARDED), id="FSDP"),
-    pytest.param(4, 4, 0, (*ONE_STAGE, *SHARDED, *REPLICATED), id="HSDP"),
+    slow(2, 2, 0, (*ONE_STAGE, *SHARDED), id="FSDP"),
+    slow(4, 4, 0, (*ONE_STAGE, *SHARDED, *REPLICATED), id="HSDP"),
     pytest.param(4, 2, 0, (*ONE_STAGE, *SHARDED, *TENSOR), id="FSDP and TP"),
-    pytest.param(4, 2, 0, (*SYNCHRONOUS, *SHARDED), id="1F1B over FSDP"),
+    slow(4, 2, 0, (*SYNCHRONOUS, *SHARDED), id="1F1B over FSDP"),
     pytest.param(4, 2, 1, SHARDED, id="Async2BW over FSDP"),
-    pytest.param(4, 1, 1, TENSOR, id="Async2BW over TP"),
+    slow(4, 1, 1, TENSOR, id="Async2BW over TP"),
 ]
 
 

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.support.poison import poison
+from tests.support.selection import slow
 from tests.support.trainer_loop import Trained, Trainers, Values, arguments, distance, merged, whole_values
 from tests.support.training import RECIPE
 from titan_async.config.recipe_file import resolve
@@ -78,12 +79,11 @@ def keys_of(folder: Path, step: int) -> set[str]:
 @pytest.mark.parametrize(
     ("ranks", "recipe", "flags"),
     [
-        (2, "tiny_llama", ()),
-        (2, "tiny_llama", (f"{PARALLEL}pipeline_parallel_schedule", "1F1B")),
-        (4, "tiny_moe", SHARDED),
-        (2, "muon_llama", ()),
+        pytest.param(2, "tiny_llama", (), id="delayed"),
+        slow(2, "tiny_llama", (f"{PARALLEL}pipeline_parallel_schedule", "1F1B"), id="synchronous"),
+        pytest.param(4, "tiny_moe", SHARDED, id="shards and experts"),
+        slow(2, "muon_llama", (), id="Muon"),
     ],
-    ids=["delayed", "synchronous", "shards and experts", "Muon"],
 )
 def test_it_is_the_formula_over_the_updates_that_were_made(
     runs: Trainers, tmp_path: Path, ranks: int, recipe: str, flags: tuple
@@ -96,6 +96,7 @@ def test_it_is_the_formula_over_the_updates_that_were_made(
     assert distance(mine, newest) > 1e-3, "and not the weights"
 
 
+@pytest.mark.slow
 def test_one_stage_alone(runs: Trainers, tmp_path: Path) -> None:
     argv = arguments(tmp_path, "tiny_llama", f"{PARALLEL}pipeline_parallel_degree", 1, *SECTION)
     results = runs(1, argv, keep_weights_of_all_updates)

@@ -115,6 +115,7 @@ def test_the_same_command_with_more_steps_goes_on(first: Run, folder: Path) -> N
     ]
 
 
+@pytest.mark.slow
 def test_four_stages_learn(tmp_path: Path) -> None:
     run = train(
         tmp_path, *SHORT, "--parallelism.pipeline_parallel_degree", 4, "--training.local_batch_size", 8
@@ -131,6 +132,7 @@ def test_two_stages_of_two_shards_learn(tmp_path: Path) -> None:
     assert "on 2 stages under Async2BW" in run.out
 
 
+@pytest.mark.slow
 def test_one_stage_learns_and_tensorboard_has_its_losses(tmp_path: Path) -> None:
     run = train(tmp_path, *SHORT, "--parallelism.pipeline_parallel_degree", 1, "--metrics.enable_tensorboard")
     assert_learns(run)
@@ -161,6 +163,7 @@ def tensorboard_losses(folder: Path) -> dict[int, float]:
     return {event.step: event.value for event in events.Scalars(tag)}
 
 
+@pytest.mark.slow
 def test_compiled_stages_learn(tmp_path: Path) -> None:
     run = train(tmp_path, *SHORT, "--compile.enable")
     assert_learns(run, silent=False)  # the compiler warns of what it finds on the machine
@@ -257,6 +260,7 @@ def torchrun(*flags: object) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
     done = subprocess.run(
         torchrun("--dump_folder", "run", *SHORT),

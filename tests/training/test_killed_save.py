@@ -49,7 +49,7 @@ def kill_during_a_save(folder: Path, *flags: object) -> None:
     assert run.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("disabled", marks=pytest.mark.slow), "async"])
 def test_a_save_that_was_killed(tmp_path: Path, mode: str) -> None:
     checkpoints = tmp_path / "run/checkpoint"
     kill_during_a_save(tmp_path, "--checkpoint.async_mode", mode)

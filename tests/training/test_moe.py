@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.poison import poison
+from tests.support.selection import slow
 from tests.support.trainer_loop import Trained, Trainers, arguments, distance, loop, merged
 
 
@@ -26,17 +27,17 @@ EXPERT_PARALLEL = ("--parallelism.data_parallel_shard_degree", 2, "--parallelism
 COMPILED = ("--compile.enable", "--compile.backend", "aot_eager", "--validator.no-enable")
 
 LAYOUTS = [
-    pytest.param(2, 1, "tiny_moe", (), id="2 stages"),
+    slow(2, 1, "tiny_moe", (), id="2 stages"),
     pytest.param(2, 1, "tiny_mixed", (), id="a stage without experts"),
     pytest.param(2, 1, "tiny_moe", ("activation_checkpoint:full",), id="full checkpointing"),
-    pytest.param(2, 1, "tiny_moe", ("activation_checkpoint:selective",), id="selective checkpointing"),
+    slow(2, 1, "tiny_moe", ("activation_checkpoint:selective",), id="selective checkpointing"),
     pytest.param(
         2, 1, "tiny_moe", ("--training.global_batch_size", 8, *COMPILED), id="accumulation, compiled"
     ),
-    pytest.param(4, 2, "tiny_moe", ("--parallelism.data_parallel_shard_degree", 2), id="FSDP"),
-    pytest.param(4, 2, "tiny_moe", EXPERT_PARALLEL, id="EP"),
+    slow(4, 2, "tiny_moe", ("--parallelism.data_parallel_shard_degree", 2), id="FSDP"),
+    slow(4, 2, "tiny_moe", EXPERT_PARALLEL, id="EP"),
     pytest.param(4, 2, "muon_moe", EXPERT_PARALLEL, id="EP, Muon"),
-    pytest.param(4, 2, "muon_mixed", (*EXPERT_PARALLEL, "activation_checkpoint:full"), id="EP, mixed, full"),
+    slow(4, 2, "muon_mixed", (*EXPERT_PARALLEL, "activation_checkpoint:full"), id="EP, mixed, full"),
 ]
 
 
@@ -104,7 +105,7 @@ def test_validation_in_between_leaves_biases_and_counts_alone(runs: Trainers, tm
             assert distance(found, expected) == 0
 
 
-@pytest.mark.parametrize(("ranks", "flags"), [(2, ()), (4, EXPERT_PARALLEL)], ids=["2 stages", "EP"])
+@pytest.mark.parametrize(("ranks", "flags"), [slow(2, (), id="2 stages"), (4, EXPERT_PARALLEL)])
 def test_resuming_changes_nothing(
     runs: Trainers, tmp_path: Path, ranks: int, flags: tuple[object, ...]
 ) -> None:

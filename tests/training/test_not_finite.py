@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.selection import slow
 from tests.support.trainer_loop import Trained, Trainers, arguments
 
 FROM = 2
@@ -57,7 +58,7 @@ GRADIENT = ", first in the gradient of layers.3 on stage 1 (rank 1)"
     [
         (spoil_activations, "Async2BW", OUTPUT),
         (spoil_gradients, "Async2BW", GRADIENT),
-        (spoil_gradients, "1F1B", GRADIENT),
+        slow(spoil_gradients, "1F1B", GRADIENT),
     ],
 )
 def test_the_place_is_named_once_a_whole_batch_was_looked_at(
@@ -101,7 +102,7 @@ def leave_labels_out(trainer: Any, trained: Trained) -> None:
     trained.extra["skipped"] = trainer.skipped
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [slow(1), 2])
 def test_a_batch_without_labels_has_a_loss_and_a_gradient_of_zero(
     runs: Trainers, tmp_path: Path, stages: int
 ) -> None:

@@ -272,7 +272,10 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_no_half_checkpoint(tmp_path: Pa
     assert [path.name for path in (tmp_path / "run/checkpoint").iterdir()] == ["step-10"]
 
 
-@pytest.mark.parametrize(("number", "status", "err"), [(TERM, 0, ""), (INT, 130, f"{STOPPING}\n")])
+@pytest.mark.parametrize(
+    ("number", "status", "err"),
+    [(TERM, 0, ""), pytest.param(INT, 130, f"{STOPPING}\n", marks=pytest.mark.slow)],
+)
 def test_a_signal_to_every_process_of_a_job_step(
     number: signal.Signals, status: int, err: str, tmp_path: Path
 ) -> None:
@@ -290,7 +293,7 @@ def test_a_signal_to_every_process_of_a_job_step(
     assert_resumable(tmp_path, stopped_at(out, number))
 
 
-@pytest.mark.parametrize("number", [TERM, INT])
+@pytest.mark.parametrize("number", [pytest.param(TERM, marks=pytest.mark.slow), INT])
 def test_a_signal_to_torchrun(number: signal.Signals, tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--rdzv-backend", "c10d",
             "--rdzv-endpoint", "localhost:0", "-m", "titan_async.training.worker",

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.processes import Pools
+from tests.support.selection import slow
 from tests.support.training import RECIPE
 
 Trained = list[dict[str, dict[str, torch.Tensor]]]
@@ -37,7 +38,8 @@ def train(rank, group, folder, steps, flags, *, slow_writes=0.0, random_state=Tr
             str(RECIPE), "--dump_folder", folder, "--training.steps", str(steps), "--training.seq_len", "32",
             "--training.local_batch_size", "4", "--parallelism.pipeline_parallel_microbatch_size", "1",
             "--parallelism.pipeline_parallel_degree", str(group.size()), "--lr_scheduler.warmup_steps", "3",
-            "--lr_scheduler.total_steps", "8", "--validator.no-enable", "--checkpoint.interval", "4", *flags,
+            "--lr_scheduler.total_steps", "8", "--validator.no-enable", "--checkpoint.interval", "4",
+            "--optimizer.muon.compute_dtype", "float32", *flags,
         ]
     )  # fmt: skip
     trainer = config.build()
@@ -117,12 +119,14 @@ def runs(trainer_pools: Pools) -> Iterator[Runs]:
 SHARDED = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.data_parallel_shard_degree", "2")
 """Two stages of two ranks each."""
 
+BFLOAT16 = ("--training.mixed_precision_param", "bfloat16", "--optimizer.muon.compute_dtype", "bfloat16")
+
 LAYOUTS = [
-    pytest.param(1, (), id="1 stage"),
+    slow(1, (), id="1 stage"),
     pytest.param(2, (), id="2 stages"),
-    pytest.param(4, (), id="4 stages"),
+    slow(4, (), id="4 stages"),
     pytest.param(4, SHARDED, id="2 stages on 2 shards each"),
-    pytest.param(2, ("--training.mixed_precision_param", "bfloat16"), id="2 stages in bfloat16"),
+    slow(2, BFLOAT16, id="2 stages in bfloat16"),
 ]
 """Numbers of ranks, and what is to be added to the flags for them."""
 
@@ -183,7 +187,7 @@ def test_resuming_in_new_processes_changes_nothing(
         assert torch.equal(mine["seen"]["rand"], theirs["seen"]["rand"]), "the generators went another way"
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", [slow("disabled"), "async"])
 def test_a_checkpoint_of_a_step_in_between_holds_that_step(
     runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path, mode: str
 ) -> None:
@@ -209,7 +213,7 @@ def test_what_is_written_over_stops_being_a_checkpoint_first(
         assert not rank["seen"]["into_whole"].any()
 
 
-@pytest.mark.parametrize("schedule", [(), SYNCHRONOUS], ids=["delayed", "synchronous"])
+@pytest.mark.parametrize("schedule", [(), slow(SYNCHRONOUS)], ids=["delayed", "synchronous"])
 def test_a_checkpoint_goes_on_at_another_number_of_stages(
     runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path, schedule: tuple
 ) -> None:
@@ -219,7 +223,7 @@ def test_a_checkpoint_goes_on_at_another_number_of_stages(
     assert difference(resumed, undisturbed) < 1e-6
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [1, slow(4)])
 def test_all_state_arrives_at_another_number_of_stages(
     runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path, ranks: int
 ) -> None:
@@ -235,6 +239,7 @@ def test_all_state_arrives_at_another_number_of_stages(
         assert all(torch.equal(value, all_[name]) for name, value in mine.items())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_shards_goes_on_without_them(
     runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path
 ) -> None:
@@ -270,6 +275,7 @@ def test_a_synchronous_start_may_go_on_delayed(
     assert 1e-4 < difference(further, synchronous) < 1
 
 
+@pytest.mark.slow
 def test_a_delayed_start_may_go_on_synchronously(
     runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path
 ) -> None:
@@ -316,6 +322,7 @@ def test_leaving_a_part_out_of_loading(
     assert 0 < difference(resumed, undisturbed) < 1
 
 
+@pytest.mark.slow
 def test_a_last_save_of_the_model_alone(
     runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path
 ) -> None:

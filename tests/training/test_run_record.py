@@ -171,6 +171,7 @@ def test_summaries_agree_with_spans_and_scalars(recorded: Recorded, run: int) ->
         assert not {"pipeline/delay", "error_feedback/norm"} & scalars.keys()
 
 
+@pytest.mark.slow
 def test_one_stage_records_whole_passes(tmp_path: Path) -> None:
     run = train(
         tmp_path, "--training.steps", 3, "--parallelism.pipeline_parallel_degree", 1,
