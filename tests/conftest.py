@@ -5,6 +5,7 @@ Drawn examples may take their time: how long one takes says more about the machi
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support.processes import Pools
-from tests.support.selection import is_slow
+from tests.support.selection import Scheduling, has_ranks, is_slow
 from titan_async.config.device import ensure_device
 
 settings.register_profile("unhurried", deadline=None)
@@ -22,17 +23,18 @@ settings.load_profile("unhurried")
 # Before any test imports a part of torchtitan that binds the device.
 ensure_device()
 
-LONG = ("tests/training/", "tests/cli/", "tests/huggingface/", "tests/study/", "tests/test_")
-"""Where files take longest, which come first: one of them at the very end would run alone."""
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the tests that are marked as slow, too")
 
 
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
+    return Scheduling(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is slow, unless `--all`, `-m` or its own name asks for it; long files come first."""
-    items.sort(key=lambda item: [item.nodeid.startswith(part) for part in LONG], reverse=True)
+    """Leaves out what is slow, unless `--all`, `-m` or its own name asks for it; ranks come first."""
+    items.sort(key=lambda item: not has_ranks(item.path))
     if config.getoption("--all") or config.getoption("-m"):
         return
     named = [word for word in config.args if "::" in word]

@@ -1,6 +1,5 @@
 """ScheduleAsync2BW against a single-process loop of the recurrence, over real processes."""
 
-
 import pytest
 import torch
 from torch.distributed.pipelining import PipelineStage

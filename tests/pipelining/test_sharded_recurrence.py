@@ -3,7 +3,6 @@
 {1, 2, 4 stages} x {1, 2 shards} x activation checkpointing x compilation x clipping.
 """
 
-
 import pytest
 import torch
 from torch import nn

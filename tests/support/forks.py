@@ -142,7 +142,7 @@ def run(
     *,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
-    timeout: float = 150,
+    timeout: float = 300,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command as a fork, as `subprocess.run` does with `capture_output` and `text`."""
     forked = Forked(command, cwd=cwd, env=env)

@@ -27,7 +27,7 @@ def _serve(rank: int, world_size: int, store: str, connection: Any) -> None:
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=120),
+        timeout=timedelta(seconds=300),
     )
     # A group for each number of ranks that is asked for, of the first ranks.
     groups = {world_size: dist.group.WORLD}
@@ -80,7 +80,7 @@ class WorkerPool:
         size: int,
         function: Callable[..., Any],
         *args: Any,
-        timeout: float = 120,
+        timeout: float = 300,
         keeps: bool = False,
         **kwargs: Any,
     ) -> list:

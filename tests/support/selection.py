@@ -1,18 +1,41 @@
-"""Which tests run by default: those that are not slow, and of crossed parameters a covering part."""
+"""Which tests run by default, those that are not slow and of crossed parameters a covering part; and where.
+
+Ranks that wait for each other's messages lose much more time to other processes than these gain. So one
+worker of xdist runs all files whose tests have ranks, and only then others.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
-__all__ = ["covering", "is_slow", "slow"]
+__all__ = ["Scheduling", "covering", "has_ranks", "is_slow", "slow"]
 
 Case = tuple[tuple[str, int], ...]
 """Each parameter's name and what tells its value from its others."""
+
+
+class Scheduling(LoadFileScheduling):
+    """One file after another on each worker, with all files whose tests have ranks as one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "ranks" if has_ranks(Path(self.config.rootpath, file)) else file
+
+
+@lru_cache
+def has_ranks(file: Path) -> bool:
+    """Whether a test file starts processes that talk to each other, by the names of what starts them."""
+    text = file.read_text(encoding="utf-8")
+    starters = ("Pools", "Trainers", "support.training", "rehearsal.processes", "from _pool")
+    return any(name in text for name in starters)
 
 
 def slow(*values: Any, id: str | None = None) -> Any:

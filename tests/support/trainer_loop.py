@@ -47,7 +47,7 @@ class Trainers:
         self._pools = pools
 
     def __call__(self, ranks: int, argv: list[str], *args: Any) -> list[Trained]:
-        return self._pools(ranks).run(ranks, train, argv, *args, timeout=300)
+        return self._pools(ranks).run(ranks, train, argv, *args, timeout=500)
 
 
 def arguments(folder: Path, recipe: str, *flags: object) -> list[str]:

@@ -72,7 +72,7 @@ def command(*flags: object, recipe: object = RECIPE) -> list[str]:
 
 
 def train(
-    folder: Path, *flags: object, recipe: object = RECIPE, timeout: float = 150, anew: bool = False
+    folder: Path, *flags: object, recipe: object = RECIPE, timeout: float = 400, anew: bool = False
 ) -> Run:
     """Run the command in `folder` until it ends; files go to `folder`/run unless flags say otherwise.
 
