@@ -29,16 +29,17 @@ def _serve(rank: int, world_size: int, store: str, connection: Any) -> None:
         world_size=world_size,
         timeout=timedelta(seconds=300),
     )
-    # A group for each number of ranks that is asked for, of the first ranks.
-    groups = {world_size: dist.group.WORLD}
+    # One group for each number of stages: a pipeline occupies the first ranks. All ranks take part in making
+    # each, since torch names a group by the number of those that a process has made before.
+    groups = {n: dist.new_group(list(range(n))) for n in range(1, world_size)} | {
+        world_size: dist.group.WORLD
+    }
     while True:
         request = connection.recv()
         if request is None:
             break
         function, size, args, kwargs = request
         try:
-            if size not in groups:
-                groups[size] = dist.new_group(list(range(size)), use_local_synchronization=True)
             connection.send((True, function(rank, groups[size], *args, **kwargs)))
         except BaseException:
             connection.send((False, traceback.format_exc()))
