@@ -14,7 +14,7 @@ from tests.support.processes import Pools, WorkerPool
 from tests.support.sharded import EVERY, make_meshes, meshes, prepare, shard, train
 from tests.support.sharded_oracle import difference, oracle
 from titan_async.pipelining import ScheduleAsync2BW
-from titan_async.pipelining.gradient_norm import NormReducer
+from titan_async.pipelining.gradient_norm import NormReducer, share_of_squares
 
 PLAIN, FOUR, SHARDED = ("pp",), ("pp", "one"), ("pp", "dp")
 
@@ -278,3 +278,11 @@ def test_the_norm_is_on_its_way_before_step_returns(pool, names):
         assert seen[:2] == [(0, 0), (0, 1 + ahead)]
         assert seen[2:5] == [(n + ahead, n + ahead) for n in (2, 3, 4)]
         assert seen[5] == (5, 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_squares_of_low_precision_are_not_summed_in_it(dtype):
+    tensors = [torch.randn(300, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(3)]
+    found = share_of_squares([*tensors, None], 1, torch.device("cpu"))
+    assert found.dtype == torch.float64
+    assert float(found) == pytest.approx(sum(float(t.double().square().sum()) for t in tensors), rel=1e-6)

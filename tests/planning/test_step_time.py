@@ -11,7 +11,7 @@ from titan_async.pipelining.programs import schedule_programs
 from titan_async.pipelining.simulation import simulate
 from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH
 from titan_async.planning.network import Network
-from titan_async.planning.stage_cost import stage_cost
+from titan_async.planning.stage_cost import message_bytes, stage_cost
 from titan_async.planning.step_time import stage_costs, step_time, timing_of
 from titan_async.planning.update_cost import update_cost
 from titan_async.recipes.debug import debug
@@ -137,6 +137,22 @@ def test_messages_carry_a_hidden_state(config):
     assert timing.latency == [pytest.approx(size / 8e9)]
     sent = step_time(config, layout, make_parts(2), ROUND).sent_bytes
     assert sent["activations"] == pytest.approx(8 * 4 * 2 * size)  # each pipeline: one there, one back
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_ranks_of_tensor_parallelism_share_a_message(config, tp):
+    layout = make_layout(2, tp=tp)
+    assert message_bytes(config, layout) == 1024 * config.model_spec.model.dim * 2 / tp
+
+
+def test_an_update_is_no_bubble(config):
+    layout, parts = make_layout(2, microbatches=4), make_parts(2)
+    costs = stage_costs(config, layout, parts, IDLE_NETWORK)
+    slow = [dataclasses.replace(cost, update=3 * EACH, gather=0.0, reduction=0.0) for cost in costs]
+    time = step_time(config, layout, parts, IDLE_NETWORK, costs=slow)
+    # Of five pairs each rank waits for one; an update of the length of a pair follows.
+    assert time.step_seconds == pytest.approx(6 * 3 * EACH, rel=1e-4)
+    assert time.bubble == pytest.approx(1 / 6, abs=1e-4)
 
 
 def test_experts_are_exchanged_four_times_and_live_on_their_ranks(config):

@@ -184,6 +184,7 @@ def test_the_command_rehearses_a_small_recipe(
     assert status == 0, out
     assert out.startswith("4 ranks on 2 stages. At the real width, without memory:\n  stage 0, rank 0: ")
     assert "1 updates of them at 1/4 of the width:\n  stage 0, rank 0: " in out
+    assert out.count("\n  stage 0, rank 0: ") == out.count("\n  stage 1, rank 3: ") == 2
     assert out.endswith(": all are there, every part of each once\n")
 
 

@@ -77,6 +77,25 @@ def test_muon_on_shards_is_muon_on_one_process(
         assert result.losses == pytest.approx(wanted.losses, abs=1e-5)
 
 
+def track_in_flight(trainer: Any, trained: Trained) -> None:
+    stage = trainer.pp_schedule._stage
+    forward, held = stage.forward_one_chunk, trained.extra.setdefault("held", [])
+
+    def tracking(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        held.append(len(stage.fwd_cache))
+        return output
+
+    stage.forward_one_chunk = tracking
+
+
+def test_lookahead_holds_more_microbatches_in_flight(runs: Trainers, tmp_path: Path) -> None:
+    argv = arguments(tmp_path, "tiny_llama", "--pipeline.lookahead", 1, "--validator.no-enable")
+    first, last = runs(2, argv, track_in_flight)
+    # Stage r holds d - r, and d - 1 - r times the lookahead beyond.
+    assert (max(first.extra["held"]), max(last.extra["held"])) == (3, 1)
+
+
 def assert_uneven(looped: Looped) -> None:
     """Ranks and batches differ in their numbers of labels: a wrong normalization would show."""
     counts = [count for batch in looped.valid_tokens for count in batch]

@@ -25,9 +25,9 @@ def train(rank, group, folder, steps, flags, *, slow_writes=0.0, random_state=Tr
     from titan_async.config.device import ensure_device
 
     ensure_device()
-    from torch.distributed.checkpoint import FileSystemWriter
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+    from titan_async.checkpoint._dcp_files_internals import SealingWriter
     from titan_async.config.recipe_file import resolve
 
     _clear_sharding_prop_cache()  # which remembers the meshes of an earlier trainer
@@ -44,7 +44,7 @@ def train(rank, group, folder, steps, flags, *, slow_writes=0.0, random_state=Tr
     )  # fmt: skip
     trainer = config.build()
     trainer.resumes_random_state = random_state
-    step, write, run = trainer.train_step, FileSystemWriter.write_data, trainer.forward_backward_step
+    step, write, run = trainer.train_step, SealingWriter.write_data, trainer.forward_backward_step
     wait, in_flight, into_whole, calls = trainer.checkpointer.maybe_wait_for_staging, [], [False], []
 
     def drawing_step(batches):
@@ -62,7 +62,7 @@ def train(rank, group, folder, steps, flags, *, slow_writes=0.0, random_state=Tr
     def noted(name, function):
         return lambda *args, **kwargs: (calls.append(name), function(*args, **kwargs))[1]
 
-    trainer.train_step, FileSystemWriter.write_data = drawing_step, slow_write
+    trainer.train_step, SealingWriter.write_data = drawing_step, slow_write
     trainer.forward_backward_step = noted("batch", run)
     trainer.checkpointer.maybe_wait_for_staging = noted("wait", wait)
     try:
@@ -80,7 +80,7 @@ def train(rank, group, folder, steps, flags, *, slow_writes=0.0, random_state=Tr
             },
         }
     finally:
-        FileSystemWriter.write_data = write
+        SealingWriter.write_data = write
         trainer.close()
 
 
