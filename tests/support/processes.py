@@ -140,16 +140,16 @@ class WorkerPool:
 
 
 class Pools:
-    """A pool for each number of ranks that is asked for, of which the last `most` that were are up."""
+    """A pool for each number of ranks that is asked for, of which only the last one that was is up."""
 
-    def __init__(self, most: int = 1, most_calls: int = 30) -> None:
-        self._most, self._most_calls = most, most_calls
+    def __init__(self, most_calls: int = 20) -> None:
+        self._most_calls = most_calls
         self._pools: dict[int, WorkerPool] = {}
 
     def __call__(self, ranks: int) -> WorkerPool:
         pool = self._pools[ranks] = self._pools.pop(ranks, None) or WorkerPool(ranks, self._most_calls)
         pool.close_if_used_up()
-        for idle in list(self._pools.values())[: -self._most]:
+        for idle in list(self._pools.values())[:-1]:
             idle.close()
         return pool
 

@@ -97,7 +97,7 @@ class Runs:
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
-        self._anew = Pools()
+        self._anew = Pools(most_calls=1)
 
     def __call__(
         self, ranks: int, folder: Path, steps: int, *flags: str, anew: bool = False, **kwargs: object
