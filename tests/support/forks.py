@@ -244,6 +244,8 @@ def _execute(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     """Does what `python` does with its arguments, up to the end of this process."""
     # A temporary folder of the process that this is a fork of is removed by that process alone.
     weakref.finalize._registry.clear()
+    # Its own children, data workers among them, start as an interpreter's do.
+    mp.set_start_method(None, force=True)
     os.environ.clear()
     os.environ.update(env)
     # With the buffering of a pipe or of a terminal, as at an interpreter's start.
