@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Pools]:
-    """Processes of gloo for any number of ranks, which stay up until this process's last test."""
+    """Gloo processes for any number of ranks, shared by test files and restarted after some calls."""
     pools = Pools()
     yield pools
     pools.close()

@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.support import forks
 from tests.support.training import Run, command, environment, processes_of, start, train
+from tests.support.waiting import has_ended
 
 STEPS = 40
 LINE = re.compile(
@@ -173,14 +174,6 @@ def test_compiled_stages_learn(tmp_path: Path) -> None:
     assert "on 2 stages under Async2BW" in run.out
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_killed_stage_ends_the_run_and_is_named(tmp_path: Path) -> None:
     launcher = start(tmp_path, "--training.steps", 100_000, "--metrics.log_freq", 1)
@@ -196,7 +189,7 @@ def test_a_killed_stage_ends_the_run_and_is_named(tmp_path: Path) -> None:
         launcher.kill()
     assert launcher.returncode == 1
     assert err == "rank 1 was killed by SIGKILL; the other ranks were stopped\n"
-    assert not any(map(is_alive, ranks.values()))
+    assert all(map(has_ended, ranks.values()))
 
 
 OWN_RECIPE = """
