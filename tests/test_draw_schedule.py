@@ -8,6 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from tests.support import forks
+from tests.support.selection import slow
 from titan_async.monitor.gantt import Box
 from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
 
@@ -103,7 +104,7 @@ def test_latency_backward_and_lookahead_are_used() -> None:
     assert one.get_xlim() == (0, 2 * (MICROBATCHES + RANKS - 1))
 
 
-@pytest.mark.parametrize("form", ["png", "svg"])
+@pytest.mark.parametrize("form", [slow("png"), "svg"])
 def test_the_command_writes_a_file(form: str, tmp_path: Path) -> None:
     out = tmp_path / f"drawn.{form}"
     command = [sys.executable, ROOT / "tools" / "draw_schedule.py", "1F1B", "Async2BW", "--out", out]

@@ -3,12 +3,12 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import forks
 from titan_async.cli.main import VERBS
 
 ROOT = Path(__file__).parent.parent
@@ -48,13 +48,8 @@ def test_the_python_examples_learn(tmp_path, program, processes):
             "0",
             "--standalone",
         ]
-    done = subprocess.run(
-        [*command, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = forks.run([*command, script], env=env, timeout=120)
     assert done.returncode == 0, done.stderr
     (loss,) = re.findall(r"^loss (\d\.\d+)$", done.stdout, flags=re.MULTILINE)
     assert float(loss) < 0.2  # without having learned, about 1.3

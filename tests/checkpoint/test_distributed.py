@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import random
-import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -17,7 +16,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
+from tests.support import forks
+from tests.support.processes import Pools
 from titan_async.checkpoint._dcp_files_internals import (
     CheckingReader,
     DamagedError,
@@ -52,6 +54,30 @@ def test_every_tensor_is_read_whole(folder: Path) -> None:
         assert torch.equal(saved.read(key), value)
     with pytest.raises(KeyError):
         saved.read("state.step")
+
+
+SHARDED = {
+    "matrix": (torch.arange(35.0).view(7, 5), [Shard(0), Shard(1)]),
+    "experts": (torch.arange(120.0).view(8, 5, 3).bfloat16(), [Shard(0), Shard(0)]),
+    "norm": (torch.arange(5.0), [Replicate(), Shard(0)]),
+}
+
+
+def save_sharded(rank: int, group: object, folder: str) -> None:
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2))
+    state = {key: distribute_tensor(value, mesh, places) for key, (value, places) in SHARDED.items()}
+    own = {f"stage{rank}": torch.full((3,), float(rank))}
+    dcp.save({**state, **own}, storage_writer=SealingWriter(folder))
+
+
+def test_tensors_of_several_ranks_are_read_whole(pools: Pools, tmp_path: Path) -> None:
+    pools(4).run(4, save_sharded, str(tmp_path))
+    saved = SavedTensors(tmp_path)
+    expected = {key: value for key, (value, _) in SHARDED.items()}
+    expected |= {f"stage{rank}": torch.full((3,), float(rank)) for rank in range(4)}
+    assert saved.tensors.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(saved.read(key), value), key
 
 
 def test_torch_reads_what_is_written_one_tensor_at_a_time(tmp_path: Path) -> None:
@@ -237,5 +263,5 @@ try:
 except OSError as error:
     print(error.strerror)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = forks.run([sys.executable, "-c", program])
     assert done.stdout == "File too large\n", done.stderr

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.saved_runs import ROOT
+from tests.support.selection import slow
 from titan_async.config.recipe_file import resolve_recipe
 from titan_async.errors import UserError
 
@@ -133,19 +134,30 @@ def test_the_files_themselves_resolve(file: Path) -> None:
     assert check(tomli_w.dumps(tomllib.loads(file.read_text())).encode())
 
 
-@settings(fuzzed, max_examples=300)
-@given(file=st.sampled_from(FILES), seed=st.integers(0, 2**32), changes=st.integers(1, 4))
-def test_other_keys_and_values(file: Path, seed: int, changes: int) -> None:
-    chance, table = random.Random(seed), tomllib.loads(file.read_text())
-    for _ in range(changes):
-        change(table, chance)
-    check(tomli_w.dumps(table).encode("utf-8", "surrogatepass"))
+EXAMPLES = pytest.mark.parametrize("examples", [100, slow(300)])
 
 
-@settings(fuzzed, max_examples=300)
-@given(file=st.sampled_from(FILES), seed=st.integers(0, 2**32), changes=st.integers(1, 3))
-def test_other_bytes(file: Path, seed: int, changes: int) -> None:
-    chance, content = random.Random(seed), file.read_bytes()
-    for _ in range(changes):
-        content = spoil(content, chance)
-    check(content)
+@EXAMPLES
+def test_other_keys_and_values(examples: int) -> None:
+    @settings(fuzzed, max_examples=examples)
+    @given(file=st.sampled_from(FILES), seed=st.integers(0, 2**32), changes=st.integers(1, 4))
+    def try_out(file: Path, seed: int, changes: int) -> None:
+        chance, table = random.Random(seed), tomllib.loads(file.read_text())
+        for _ in range(changes):
+            change(table, chance)
+        check(tomli_w.dumps(table).encode("utf-8", "surrogatepass"))
+
+    try_out()
+
+
+@EXAMPLES
+def test_other_bytes(examples: int) -> None:
+    @settings(fuzzed, max_examples=examples)
+    @given(file=st.sampled_from(FILES), seed=st.integers(0, 2**32), changes=st.integers(1, 3))
+    def try_out(file: Path, seed: int, changes: int) -> None:
+        chance, content = random.Random(seed), file.read_bytes()
+        for _ in range(changes):
+            content = spoil(content, chance)
+        check(content)
+
+    try_out()

@@ -217,7 +217,8 @@ def test_no_rank_waits_for_one_that_cannot_load(good: Path, tmp_path: Path) -> N
     shutil.copytree(good / "run", tmp_path / "other")
     (tmp_path / "other/checkpoint/step-7/__0_0.distcp").unlink()
     initial = tmp_path / "other/checkpoint/step-7"
-    run = train(tmp_path, "--checkpoint.initial_load_path", initial, "--validator.no-enable")
+    flags = ("--checkpoint.initial_load_path", initial, "--validator.no-enable")
+    run = train(tmp_path, *flags, recipe=DENSE)
     assert (run.status, run.err.count("\n")) == (2, 1), run.err
     assert "__0_0.distcp is missing" in run.err and "take another checkpoint" in run.err
     assert not list(tmp_path.glob("run/checkpoint/*"))

@@ -342,6 +342,7 @@ def test_signals_are_the_same_request_for_longer_than_programs_and_for_less_than
     assert all(0.2 < seconds < 1.5 for seconds in elastic._SAME_REQUEST_SECONDS.values())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rank", [{"NODE_RANK": "1"}, {}], ids=["given-rank", "agreed-rank"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_launcher_that_waits_for_other_machines(

@@ -11,6 +11,8 @@ import pytest
 
 import titan_async
 from tests.cli.conftest import RECIPE
+from tests.support import forks
+from tests.support.selection import slow
 from titan_async.cli import launch, main, train
 from titan_async.config.recipe_list import list_recipes, recipes_folder
 from titan_async.training import failures
@@ -64,13 +66,18 @@ def test_a_mistake_is_one_line_and_status_2(
     assert (captured.out, captured.err) == ("", message + "\n")
 
 
-def test_dry_run_prints_only_the_recipe_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("anew", [False, slow(True)])
+def test_dry_run_prints_only_the_recipe_file(anew: bool, tmp_path: Path) -> None:
+    """Also if all modules are imported for it, whatever these may have to say."""
     Path(tmp_path, "x.toml").write_text(RECIPE + '[checkpoint]\nfolder = "ckpt \\"ü"\n', encoding="utf-8")
-    result = subprocess.run(
-        [sys.executable, "-m", "titan_async.cli", "train", "x.toml", "--module", "llama3", "--dry-run"],
-        capture_output=True, encoding="utf-8", cwd=tmp_path, check=False,
-        env={"PYTHONPATH": str(ROOT), "PATH": "", "PYTHONUTF8": "1"},
-    )  # fmt: skip
+    command = [sys.executable, "-m", "titan_async.cli", "train", "x.toml", "--module", "llama3", "--dry-run"]
+    env = {"PYTHONPATH": str(ROOT), "PATH": "", "PYTHONUTF8": "1"}
+    if anew:
+        result = subprocess.run(
+            command, capture_output=True, encoding="utf-8", cwd=tmp_path, check=False, env=env
+        )
+    else:
+        result = forks.run(command, cwd=tmp_path, env=env)
     assert (result.returncode, result.stderr) == (0, "")
     assert tomllib.loads(result.stdout)["checkpoint"]["folder"] == 'ckpt "ü'
 

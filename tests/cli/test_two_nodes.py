@@ -15,17 +15,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.support.forks import Forked
-from tests.support.training import RECIPE, SMALL, environment, processes_of
+from tests.support.training import command, environment, processes_of
 from titan_async.errors import UserError
 from titan_async.training import worker
 from titan_async.training.checkpoint import complete_steps
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-STEPS = 8
+STEPS = 5
 
 FLAGS = (
-    *SMALL, "--dump_folder", "run", "--training.steps", STEPS, "--checkpoint.interval", 3,
+    "--dump_folder", "run", "--training.steps", STEPS, "--checkpoint.interval", 2,
     "--metrics.log_freq", 1, "--validator.no-enable", "--checkpoint.keep_latest_k", 0,
     "--lr_scheduler.warmup_steps", 3, "--training.local_batch_size", 4,
 )  # fmt: skip
@@ -37,17 +37,17 @@ def start_nodes(folder: Path, restarts: int) -> list[Forked]:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     folder.mkdir()
-    command = [
+    words = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1,
         "--max-restarts", restarts, "--rdzv-id", "two_nodes", "--rdzv-backend", "c10d",
         "--rdzv-endpoint", f"localhost:{port}", "--monitor-interval", 0.1,
-        "-m", "titan_async.cli", "train", RECIPE, *FLAGS,
+        *command(*FLAGS)[1:],
     ]  # fmt: skip
     nodes = []
     for node in range(2):
         with (folder / f"node-{node}.out").open("w") as out, (folder / f"node-{node}.err").open("w") as err:
             variables = environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-            nodes.append(Forked(command, cwd=folder, env=variables, stdout=out, stderr=err))
+            nodes.append(Forked(words, cwd=folder, env=variables, stdout=out, stderr=err))
     return nodes
 
 
@@ -88,7 +88,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_nodes_train_together(undisturbed: Path) -> None:
-    assert complete_steps(undisturbed / "run/checkpoint") == [3, 6, STEPS]
+    assert complete_steps(undisturbed / "run/checkpoint") == [2, 4, STEPS]
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(undisturbed: 
     out = wait_for(nodes, folder)
     # Logged lines of killed processes may be lost; those of their successors are not.
     assert logged_steps(out)[-2:] == [STEPS - 1, STEPS]
-    assert re.search(r"resumed at step [36]\b", out)
+    assert re.search(r"resumed at step [24]\b", out)
     mine, theirs = weights(folder), weights(undisturbed)
     assert mine.keys() == theirs.keys() and any(".next_weights." in name for name in mine)
     for name, value in theirs.items():

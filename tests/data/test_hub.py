@@ -5,7 +5,6 @@ import hashlib
 import io
 import itertools
 import json
-import subprocess
 import sys
 import textwrap
 from collections import Counter
@@ -19,6 +18,7 @@ import pyarrow.parquet
 import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tests.support import forks
 from titan_async.data import PackedDataset, Sample, TextSource, hub, open_documents, parquet, readers
 from titan_async.errors import UserError
 
@@ -200,14 +200,16 @@ GO_ON = """
     from tests.data.test_hub import digests, new_loader, stand_for_the_hub
 
     stand_for_the_hub(Path(sys.argv[1]), pytest.MonkeyPatch())
-    for share, state in json.load(sys.stdin):
+    for share, state in json.load(open(sys.argv[2])):
         loader = new_loader(*share)
         loader.load_state_dict(state)
         print(json.dumps(digests(iter(loader), 40)))
 """
 
 
-def test_a_new_process_goes_on_exactly(fineweb: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_process_goes_on_exactly(
+    fineweb: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()  # the other process has blocks of the usual size
     stand_for_the_hub(fineweb, monkeypatch)
     shares = [(0, 2, 0), (1, 2, 0), (3, 4, 2), (4, 5, 1)]
@@ -219,14 +221,9 @@ def test_a_new_process_goes_on_exactly(fineweb: Path, monkeypatch: pytest.Monkey
         states.append(loader.state_dict())
         expected.append(digests(batches, 40))
         assert len(set(expected[-1])) == 40
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(GO_ON), str(fineweb)],
-        input=json.dumps(list(zip(shares, states, strict=True))),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=Path(__file__).parents[2],
-    )
+    (tmp_path / "states").write_text(json.dumps(list(zip(shares, states, strict=True))))
+    command = [sys.executable, "-c", textwrap.dedent(GO_ON), fineweb, tmp_path / "states"]
+    done = forks.run(command, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     assert [json.loads(line) for line in done.stdout.splitlines()] == expected
 

@@ -6,7 +6,6 @@ import pickle
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.data.conftest import jsonl_writer
+from tests.support import forks
+from tests.support.selection import slow
 from tests.support.waiting import has_ended, until
 from titan_async.data import (
     TextSource,
@@ -135,11 +136,7 @@ def test_killed_and_started_again_it_ends_with_the_same_files(
     folder = tmp_path / "new"
     arguments = (folder, "--tokenizer", TOKENIZER, "--dataset_path", source.dataset_path)
     options = ("--shard_tokens", SHARD, "--processes", 2)
-    process = subprocess.Popen(
-        [sys.executable, "-c", STOPPED_TOOL, str(TOOL), *map(str, (*arguments, *options))],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = forks.Forked([sys.executable, "-c", STOPPED_TOOL, TOOL, *arguments, *options])
     progress = folder / "progress.json"
     try:
         until(lambda: progress.exists() or process.poll() is not None, "nothing is written")
@@ -162,7 +159,7 @@ def test_killed_and_started_again_it_ends_with_the_same_files(
     assert times == {name: (folder / name).stat().st_mtime_ns for name in kept}
 
 
-@pytest.mark.parametrize("stop", range(1, 5))
+@pytest.mark.parametrize("stop", [1, 2, slow(3), slow(4)])
 def test_it_goes_on_after_any_file(
     source: TextSource, made: Path, tmp_path: Path, stop: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

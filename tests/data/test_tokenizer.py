@@ -1,13 +1,13 @@
 """The shipped tokenizer, its making, and the unigram baselines."""
 
 import math
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support import forks
 from titan_async.data import (
     TextSource,
     count_tokens,
@@ -23,6 +23,7 @@ from titan_async.data.tokenizer import train_shakespeare_tokenizer
 from titan_async.errors import UserError
 
 
+@pytest.mark.slow
 def test_shipped_tokenizer_is_what_training_gives(tmp_path: Path) -> None:
     train_shakespeare_tokenizer(tmp_path)
     names = sorted(file.name for file in tmp_path.iterdir())
@@ -50,14 +51,14 @@ def test_ensure_trains_once(tmp_path: Path) -> None:
 
 
 def test_ensure_in_two_processes_at_once(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("the cat sat on the mat " * 5000)
+    (tmp_path / "a.txt").write_text("the cat sat on the mat " * 1000)
     code = (
         "import sys; from titan_async.data import *; "
         "tokenizer = ensure_tokenizer(sys.argv[2], TextSource(dataset_path=sys.argv[1]), 300); "
         "assert tokenizer.get_vocab_size() > 257"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "a.txt"), str(tmp_path / "new")]
-    processes = [subprocess.Popen(command) for _ in range(2)]
+    processes = [forks.Forked(command) for _ in range(2)]
     assert [process.wait(timeout=60) for process in processes] == [0, 0]
     assert len(list((tmp_path / "new").iterdir())) == 2
 
@@ -92,6 +93,7 @@ def test_unigram_measures() -> None:
         unigram_cross_entropy(counts, np.array([0, 0, 0, 0]))
 
 
+@pytest.mark.slow  # it encodes all of the plays
 def test_baseline_of_the_plays() -> None:
     tokenizer = load_tokenizer(shakespeare_tokenizer_folder())
     train, validation = (

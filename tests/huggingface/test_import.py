@@ -44,6 +44,7 @@ def test_a_run_has_the_weights_that_were_converted(recipe: Path, models: Path, t
     assert SavedTensors(tmp_path / "run/checkpoint/step-0").tensors.keys() == whole.keys()
 
 
+@pytest.mark.covering(1)
 @RECIPES
 @pytest.mark.parametrize("dtype", ["float32", "bf16"])
 def test_the_files_are_the_same_after_a_round_trip(

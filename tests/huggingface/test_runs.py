@@ -1,10 +1,13 @@
 """From runs on several ranks to transformers and back: what was trained is what comes out.
 
-Each run costs some ten seconds before its first step, so there are three, and each test looks at them.
+A run costs seconds before its first step, so there are few, and each test looks at them. That of experts on
+four ranks is slow: checkpoint/test_distributed.py reads tensors that ranks have sharded, test_convert.py
+converts experts.
 """
 
 from __future__ import annotations
 
+import functools
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from tests.support.saved_runs import DENSE, MOE, logits, torchtitan_model
+from tests.support.selection import slow
 from tests.support.training import train
 from titan_async.cli.main import main
 from titan_async.config.recipe_file import resolve_recipe
@@ -23,47 +27,53 @@ STEPS, LENGTH = 4, 64
 
 FLAGS = ("--training.steps", STEPS, "--validator.no-enable", "--lr_scheduler.warmup_steps", 1,
          "--checkpoint.interval", 1, "--checkpoint.keep_latest_k", 0)  # fmt: skip
-SHARDED = ("--parallelism.data_parallel_shard_degree", 2, "--training.local_batch_size", 4)
+SHARDED = ("--parallelism.data_parallel_shard_degree", 2, "--training.local_batch_size", 4,
+           "--parallelism.expert_parallel_degree", 2)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The default recipe, on two stages."""
-    return trained(tmp_path_factory.mktemp("dense"), DENSE)
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a run that is trained once.
+
+    "dense" is the default recipe, on two stages; "moe" has two ranks on each, over which weights are sharded
+    and experts spread.
+    """
+
+    @functools.cache
+    def trained(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        recipe, flags = {"dense": (DENSE, ()), "moe": (MOE, SHARDED)}[name]
+        run = train(folder, *FLAGS, *flags, recipe=recipe)
+        assert run.status == 0, run.err
+        return folder / "run"
+
+    return trained
 
 
 @pytest.fixture(scope="module")
-def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two stages of two ranks, over which weights are sharded and experts spread."""
-    return trained(tmp_path_factory.mktemp("moe"), MOE, *SHARDED, "--parallelism.expert_parallel_degree", 2)
-
-
-def trained(folder: Path, recipe: Path, *flags: object) -> Path:
-    run = train(folder, *FLAGS, *flags, recipe=recipe)
-    assert run.status == 0, run.err
-    return folder / "run"
-
-
-@pytest.fixture(scope="module")
-def converted(dense: Path, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+def converted(
+    trained: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], Path]:
     """Converts checkpoints of either run, once."""
     folder = tmp_path_factory.mktemp("converted")
 
     def convert(name: str, weights: str = "newest", step: int = STEPS) -> Path:
         out = folder / f"{name}-{weights}-{step}"
         if not out.exists():
-            run = {"dense": dense, "moe": moe}[name] / "checkpoint" / f"step-{step}"
+            run = trained(name) / "checkpoint" / f"step-{step}"
             assert main(["convert", str(run), str(out), "--weights", weights]) == 0
         return out
 
     return convert
 
 
-NAMES = pytest.mark.parametrize(("name", "recipe"), [("dense", DENSE), ("moe", MOE)], ids=["dense", "moe"])
+NAMES = pytest.mark.parametrize(
+    ("name", "recipe"), [pytest.param("dense", DENSE, id="dense"), slow("moe", MOE, id="moe")]
+)
 
 
-def test_a_run_says_which_recipe_it_is(dense: Path) -> None:
-    ours = resolve_recipe([str(dense / "recipe.toml")]).config
+def test_a_run_says_which_recipe_it_is(trained: Callable[[str], Path]) -> None:
+    ours = resolve_recipe([str(trained("dense") / "recipe.toml")]).config
     assert (ours.training.steps, ours.training.seq_len, ours.checkpoint.interval) == (STEPS, LENGTH, 1)
     assert ours.model_spec.flavor == "debug-3.4M"
 
@@ -72,16 +82,14 @@ def test_a_run_says_which_recipe_it_is(dense: Path) -> None:
 def test_transformers_computes_the_logits_of_the_training_model(
     name: str,
     recipe: Path,
-    dense: Path,
-    moe: Path,
+    trained: Callable[[str], Path],
     converted: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     transformers = pytest.importorskip("transformers")
     model = torchtitan_model(resolve_recipe([str(recipe)]).config.model_spec, LENGTH, monkeypatch)
     weights = model.state_dict()
-    run = {"dense": dense, "moe": moe}[name]
-    dcp.load(weights, checkpoint_id=run / "checkpoint" / f"step-{STEPS}")
+    dcp.load(weights, checkpoint_id=trained(name) / "checkpoint" / f"step-{STEPS}")
     model.load_state_dict(weights)
     loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
         converted(name), dtype=torch.float32, output_loading_info=True
@@ -109,7 +117,7 @@ def test_stale_weights_are_those_of_one_update_ago(
 
 
 def test_transformers_writes_what_the_run_samples(
-    dense: Path, converted: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    trained: Callable[[str], Path], converted: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     transformers = pytest.importorskip("transformers")
     out = converted("dense")
@@ -122,7 +130,7 @@ def test_transformers_writes_what_the_run_samples(
     assert len(ids[0]) == inputs.input_ids.shape[1] + count
     capsys.readouterr()
     greedy = ("--temperature", "0", "--tokens", str(count))
-    assert main(["sample", str(dense), "--prompt", prompt, *greedy]) == 0
+    assert main(["sample", str(trained("dense")), "--prompt", prompt, *greedy]) == 0
     assert capsys.readouterr().out == theirs + "\n"
 
 

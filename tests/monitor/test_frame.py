@@ -1,8 +1,9 @@
 """The picture of a run: it fits the terminal, whatever its size, and says what it must."""
 
+import functools
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,26 +52,40 @@ def plain(written: str) -> list[str]:
     return text[:-1].split("\n")
 
 
-@pytest.fixture
-def eight(tmp_path: Path) -> tuple[Snapshot, History]:
-    return look(write_run(tmp_path, stages=8, microbatches=8, steps=6))
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Snapshot, History]:
+    return look(write_run(tmp_path_factory.mktemp("run"), stages=8, microbatches=8, steps=6))
+
+
+@pytest.fixture(scope="module")
+def seen_in(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Snapshot, History]]:
+    """What is seen of a run in a state, which is written once."""
+
+    @functools.cache
+    def seen_in(state: str) -> tuple[Snapshot, History]:
+        folder = tmp_path_factory.mktemp("run")
+        if state == "stalled":
+            folder = going_on(folder, stages=4)
+            for rank in range(4):
+                write_now(folder, rank, Kind.RECEIVE, 20)
+        else:
+            folder = write_run(folder, stages=32 if state == "many stages" else 3, microbatches=32, steps=4)
+        if state == "nothing yet":
+            for path in folder.glob("rank-*"):
+                path.unlink()
+            (folder / "journal.jsonl").unlink()
+        return look(folder)
+
+    return seen_in
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
 @pytest.mark.parametrize("state", ["finished", "help", "many stages", "nothing yet", "stalled"])
-def test_a_frame_fits_exactly(tmp_path: Path, width: int, height: int, state: str) -> None:
+def test_a_frame_fits_exactly(
+    seen_in: Callable[[str], tuple[Snapshot, History]], width: int, height: int, state: str
+) -> None:
     shown = Shown(help=state == "help", paused=True, note="something to say that is rather long for this")
-    if state == "stalled":
-        folder = going_on(tmp_path, stages=4)
-        for rank in range(4):
-            write_now(folder, rank, Kind.RECEIVE, 20)
-    else:
-        folder = write_run(tmp_path, stages=32 if state == "many stages" else 3, microbatches=32, steps=4)
-    if state == "nothing yet":
-        for path in folder.glob("rank-*"):
-            path.unlink()
-        (folder / "journal.jsonl").unlink()
-    lines = plain(draw(look(folder), width, height, shown))
+    lines = plain(draw(seen_in(state), width, height, shown))
     assert [len(line) for line in lines] == [width] * height
     if width > 40:
         assert "q quit" in lines[-1]

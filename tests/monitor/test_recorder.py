@@ -220,8 +220,8 @@ def test_a_stream_is_not_waited_for(stream: Stream) -> None:
 def test_a_stream_clock_stays_exact_for_days(stream: Stream) -> None:
     clock = StreamClock(torch.device("cuda"))
     origin = clock.nanoseconds(clock.mark())
-    for second in range(1, 100_000):
-        stream.now = stream.queued = second * 3.0
+    for mark in range(1, 10_000):
+        stream.now = stream.queued = mark * 30.0
         told = clock.nanoseconds(clock.mark()) - origin
     assert abs(told - stream.now * 1e9) < 1e6  # a millisecond in three and a half days
 

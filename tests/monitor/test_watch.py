@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.events import write_run
+from tests.support.selection import slow
 from tests.support.waiting import MOST_SECONDS, times_waited, until
 from tests.support.watching import going_on, write_now
 from titan_async.cli.main import main
@@ -197,6 +198,7 @@ def test_nothing_is_drawn_where_nothing_changes(tmp_path: Path) -> None:
         assert view.frames() == drawn + 1
 
 
+@pytest.mark.slow  # test_frame.py draws without colours
 def test_no_color(run_dir: Path) -> None:
     with terminal(run_dir, NO_COLOR="1") as view:
         view.wait_for("q quit")
@@ -207,7 +209,7 @@ def test_no_color(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 0)]
+    ("number", "status"), [(signal.SIGTERM, 143), slow(signal.SIGHUP, 129), (signal.SIGINT, 0)]
 )
 def test_a_signal_leaves_the_terminal_in_order(run_dir: Path, number: int, status: int) -> None:
     with terminal(run_dir) as view:
@@ -362,12 +364,12 @@ def test_once_prints_a_picture(tmp_path: Path) -> None:
     assert all(line.isascii() for line in lines)
 
 
-def test_svg(tmp_path: Path) -> None:
+def test_svg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path, stages=3)
-    result = plain(
-        tmp_path, "--svg", tmp_path / "picture.svg", "--width", "80", "--height", "24", NO_COLOR="1"
-    )
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    monkeypatch.setenv("NO_COLOR", "1")
+    picture = str(tmp_path / "picture.svg")
+    assert main(["watch", str(tmp_path), "--svg", picture, "--width", "80", "--height", "24"]) == 0
+    assert capsys.readouterr() == ("", "")
     svg = (tmp_path / "picture.svg").read_text()
     assert "https://" not in re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)  # it needs no network
     assert svg.startswith("<svg") and "titan-async&#160;watch" in svg and "Async2BW" in svg

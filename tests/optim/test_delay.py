@@ -23,9 +23,11 @@ from tests.support.delay import (
     train,
 )
 from tests.support.recurrence import WIDTH, build_data, loss_fn, run_recurrence
+from tests.support.selection import slow
 from titan_async.optim import DelayedGradients, pipedream_delays
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("max_norm", [None, 0.2])
 @pytest.mark.parametrize("delay", [0, 1, 2, 4])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -141,7 +143,7 @@ def test_recomputation_sees_the_weights_of_its_forward(recompute):
     assert difference(module, weights) == 0
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
 def test_a_compiled_model_is_not_compiled_again(backend):
     torch._dynamo.reset()
     module = model(2)

@@ -75,6 +75,7 @@ def pool(pools: Pools) -> WorkerPool:
     return pools(4)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_delay_one_is_the_schedule(pool, name, num_stages):

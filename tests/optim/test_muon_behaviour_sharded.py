@@ -36,9 +36,25 @@ MAKE = {
 }
 
 
+meshes: dict[str, DeviceMesh] = {}
+
+
+def make_meshes(rank, group):
+    """Once for all tests: each mesh has groups of its own."""
+    meshes["line"] = init_device_mesh("cpu", (4,))
+    meshes["grid"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    turned = torch.tensor([[0, 2], [1, 3]])
+    meshes["turned"] = DeviceMesh("cpu", turned, mesh_dim_names=("a", "b"))
+    meshes["first half"], meshes["second half"] = (
+        DeviceMesh("cpu", torch.tensor(ranks)) for ranks in ([0, 1], [2, 3])
+    )
+
+
 @pytest.fixture(scope="module")
 def pool(pools: Pools) -> WorkerPool:
-    return pools(4)
+    pool = pools(4)
+    pool.run(4, make_meshes, keeps=True)
+    return pool
 
 
 def randn(shape, *seed):
@@ -50,10 +66,15 @@ def whole(tensor):
     return tensor
 
 
+def distribute(tensor, mesh, placements):
+    """Each rank's share of what all ranks have; so nothing has to be sent."""
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+
+
 def placed(layout):
     mesh_shape, placements = layout
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("outer", "inner")[: len(mesh_shape)])
-    return lambda tensor: distribute_tensor(tensor, mesh, placements)
+    mesh = meshes["line" if len(mesh_shape) == 1 else "grid"]
+    return lambda tensor: distribute(tensor, mesh, placements)
 
 
 def parameters(place, shapes=SHAPES, dtype=torch.float64):
@@ -127,6 +148,7 @@ def train_with_gaps(rank, group, name, layout, on=None):
     return full(params), report
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MAKE)
 def test_a_gradient_that_some_ranks_miss_is_missing_on_all(pool, name, layout):
@@ -159,6 +181,7 @@ def train_with_a_bad_gradient(rank, group, name, layout, value, bad_rank):
     return report
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("value", "layout", "bad_rank"), [(math.nan, "rows", 1), (math.inf, "hsdp", 3), (-math.inf, "blocks", 0)]
 )
@@ -249,7 +272,7 @@ def test_creating_state_is_no_update(pool, name):
 
 def extremes(rank, group):
     """The extreme singular values of updates sharded over two ranks, for every way of computing them."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))["inner"]
+    mesh = meshes["grid"]["inner"]
     found = {}
     torch.manual_seed(0)
     spectrum = torch.diag(torch.linspace(0.3, 1, 32, dtype=torch.float64))
@@ -261,10 +284,10 @@ def extremes(rank, group):
         [1e-12, 1e20],
         [S0, S1],
     ):
-        param = torch.nn.Parameter(distribute_tensor(torch.zeros(32, 48), mesh, [placement]))
+        param = torch.nn.Parameter(distribute(torch.zeros(32, 48), mesh, [placement]))
         options = {"ns_coefficients": coefficients, "ns_form": form, "compute_dtype": dtype}
         optimizer = Muon([param], 1.0, 0.0, adjust_lr="spectral", **options)
-        param.grad = distribute_tensor((u @ spectrum @ vh * scale).float(), mesh, [placement])
+        param.grad = distribute((u @ spectrum @ vh * scale).float(), mesh, [placement])
         optimizer.step()
         values = torch.linalg.svdvals(param.full_tensor().detach().double()) * math.sqrt(48 / 32)
         key = (coefficients, form, dtype, scale, str(placement))
@@ -296,6 +319,7 @@ def train_fused(rank, group, layout, dim, shape, adjust_lr):
     return full([param])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("adjust_lr", ["original", "spectral"])
 @pytest.mark.parametrize("layout", [((4,), [S0]), ((4,), [S1]), ((2, 2), [S1, S0]), ((2, 2), [R, S0])])
 @pytest.mark.parametrize(("dim", "shape"), [(-2, (20, 6)), (-1, (6, 20)), (-2, (3, 20, 6)), (-1, (3, 6, 20))])
@@ -343,6 +367,7 @@ def train_both_ways(rank, group, level, layout, dtype):
     return same_bits(*runs)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("level", LEVELS)
@@ -366,11 +391,12 @@ def train_with_other_gradients(rank, group, layout, gradient, name):
                 share = grad * (rank + 1) / 10
                 param.grad = DTensor.from_local(share, mesh, [Partial()] * mesh.ndim)
             else:
-                param.grad = distribute_tensor(grad, mesh, [gradient] * mesh.ndim)
+                param.grad = distribute(grad, mesh, [gradient] * mesh.ndim)
         optimizer.step()
     return full(params)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("name", ["plain", "inside update", "inside gradient", "around update"])
 @pytest.mark.parametrize("gradient", ["partial", R, S1], ids=str)
 @pytest.mark.parametrize("layout", [((4,), [S0]), ((2, 2), [R, S0]), ((2, 2), [S1, S0])], ids=str)
@@ -386,9 +412,7 @@ def test_gradients_placed_unlike_their_parameters(pool, layout, gradient, name):
 
 def place_on_several_meshes():
     """Each parameter in another way: rows, blocks, replicas, an inner mesh, a turned mesh, or plain."""
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    line = init_device_mesh("cpu", (4,))
-    turned = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("a", "b"))
+    line, grid, turned = (meshes[name] for name in ("line", "grid", "turned"))
     ways = [
         (line, [S0]),
         (grid, [S0, S1]),
@@ -399,7 +423,7 @@ def place_on_several_meshes():
         (turned, [S1, S0]),
         (line, [R]),
     ]
-    return [whole if way is None else lambda t, way=way: distribute_tensor(t, *way) for way in ways]
+    return [whole if way is None else lambda t, way=way: distribute(t, *way) for way in ways]
 
 
 MIXED = [(8, 4), (6, 10), (12, 5), (7, 7), (3, 5), (9, 4), (4, 12), (5, 6)]
@@ -437,12 +461,12 @@ def test_several_meshes_and_changing_gradients(pool, bucket_mb):
 
 def train_like_two_stages(rank, group):
     """Ranks 0, 1 and ranks 2, 3 know nothing of each other: other parameters, groups, numbers of steps."""
-    meshes = [DeviceMesh("cpu", torch.tensor(ranks)) for ranks in ([0, 1], [2, 3])]
     stage = rank // 2
+    mesh, other_mesh = (meshes[f"{half} half"] for half in ("first", "second")[:: -1 if stage else 1])
     shapes = [SHAPES, [(4, 6)]][stage]
 
     def place(tensor):
-        return distribute_tensor(tensor, meshes[stage], [S0])
+        return distribute(tensor, mesh, [S0])
 
     params = parameters(place, shapes)
     optimizer = Muon(params, 0.1, compute_dtype="float64")
@@ -450,7 +474,7 @@ def train_like_two_stages(rank, group):
         give_gradients(params, place, step)
         optimizer.step()
     # A mesh that this process is not in.
-    other = DTensor.from_local(torch.zeros(2, 6), meshes[1 - stage], [S0], run_check=False)
+    other = DTensor.from_local(torch.zeros(2, 6), other_mesh, [S0], run_check=False)
     try:
         optimizer.add_param_group({"params": [torch.nn.Parameter(other)]})
         sentence = ""
@@ -475,10 +499,10 @@ def test_stages_of_a_pipeline_know_nothing_of_each_other(pool):
 
 def train_on_strided_shards(rank, group):
     """Local shards that are no contiguous memory, of parameters and of gradients."""
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = meshes["line"]
 
     def place(tensor):
-        local = distribute_tensor(tensor, mesh, [S0]).to_local()
+        local = distribute(tensor, mesh, [S0]).to_local()
         return DTensor.from_local(local.mT.contiguous().mT, mesh, [S0], shape=tensor.shape, stride=(1, 8))
 
     params = parameters(place, [(8, 6)])
@@ -529,8 +553,7 @@ def test_state_is_alike_on_all_ranks(pool):
 
 
 def refuse(rank, group):
-    line = init_device_mesh("cpu", (4,))
-    grid = init_device_mesh("cpu", (2, 2))
+    line, grid = meshes["line"], meshes["grid"]
     sentences = []
     for mesh, placements, local in [
         (line, [Partial()], (8, 4)),
@@ -627,6 +650,7 @@ def watch(rank, group, layout, shapes, dtype, **options):
     return seen.events, seen.elements, [str(dtype) for dtype in seen.dtypes]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("layout", "width", "copies"),

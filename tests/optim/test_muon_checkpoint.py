@@ -107,6 +107,7 @@ def assert_same_bits(found, expected):
         assert (value == expected[name][0]).all(), name
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("where", ["inside", "around", "changing"])

@@ -8,7 +8,7 @@ shards cut by `torch.chunk`: `full_tensor` of uneven strided shards is not to be
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -20,9 +20,20 @@ BATCH, WIDTH = 8, 8
 OPTIONS = {"compute_dtype": "float64", "error_feedback": 1.0, "weight_decay": 0.2}
 
 
+meshes: dict[tuple[int, ...], DeviceMesh] = {}
+
+
+def make_meshes(rank, group):
+    """Once for all tests: each mesh has groups of its own."""
+    meshes[(4,)] = init_device_mesh("cpu", (4,))
+    meshes[2, 2] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+
+
 @pytest.fixture(scope="module")
 def pool(pools: Pools) -> WorkerPool:
-    return pools(4)
+    pool = pools(4)
+    pool.run(4, make_meshes, keeps=True)
+    return pool
 
 
 class Layer(nn.Module):
@@ -101,7 +112,7 @@ MESHES = {"fsdp": (4,), "fsdp columns": (4,), "replicate": (4,)}
 def parallelize(model, name):
     """The model, the shape of the mesh, this rank's coordinate in it, its share of data, and how many."""
     shape = MESHES.get(name, (2, 2))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[: len(shape)])
+    mesh = meshes[shape]
     coordinate = mesh.get_coordinate()
     if "tp" in name:
         for layer in model:
@@ -130,6 +141,7 @@ def train_parallel(rank, group, name, hidden, wrapped):
     return coordinate, shape, [param.to_local().detach().numpy() for param in params], kinds
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("wrapped", [False, True], ids=["inside", "around"])
 @pytest.mark.parametrize(
     ("name", "hidden"),
@@ -168,12 +180,12 @@ def experts(count, rows, cols):
 
 def train_experts(rank, group, sizes, dim):
     """Expert parallelism over the inner dimension, FSDP2 of dimension `dim` over the outer one."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+    mesh = meshes[2, 2]
     data_rank, expert_rank = mesh.get_coordinate()
     model = experts(*sizes)
-    weight = distribute_tensor(model.weight.detach(), mesh["ep"], [Shard(0)])
+    weight = distribute_tensor(model.weight.detach(), mesh["inner"], [Shard(0)])
     model.weight = nn.Parameter(weight)
-    fully_shard(model, mesh=mesh["fsdp"], shard_placement_fn=lambda param: Shard(dim))
+    fully_shard(model, mesh=mesh["outer"], shard_placement_fn=lambda param: Shard(dim))
     optimizer = Muon(model.parameters(), 0.1, adjust_lr="match_rms_adamw", **OPTIONS)
     for step in range(3):
         x = data(step)[:, : sizes[2]].chunk(2)[data_rank]
@@ -185,6 +197,7 @@ def train_experts(rank, group, sizes, dim):
     return data_rank, expert_rank, param.to_local().detach().numpy(), kinds
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("sizes", "dim"),
     [((8, 4, 4), 0), ((8, 4, 4), 1), ((8, 4, 4), 2), ((6, 4, 5), 0), ((5, 4, 6), 1), ((2, 6, 4), 1)],
@@ -222,7 +235,7 @@ def test_distributed_data_parallel(pool):
 
 def train_partly_sharded(rank, group):
     """A model in which FSDP2 has one layer, and the other is replicated over the same ranks."""
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = meshes[(4,)]
     model = dense(7)
     fully_shard(model[0], mesh=mesh)
     for name, param in list(model[1].named_parameters()):

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.support.processes import Pools, WorkerPool
@@ -38,9 +38,20 @@ SHAPES = [(1, 4), (3, 16), (18, 8), (16, 16), (5, 7), (12, 3), (0, 5), (24, 8)]
 STACK_SHAPES = [(8, 4, 4), (3, 6, 10), (5, 9, 2), (1, 4, 8)]
 
 
+meshes: dict[tuple[int, ...], DeviceMesh] = {}
+
+
+def make_meshes(rank, group):
+    """Once for all tests: each mesh has groups of its own."""
+    meshes[(4,)] = init_device_mesh("cpu", (4,))
+    meshes[2, 2] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+
+
 @pytest.fixture(scope="module")
 def pool(pools: Pools) -> WorkerPool:
-    return pools(4)
+    pool = pools(4)
+    pool.run(4, make_meshes, keeps=True)
+    return pool
 
 
 def gradient(shape, step, number):
@@ -62,10 +73,11 @@ def train(shapes, place, options, steps=3, dtype=torch.float64):
 
 
 def sharding(mesh_shape, placements):
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("outer", "inner")[: len(mesh_shape)])
+    mesh = meshes[mesh_shape]
     if len(placements) < len(mesh_shape):  # two meshes of two ranks, which know nothing of each other
         mesh = mesh["inner"]
-    return lambda tensor: distribute_tensor(tensor, mesh, placements)
+    # All ranks have the whole tensor.
+    return lambda tensor: distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
 def train_sharded(rank, group, layout, shapes, options, **kwargs):
@@ -90,6 +102,7 @@ def assert_like_one_process(results, shapes, options, tolerance, **kwargs):
             assert error.numel() == 0 or error.max() <= tolerance
 
 
+# Which matrices travel where does not depend on what is done with them.
 OPTIONS = [
     {"compute_dtype": "float64"},
     {"compute_dtype": "float64", "adjust_lr": "match_rms_adamw", "nesterov": False, "ns_form": "gram"},
@@ -98,6 +111,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "gram", "feedback", "gradient"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_matrices_of_every_layout_equal_one_process(pool, layout, options):
@@ -105,6 +119,7 @@ def test_matrices_of_every_layout_equal_one_process(pool, layout, options):
     assert_like_one_process(results, SHAPES, options, 1e-12)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "gram", "feedback", "gradient"])
 @pytest.mark.parametrize("layout", STACKS)
 def test_experts_of_every_layout_equal_one_process(pool, layout, options):
@@ -112,6 +127,7 @@ def test_experts_of_every_layout_equal_one_process(pool, layout, options):
     assert_like_one_process(results, STACK_SHAPES, options, 1e-12)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 2e-2), ("float16", 3e-3)])
 @pytest.mark.parametrize("layout", ["rows", "columns", "hsdp", "rows and columns", "replicated"])
 def test_half_precision_on_the_wire(pool, layout, dtype, tolerance):

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.selection import slow
 from titan_async.optim import DelayedGradients, ErrorFeedback, Lion, Muon
-from tools.delay_theory import PROBLEMS, SEEDS, distances, key, ratio, tables
+from tools.delay_theory import OPTIMIZERS, PROBLEMS, SEEDS, distances, key, ratio, tables
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -41,8 +42,8 @@ def trajectory(start, optimizer, delay, feedback, steps):
 def grows(lr, delay, feedback):
     """Whether gradient descent with this learning rate leaves the minimum of a curvature of 1."""
     start = torch.ones(1, dtype=torch.float64)
-    path = trajectory(start, lambda params: torch.optim.SGD(params, lr=lr), delay, feedback, 600).abs()
-    early, late = path[200:300].max(), path[500:600].max()
+    path = trajectory(start, lambda params: torch.optim.SGD(params, lr=lr), delay, feedback, 300).abs()
+    early, late = path[100:150].max(), path[250:300].max()
     assert not 0.99 < late / early < 1.01, "too near to the bound to tell"
     return bool(late > early)
 
@@ -92,7 +93,7 @@ def test_feedback_widens_the_cycle_of_a_sign_at_the_update_level_only():
     assert (update > delayed).all() and (gradient < delayed + 1e-9).all()
 
 
-@pytest.mark.parametrize("delay", [0, 1, 2, 4])
+@pytest.mark.parametrize("delay", [0, 1, slow(2), 4])
 def test_delayed_muon_ends_within_its_steps_in_the_spectral_norm(delay):
     """Without momentum each singular value is a sign's entry, as far as the iteration gives ones."""
     lr = 0.05
@@ -151,15 +152,16 @@ def synchronous_delayed_and_corrected(problem, optimizer):
     )
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("delay", [0, 1, 2, 4])
 @pytest.mark.parametrize("optimizer", ORACLES)
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_an_oracle_ends_near_the_solution_at_every_delay(problem, optimizer):
-    for delay in (0, 1, 2, 4):
-        for feedback in (None, "update") if delay else (None,):
-            assert (found(problem, optimizer, delay, feedback) < 0.3).all()
+def test_an_oracle_ends_near_the_solution_at_every_delay(problem, optimizer, delay):
+    for feedback in (None, "update") if delay else (None,):
+        assert (found(problem, optimizer, delay, feedback) < 0.3).all()
 
 
-@pytest.mark.parametrize("optimizer", ORACLES)
+@pytest.mark.parametrize("optimizer", [slow("Muon"), "Lion", "signSGD"])
 def test_the_quadratic_orders_the_delays(optimizer):
     delays = [found("quadratic", optimizer, delay) for delay in (0, 1, 2, 4)]
     for less, more in zip(delays, delays[1:], strict=False):
@@ -188,7 +190,7 @@ def test_feedback_ends_between_synchronous_and_delayed(problem, optimizer):
     assert ratio(corrected, synchronous)[1] > 1
 
 
-@pytest.mark.parametrize("optimizer", ["Muon", "AdamW", "SGD, momentum 0.9"])
+@pytest.mark.parametrize("optimizer", [slow("Muon"), "AdamW", "SGD, momentum 0.9"])
 def test_feedback_ends_nearer_to_synchronous_where_noise_hides_the_delay(optimizer):
     """The regression: the delay costs a percent or less, and feedback ends within half a percent."""
     synchronous, delayed, corrected = synchronous_delayed_and_corrected("regression", optimizer)
@@ -208,7 +210,13 @@ def test_the_tables_of_the_documentation_are_those_of_its_numbers():
     assert tables(results) in (DOCS / "delay.md").read_text(encoding="utf-8")
     for (problem, optimizer), lr in RATES.items():
         assert results[problem][optimizer]["lr"] == lr
-        for delay in (0, 1):
-            written = torch.tensor(results[problem][optimizer]["distances"][key(delay, None)]).log().mean()
-            now = found(problem, optimizer, delay).log().mean()
-            assert abs(now - written) < 0.3  # signs and iterations take rounding to other ends
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("problem", ["quadratic", slow("regression")])
+def test_the_numbers_of_the_documentation_are_those_of_the_code(problem, optimizer):
+    written = json.loads((DOCS / "delay.json").read_text(encoding="utf-8"))[problem][optimizer]["distances"]
+    for delay in (0, 1):
+        now = found(problem, optimizer, delay).log().mean()
+        # Signs and iterations take rounding to other ends.
+        assert abs(now - torch.tensor(written[key(delay, None)]).log().mean()) < 0.3

@@ -85,6 +85,7 @@ def test_stages_are_clipped_together(pool, max_norm, factor):
         assert len(results) == 2
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("clip", [EVERY, (2, 3, 4), (0, 2, 4), (4,)], ids=str)
 @pytest.mark.parametrize("names", WRAPS)
 def test_clipped_training_equals_the_recurrence(pool, names, clip):
@@ -167,6 +168,7 @@ def spoiled(rank, group, names, stage_index, factor):
     return seen
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("names", [PLAIN, SHARDED])

@@ -49,12 +49,27 @@ def train(pool, run):
         raise
 
 
-# Not shrunk, for the same reason.
-@given(run=runs())
-@settings(max_examples=12, derandomize=True, phases=[Phase.generate])
-def test_weights_and_losses_equal_the_recurrence(pool, run):
-    """And differ from synchronous training, so that the comparison can tell the two apart."""
+def drawn(examples):
+    """Not shrunk, for the same reason."""
+    return settings(max_examples=examples, derandomize=True, phases=[Phase.generate])
+
+
+def agrees(pool, run):
+    """And differs from synchronous training, so that the comparison can tell the two apart."""
     d, m, batches = run.stages, run.microbatches, run.batches
     results = train(pool, run)
     assert difference(results, expected(d, m, "adamw", batches)) < 1e-12
     assert difference(results, expected(d, m, "adamw", batches, delay=0)) > 1e-4
+
+
+@given(run=runs())
+@drawn(5)
+def test_weights_and_losses_equal_the_recurrence(pool, run):
+    agrees(pool, run)
+
+
+@pytest.mark.slow
+@given(run=runs())
+@drawn(12)
+def test_weights_and_losses_of_more_runs_equal_the_recurrence(pool, run):
+    agrees(pool, run)

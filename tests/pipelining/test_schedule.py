@@ -348,6 +348,7 @@ def dropped(rank, group, m):
     import gc
 
     inputs, targets = build_data(3, m)
+    gc.freeze()  # or each collection would copy, page by page, all that this process shares with others
     for _ in range(3):
         stage, schedule = build(rank, group, m)
         for b in range(3):
@@ -355,6 +356,7 @@ def dropped(rank, group, m):
             schedule.step(*args, **options)
         del stage, schedule
         gc.collect()
+    gc.unfreeze()
     return True
 
 

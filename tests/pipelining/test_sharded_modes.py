@@ -7,6 +7,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.support.processes import Pools, WorkerPool
+from tests.support.selection import slow
 from tests.support.sharded import EVERY, make_meshes, shard, shard_each_part, shard_in_bfloat16, train
 from tests.support.sharded_oracle import bfloat16_gradient, difference, oracle
 from titan_async.pipelining import gradient_norm
@@ -71,8 +72,18 @@ def run(pool, wrap, names, **options):
     return results, 4 if names == HSDP else 2
 
 
-@pytest.mark.parametrize("clip", [(), EVERY], ids=["", "clipped"])
-@pytest.mark.parametrize("mode", MODES)
+# By default where a norm has to know which ranks hold what.
+CLIPPED = ("frozen", "hsdp", "replicate", "tensor parallel")
+
+
+@pytest.mark.parametrize(
+    ("mode", "clip"),
+    [
+        (pytest.param if bool(clip) == (mode in CLIPPED) else slow)(mode, clip, id=f"{mode}-{name}")
+        for mode in MODES
+        for clip, name in (((), ""), (EVERY, "clipped"))
+    ],
+)
 def test_equals_the_recurrence(pool, mode, clip):
     """Weights, losses and norms, also where a parameter has uneven or empty shards (an odd hidden size)."""
     wrap, names, model = MODES[mode]
@@ -134,7 +145,7 @@ def count_all_ranks_as_holders():
     return undo
 
 
-@pytest.mark.parametrize("mode", ["hsdp", "tensor parallel"])
+@pytest.mark.parametrize("mode", ["hsdp", slow("tensor parallel")])
 def test_a_wrong_count_of_replicas_fails_the_check(pool, mode):
     wrap, names, model = MODES[mode]
     results, shares = run(pool, wrap, names, clip=EVERY, break_it=count_all_ranks_as_holders, **model)

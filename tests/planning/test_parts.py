@@ -89,6 +89,7 @@ def test_checkpointing_computes_again_and_keeps_less() -> None:
     assert full.forward_flops == none.forward_flops  # what the model needs, not what is done
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("make", [debug, debug_moe], ids=["dense", "experts"])
 @pytest.mark.parametrize("checkpointing", [None, SelectiveAC.Config()], ids=["all kept", "selective"])
 def test_bytes_are_those_of_the_part_in_memory(make: Any, checkpointing: Any) -> None:

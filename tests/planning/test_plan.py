@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.selection import slow
 from titan_async.cli import main
 from titan_async.planning import measured, plan
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.name for path in (ROOT / "toml_configs").glob("*.toml"))
 RECIPE = "debug_cpu.toml"
+LARGE = ("dense_360m", "dense_1b", "moe_10b_200b")
+"""What others hold in small, and takes long to trace."""
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +61,7 @@ def mistake(run, *argv):
     return err
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [slow(name) if name.startswith(LARGE) else name for name in RECIPES])
 def test_every_recipe_file_has_a_plan(run, name):
     status, out, err = run(f"toml_configs/{name}", "--json", "--no-suggest")
     assert (status, err) == (0, "")

@@ -29,6 +29,7 @@ from _text import Batches, splits  # noqa: E402
 from _training import evaluate, learning_rate, stages_of, train  # noqa: E402
 
 from tests.support import forks  # noqa: E402
+from tests.support.selection import slow  # noqa: E402
 from titan_async.errors import UserError  # noqa: E402
 from titan_async.optim import ErrorFeedback  # noqa: E402
 
@@ -78,7 +79,9 @@ def loop(run, delay, switch=0):
     return evaluate(model, "test", 32)
 
 
-@pytest.mark.parametrize(("optimizer", "delay"), [("adamw", 0), ("adamw", 1), ("muon", 1), ("muon", 2)])
+@pytest.mark.parametrize(
+    ("optimizer", "delay"), [("adamw", 0), slow("adamw", 1), slow("muon", 1), ("muon", 2)]
+)
 def test_a_run_follows_the_recurrence(optimizer, delay):
     run = replace(TINY, optimizer=optimizer, delay=delay)
     assert train(run)["test"] == pytest.approx(loop(run, delay), abs=5e-5)

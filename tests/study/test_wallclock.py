@@ -18,6 +18,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "study"))
 
 import _pipeline_run
+import _training
 import wallclock
 from _model import MODELS, Decoder, language_loss
 from _optimizers import build_optimizers
@@ -32,6 +33,11 @@ STEPS = 8
 MAX_NORM = 0.25
 """Of the clip, for which the first gradients are all too large."""
 RUN = PipelineRun(model="tiny", schedule="1F1B", steps=STEPS, seed=3, optimizer="muon", lr=0.02)
+
+
+@pytest.fixture(autouse=True)
+def _short_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_training, "_EVALUATED_BYTES", 4096)
 
 
 @pytest.fixture(scope="module")

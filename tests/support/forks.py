@@ -29,7 +29,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from types import SimpleNamespace
 from typing import IO, Any, NoReturn
 
 __all__ = ["Forked", "context", "run"]
@@ -185,21 +184,11 @@ def _begin(
         os.setsid()
     if in_terminal:
         fcntl.ioctl(1, termios.TIOCSCTTY, 0)
-    _adapt_libraries()
-    _execute(command, env)
-
-
-def _adapt_libraries() -> None:
-    """Makes torchelastic's ranks forks, and leaves out what takes seconds and changes nothing."""
+    # torchelastic starts ranks with the class that it has imported.
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-    from torchtitan import trainer
 
     subprocess_handler.Popen = _Rank
-    # For its log of each message it looks for the source of every frame in every module that is imported.
-    dynamic_rendezvous.get_method_name = lambda depth=2: ""
-    # After training rank 0 sleeps for two seconds, which the launcher's wait for all ranks makes unnecessary.
-    trainer.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
+    _execute(command, env)
 
 
 class _Rank:

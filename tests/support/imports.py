@@ -1,7 +1,16 @@
-"""What launchers and ranks need: imported once, in the process of which those of tests are forks."""
+"""What launchers and ranks need: imported once, in the process of which those of tests are forks.
+
+What takes libraries seconds in each run, and changes nothing that a test looks at, is left out of them here.
+"""
 
 # ruff: noqa: E402, F401
 
+import gc
+import time
+from types import SimpleNamespace
+
+import hypothesis
+import pytest
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.run
@@ -10,6 +19,9 @@ import torch.distributed.tensor
 from titan_async.config.device import ensure_device
 
 ensure_device()
+
+import torch.distributed.elastic.rendezvous.dynamic_rendezvous as rendezvous
+import torchtitan.trainer
 
 import titan_async.cli.elastic
 import titan_async.cli.launch
@@ -27,3 +39,12 @@ import titan_async.training.no_answer
 import titan_async.training.preflight
 import titan_async.training.saved_recipe
 import titan_async.training.trainer
+
+# For its log of each message torchelastic looks for the source of every frame in every imported module.
+rendezvous.get_method_name = lambda depth=2: ""
+# After training torchtitan's rank 0 sleeps for two seconds. Launcher and tests wait for all ranks anyway.
+torchtitan.trainer.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
+
+# Else each fork's first collection writes to, and so copies, every page that all this lies in.
+gc.collect()
+gc.freeze()

@@ -65,6 +65,13 @@ def tiny_llama() -> AsyncTrainer.Config:
     return _tiny(dataclasses.replace(spec, model=model))
 
 
+def small() -> AsyncTrainer.Config:
+    """The debug recipe with two narrow layers, for what does not depend on how well a model learns."""
+    config = debug()
+    model = llama(vocab_size=VOCAB_SIZE, dim=2 * DIM, n_layers=2, n_heads=4, hidden_dim=4 * DIM)
+    return dataclasses.replace(config, model_spec=dataclasses.replace(config.model_spec, model=model))
+
+
 def tiny_moe() -> AsyncTrainer.Config:
     """The mixture of the recipe `debug_moe`, small, under SGD."""
     return _tiny(_moe())

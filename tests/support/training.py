@@ -13,16 +13,19 @@ from typing import Any
 import titan_async
 from tests.support import forks
 
-__all__ = ["RECIPE", "ROOT", "Run", "command", "environment", "processes_of", "start", "train"]
+__all__ = ["RECIPE", "ROOT", "SMALL", "Run", "command", "environment", "processes_of", "start", "train"]
 
 ROOT = Path(titan_async.__file__).parents[1]
 RECIPE = ROOT / "toml_configs" / "debug_cpu.toml"
 
-SMALL = (
+SMALL = Path(__file__).with_name("small.toml")
+"""RECIPE for a smaller model."""
+
+SHORT_STEPS = (
     "--training.seq_len", "64", "--validator.steps", "2", "--optimizer.muon.compute_dtype", "float32"
 )  # fmt: skip
-"""What makes a step short; given first, so that a test's own flags win. On a CPU without instructions for
-bfloat16 its products take eleven times as long as those of float32."""
+"""Given first, so that a test's own flags win. On a CPU without instructions for bfloat16 its products take
+eleven times as long as those of float32."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,15 @@ def environment() -> dict[str, str]:
     }
 
 
-def command(*flags: object, recipe: object = RECIPE) -> list[str]:
-    return [sys.executable, "-m", "titan_async.cli", "train", str(recipe), *SMALL, *map(str, flags)]
+def command(*flags: object, recipe: object = SMALL) -> list[str]:
+    words = [sys.executable, "-m", "titan_async.cli", "train", str(recipe), *SHORT_STEPS]
+    if recipe == SMALL:
+        words += ["--module", "tests.support.recipes"]
+    return [*words, *map(str, flags)]
 
 
 def train(
-    folder: Path, *flags: object, recipe: object = RECIPE, timeout: float = 400, anew: bool = False
+    folder: Path, *flags: object, recipe: object = SMALL, timeout: float = 400, anew: bool = False
 ) -> Run:
     """Run the command in `folder` until it ends; files go to `folder`/run unless flags say otherwise.
 

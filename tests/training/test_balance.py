@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.support.processes import Pools, WorkerPool
 from tests.support.selection import slow
-from tests.support.training import train
+from tests.support.training import RECIPE, train
 from titan_async.config.device import ensure_device
 from titan_async.training import cpu
 
@@ -146,8 +146,12 @@ def timer_of(config, **changes) -> PartTimer:
 
 def small(seq_len: int = 32, **changes):
     config = debug()
-    training = dataclasses.replace(config.training, seq_len=seq_len)
-    return dataclasses.replace(config, training=training, **changes)
+    muon = dataclasses.replace(config.optimizer.muon, compute_dtype="float32")
+    fields = {
+        "training": dataclasses.replace(config.training, seq_len=seq_len),
+        "optimizer": dataclasses.replace(config.optimizer, muon=muon),
+    }
+    return dataclasses.replace(config, **fields | changes)
 
 
 def test_a_wider_layer_costs_more_and_kinds_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +210,9 @@ def test_a_part_computes_in_the_runs_dtype_and_recomputes_what_the_run_does(few_
     assert timer.loss_fn.lm_head is None
 
 
-@pytest.mark.parametrize(("family", "flavor"), [("qwen3", "debugmodel_moe"), ("deepseek_v3", "debugmodel")])
+@pytest.mark.parametrize(
+    ("family", "flavor"), [slow("qwen3", "debugmodel_moe"), ("deepseek_v3", "debugmodel")]
+)
 def test_other_decoders_are_measured(few_steps: None, family: str, flavor: str) -> None:
     spec = importlib.import_module(f"torchtitan.models.{family}").model_registry(flavor)
     parallelism = dataclasses.replace(debug().parallelism, pipeline_parallel_schedule="1F1B")
@@ -264,7 +270,7 @@ def pool(trainer_pools: Pools) -> WorkerPool:
     [
         ("Async2BW", [[["0", "1", "2", "3"]], [["4", "5"]]]),
         slow("1F1B", [[["0", "1", "2", "3"]], [["4", "5"]]]),
-        ("Interleaved1F1B", [[["0", "1"], ["4", "5"]], [["2", "3"], []]]),
+        slow("Interleaved1F1B", [[["0", "1"], ["4", "5"]], [["2", "3"], []]]),
     ],
 )
 def test_all_ranks_build_the_split_of_rank_0(pool: WorkerPool, tmp_path: Path, schedule, layers) -> None:
@@ -287,10 +293,10 @@ def test_training_is_as_with_that_split_prescribed(pool: WorkerPool, tmp_path: P
 def test_a_run_measures_and_goes_on_from_a_checkpoint_of_another_split(tmp_path: Path) -> None:
     flags = ("--validator.no-enable", "--lr_scheduler.warmup_steps", 1, "--metrics.log_freq", 1)
     uneven = ("--parallelism.pipeline_parallel_last_stage_less_layers", 5)
-    first = train(tmp_path, "--training.steps", 2, *flags, *uneven)
+    first = train(tmp_path, "--training.steps", 2, *flags, *uneven, recipe=RECIPE)
     assert (first.status, first.err) == (0, "")
     assert "balanced" not in first.out
-    second = train(tmp_path, "--training.steps", 4, *flags, "--pipeline.balance", "measured")
+    second = train(tmp_path, "--training.steps", 4, *flags, "--pipeline.balance", "measured", recipe=RECIPE)
     assert (second.status, second.err, second.steps) == (0, "", [3, 4])
     said = (
         r"^stages balanced by measurement: (\d)\+(\d) layers, "

@@ -18,7 +18,7 @@ TENSOR = ("--parallelism.tensor_parallel_degree", 2)
 DTENSOR = ("--parallelism.spmd_backend", "partial_dtensor")
 
 LAYOUTS = [
-    pytest.param(4, 2, SHARDED, id="FSDP"),
+    slow(4, 2, SHARDED, id="FSDP"),
     slow(4, 2, (*SHARDED, *DTENSOR), id="FSDP, partial_dtensor"),
     slow(4, 2, REPLICATED, id="HSDP"),
     pytest.param(4, 1, TENSOR, id="TP, spmd_types"),
@@ -26,8 +26,8 @@ LAYOUTS = [
     pytest.param(4, 2, (*SHARDED, "--training.global_batch_size", 16), id="accumulation over FSDP"),
     slow(2, 1, ("--training.global_batch_size", 8), id="accumulation"),
     slow(2, 1, ("activation_checkpoint:selective",), id="selective checkpointing"),
-    pytest.param(2, 1, ("activation_checkpoint:full",), id="full checkpointing"),
-    pytest.param(2, 1, ("--pipeline.lookahead", 1), id="lookahead"),
+    slow(2, 1, ("activation_checkpoint:full",), id="full checkpointing"),
+    slow(2, 1, ("--pipeline.lookahead", 1), id="lookahead"),
 ]
 
 
@@ -52,7 +52,7 @@ SYNCHRONOUS = ("--parallelism.pipeline_parallel_schedule", "1F1B")
 MUON_LAYOUTS = [
     slow(2, 2, 0, (*ONE_STAGE, *SHARDED), id="FSDP"),
     slow(4, 4, 0, (*ONE_STAGE, *SHARDED, *REPLICATED), id="HSDP"),
-    pytest.param(4, 2, 0, (*ONE_STAGE, *SHARDED, *TENSOR), id="FSDP and TP"),
+    slow(4, 2, 0, (*ONE_STAGE, *SHARDED, *TENSOR), id="FSDP and TP"),
     slow(4, 2, 0, (*SYNCHRONOUS, *SHARDED), id="1F1B over FSDP"),
     pytest.param(4, 2, 1, SHARDED, id="Async2BW over FSDP"),
     slow(4, 1, 1, TENSOR, id="Async2BW over TP"),
@@ -135,7 +135,7 @@ def count_graphs(trainer: Any, trained: Trained) -> None:
 
 
 @pytest.mark.parametrize(
-    "checkpointing", [(), ("activation_checkpoint:full",)], ids=["", "full checkpointing"]
+    "checkpointing", [slow(()), ("activation_checkpoint:full",)], ids=["", "full checkpointing"]
 )
 def test_compiled_stages_follow_it_and_compile_once(
     runs: Trainers, tmp_path: Path, checkpointing: tuple[str, ...]

@@ -81,7 +81,7 @@ def keys_of(folder: Path, step: int) -> set[str]:
     [
         pytest.param(2, "tiny_llama", (), id="delayed"),
         slow(2, "tiny_llama", (f"{PARALLEL}pipeline_parallel_schedule", "1F1B"), id="synchronous"),
-        pytest.param(4, "tiny_moe", SHARDED, id="shards and experts"),
+        slow(4, "tiny_moe", SHARDED, id="shards and experts"),
         slow(2, "muon_llama", (), id="Muon"),
     ],
 )

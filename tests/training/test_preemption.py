@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.support.forks import Forked
 from tests.support.processes import Pools, WorkerPool
+from tests.support.selection import slow
 from tests.support.training import command, environment, processes_of, start, train
 from tests.support.waiting import until
 from titan_async.training.preemption import SAME_PRESS_SECONDS
@@ -218,14 +220,23 @@ def assert_the_resumed_run_is_the_undisturbed_one(
         assert torch.equal(mine[name], value), name
 
 
-def begin_in_a_terminal(folder: Path) -> tuple[int, int]:
-    """Start a run in a terminal of its own, through a shell script's exec; its pid and the terminal."""
+def begin_as_a_user(folder: Path) -> tuple[Callable[[], int], int]:
+    """Start a run in a terminal of its own, through a shell script's exec.
+
+    Returns:
+        What waits for its end and returns its status, and the terminal.
+    """
     pid, terminal = pty.fork()
     if not pid:
         os.chdir(folder)
         program = ["bash", "-c", 'exec "$@"', "bash", *command("--dump_folder", "run", *FLAGS)]
         os.execvpe("bash", program, environment() | {"TERM": "dumb"})
-    return pid, terminal
+    return lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), terminal
+
+
+def begin_as_a_fork(folder: Path) -> tuple[Callable[[], int], int]:
+    terminal, other_end = pty.openpty()
+    return start(folder, *FLAGS, terminal=other_end).wait, terminal
 
 
 def read_until(terminal: int, text: str | None, seconds: float = 150) -> str:
@@ -241,14 +252,15 @@ def read_until(terminal: int, text: str | None, seconds: float = 150) -> str:
     return shown.decode().replace("\r\n", "\n")
 
 
+@pytest.mark.parametrize("begin", [slow(begin_as_a_user), begin_as_a_fork])
 def test_ctrl_c_saves_and_the_resumed_run_is_the_undisturbed_one(
-    tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+    tmp_path: Path, undisturbed: dict[str, torch.Tensor], begin: Callable[[Path], tuple]
 ) -> None:
-    pid, terminal = begin_in_a_terminal(tmp_path)
+    wait, terminal = begin(tmp_path)
     read_until(terminal, "step  3/12")
     os.write(terminal, b"\x03")
     out = read_until(terminal, None)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert wait() == 130
     assert f"^C\n{STOPPING}\n" in out
     step = stopped_at(out, INT)
     assert 3 < step < 12
@@ -274,7 +286,7 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_no_half_checkpoint(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("number", "status", "err"),
-    [(TERM, 0, ""), pytest.param(INT, 130, f"{STOPPING}\n", marks=pytest.mark.slow)],
+    [(TERM, 0, ""), slow(INT, 130, f"{STOPPING}\n")],
 )
 def test_a_signal_to_every_process_of_a_job_step(
     number: signal.Signals, status: int, err: str, tmp_path: Path
@@ -293,7 +305,7 @@ def test_a_signal_to_every_process_of_a_job_step(
     assert_resumable(tmp_path, stopped_at(out, number))
 
 
-@pytest.mark.parametrize("number", [pytest.param(TERM, marks=pytest.mark.slow), INT])
+@pytest.mark.parametrize("number", [slow(TERM), INT])
 def test_a_signal_to_torchrun(number: signal.Signals, tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--rdzv-backend", "c10d",
             "--rdzv-endpoint", "localhost:0", "-m", "titan_async.training.worker",
@@ -319,7 +331,7 @@ def test_sigterm_without_checkpoints_stops_and_says_that_nothing_was_saved(tmp_p
     assert out.endswith(" of 500 without saving, because of checkpoint.no-enable\n")
 
 
-@pytest.mark.parametrize("number", [TERM, INT])
+@pytest.mark.parametrize("number", [slow(TERM), INT])
 def test_a_signal_before_the_first_step_ends_at_once(number: signal.Signals, tmp_path: Path) -> None:
     run = start(tmp_path, *FLAGS)
     until(lambda: len(processes_of(run.pid)) == 2, "ranks are not started")

@@ -12,7 +12,7 @@ import torch
 
 from tests.support.processes import Pools
 from tests.support.selection import slow
-from tests.support.training import RECIPE
+from tests.support.training import SMALL
 
 Trained = list[dict[str, dict[str, torch.Tensor]]]
 """Each rank's weights after training, as "model", the rest of its state, as "state", and what was "seen":
@@ -35,8 +35,9 @@ def train(rank, group, folder, steps, flags, *, slow_writes=0.0, random_state=Tr
     os.environ.update(LOCAL_RANK=str(rank), LOG_RANK="0,1,2,3")
     config = resolve(
         [
-            str(RECIPE), "--dump_folder", folder, "--training.steps", str(steps), "--training.seq_len", "32",
-            "--training.local_batch_size", "4", "--parallelism.pipeline_parallel_microbatch_size", "1",
+            str(SMALL), "--module", "tests.support.recipes", "--dump_folder", folder,
+            "--training.steps", str(steps), "--training.seq_len", "32", "--training.local_batch_size", "4",
+            "--parallelism.pipeline_parallel_microbatch_size", "1",
             "--parallelism.pipeline_parallel_degree", str(group.size()), "--lr_scheduler.warmup_steps", "3",
             "--lr_scheduler.total_steps", "8", "--validator.no-enable", "--checkpoint.interval", "4",
             "--optimizer.muon.compute_dtype", "float32", *flags,
@@ -312,7 +313,7 @@ def test_starting_from_another_run(
     assert_same(everything, undisturbed, "model", "state")
 
 
-@pytest.mark.parametrize("left_out", ["optimizer", "train_state", "dataloader", "lr_scheduler"])
+@pytest.mark.parametrize("left_out", ["optimizer", slow("train_state"), "dataloader", slow("lr_scheduler")])
 def test_leaving_a_part_out_of_loading(
     runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path, left_out: str
 ) -> None:

@@ -37,7 +37,7 @@ def poison_two_batches(trainer: Any, trained: Trained) -> None:
     trainer.metrics_processor.log, trainer.reporter.warn = logged, heard
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", slow("adamw"), "muon"])
+@pytest.mark.parametrize("optimizer", ["sgd", slow("adamw"), slow("muon")])
 def test_no_stage_updates(runs: Trainers, tmp_path: Path, optimizer: str) -> None:
     argv = arguments(tmp_path, "tiny_llama", "--optimizer.name", optimizer)
     results = runs(2, argv, poison_two_batches)
