@@ -190,7 +190,7 @@ def test_feedback_ends_between_synchronous_and_delayed(problem, optimizer):
     assert ratio(corrected, synchronous)[1] > 1
 
 
-@pytest.mark.parametrize("optimizer", [slow("Muon"), "AdamW", "SGD, momentum 0.9"])
+@pytest.mark.parametrize("optimizer", [slow("Muon"), slow("AdamW"), "SGD, momentum 0.9"])
 def test_feedback_ends_nearer_to_synchronous_where_noise_hides_the_delay(optimizer):
     """The regression: the delay costs a percent or less, and feedback ends within half a percent."""
     synchronous, delayed, corrected = synchronous_delayed_and_corrected("regression", optimizer)

@@ -85,14 +85,14 @@ def pools() -> Iterator[Pools]:
 
 
 CASES = [
-    pytest.param(2, "debug_cpu", (), id="Async2BW"),
+    slow(2, "debug_cpu", (), id="Async2BW"),
     # Its bytes are compared with a real part's in test_parts.py.
     slow(2, "debug_cpu", ("activation_checkpoint:selective",), id="selective checkpointing"),
     # As a split backward is, without the versions and buffers of Async2BW.
     slow(2, "debug_cpu", (P + "pipeline_parallel_schedule", "1F1B"), id="1F1B"),
-    pytest.param(2, "debug_cpu", (P + "pipeline_parallel_schedule", "ZBVZeroBubble"), id="a split backward"),
+    slow(2, "debug_cpu", (P + "pipeline_parallel_schedule", "ZBVZeroBubble"), id="a split backward"),
     pytest.param(4, "debug_cpu", (P + "data_parallel_shard_degree", 2), id="FSDP"),
-    pytest.param(
+    slow(
         4,
         "debug_moe_cpu",
         (P + "data_parallel_shard_degree", 2, P + "expert_parallel_degree", 2),

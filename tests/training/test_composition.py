@@ -54,7 +54,7 @@ MUON_LAYOUTS = [
     slow(4, 4, 0, (*ONE_STAGE, *SHARDED, *REPLICATED), id="HSDP"),
     slow(4, 2, 0, (*ONE_STAGE, *SHARDED, *TENSOR), id="FSDP and TP"),
     slow(4, 2, 0, (*SYNCHRONOUS, *SHARDED), id="1F1B over FSDP"),
-    pytest.param(4, 2, 1, SHARDED, id="Async2BW over FSDP"),
+    slow(4, 2, 1, SHARDED, id="Async2BW over FSDP"),
     slow(4, 1, 1, TENSOR, id="Async2BW over TP"),
 ]
 

@@ -104,6 +104,7 @@ def test_one_stage_alone(runs: Trainers, tmp_path: Path) -> None:
     assert distance(average_in(tmp_path, 6), by_formula(results)) < 1e-6
 
 
+@pytest.mark.slow
 def test_resuming_changes_no_bit_of_it(runs: Trainers, tmp_path: Path) -> None:
     runs(2, arguments(tmp_path / "whole", "tiny_llama", *SECTION))
     runs(2, arguments(tmp_path / "halves", "tiny_llama", *SECTION, "--training.steps", 3, *SCHEDULE))

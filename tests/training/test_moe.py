@@ -28,8 +28,9 @@ COMPILED = ("--compile.enable", "--compile.backend", "aot_eager", "--validator.n
 
 LAYOUTS = [
     slow(2, 1, "tiny_moe", (), id="2 stages"),
-    pytest.param(2, 1, "tiny_mixed", (), id="a stage without experts"),
-    pytest.param(2, 1, "tiny_moe", ("activation_checkpoint:full",), id="full checkpointing"),
+    slow(2, 1, "tiny_mixed", (), id="a stage without experts"),
+    slow(2, 1, "tiny_moe", ("activation_checkpoint:full",), id="full checkpointing"),
+    pytest.param(2, 1, "tiny_mixed", ("activation_checkpoint:full",), id="mixed, full checkpointing"),
     slow(2, 1, "tiny_moe", ("activation_checkpoint:selective",), id="selective checkpointing"),
     slow(2, 1, "tiny_moe", ("--training.global_batch_size", 8, *COMPILED), id="accumulation, compiled"),
     slow(4, 2, "tiny_moe", ("--parallelism.data_parallel_shard_degree", 2), id="FSDP"),

@@ -28,9 +28,9 @@ from titan_async.training.preemption import SAME_PRESS_SECONDS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-FLAGS = ("--training.steps", 12, "--metrics.log_freq", 1, "--validator.no-enable",
-         "--lr_scheduler.warmup_steps", 3, "--checkpoint.last_save_model_only")  # fmt: skip
-"""A run whose last checkpoint holds the model alone, which the one after a signal must not."""
+FLAGS = ("--training.steps", 500, "--lr_scheduler.total_steps", 500, "--lr_scheduler.warmup_steps", 3,
+         "--metrics.log_freq", 1, "--validator.no-enable", "--checkpoint.last_save_model_only")  # fmt: skip
+"""A run that does not end before its signal, and whose last checkpoint would hold the model alone."""
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
 NAMES = {TERM: "SIGTERM", INT: "Ctrl-C"}
@@ -167,7 +167,7 @@ def descendants(pid: int) -> list[int]:
 def stopped_at(out: str, number: signal.Signals = TERM) -> int:
     (line,) = [line for line in out.splitlines() if line.startswith(NAMES[number])]
     before = f"{NAMES[number]}: saved step "
-    after = " of 12 in run/checkpoint; resume with the same command"
+    after = " of 500 in run/checkpoint; resume with the same command"
     assert line.startswith(before) and line.endswith(after)
     assert out.rstrip().splitlines()[-1] == line
     return int(line.removeprefix(before).removesuffix(after))
@@ -186,15 +186,8 @@ def assert_resumable(folder: Path, step: int) -> None:
     assert any(key.startswith("optimizer.") for key in keys)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    assert train(folder, *FLAGS).status == 0
-    return weights(folder, 12)
-
-
 def test_sigterm_to_the_launcher_saves_and_the_resumed_run_is_the_undisturbed_one(
-    tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+    tmp_path: Path,
 ) -> None:
     run = start(tmp_path, *FLAGS)
     wait_for_step(run, 3)
@@ -203,20 +196,21 @@ def test_sigterm_to_the_launcher_saves_and_the_resumed_run_is_the_undisturbed_on
     out, err = run.communicate(timeout=100)
     assert (run.returncode, err) == (0, "")
     step = stopped_at(out)
-    assert 3 < step < 12
-    assert_the_resumed_run_is_the_undisturbed_one(tmp_path, step, undisturbed)
+    assert_the_resumed_run_is_the_undisturbed_one(tmp_path, step)
 
 
-def assert_the_resumed_run_is_the_undisturbed_one(
-    folder: Path, step: int, undisturbed: dict[str, torch.Tensor]
-) -> None:
+def assert_the_resumed_run_is_the_undisturbed_one(folder: Path, step: int) -> None:
+    assert step >= 3
     assert_resumable(folder, step)
-    resumed = train(folder, *FLAGS)
+    end = ("--training.steps", step + 3)
+    resumed = train(folder, *FLAGS, *end)
     assert (resumed.status, resumed.err) == (0, "")
-    assert resumed.steps[0] == step + 1
-    mine = weights(folder, 12)
-    assert mine.keys() == undisturbed.keys()
-    for name, value in undisturbed.items():
+    assert resumed.steps == [step + 1, step + 2, step + 3]
+    (folder / "undisturbed").mkdir()
+    assert train(folder / "undisturbed", *FLAGS, *end).status == 0
+    mine, other = weights(folder, step + 3), weights(folder / "undisturbed", step + 3)
+    assert mine.keys() == other.keys()
+    for name, value in other.items():
         assert torch.equal(mine[name], value), name
 
 
@@ -236,7 +230,8 @@ def begin_as_a_user(folder: Path) -> tuple[Callable[[], int], int]:
 
 def begin_as_a_fork(folder: Path) -> tuple[Callable[[], int], int]:
     terminal, other_end = pty.openpty()
-    return start(folder, *FLAGS, terminal=other_end).wait, terminal
+    words, env = command("--dump_folder", "run", *FLAGS), environment() | {"TERM": "dumb"}
+    return Forked(words, cwd=folder, env=env, terminal=other_end).wait, terminal
 
 
 def read_until(terminal: int, text: str | None, seconds: float = 150) -> str:
@@ -254,22 +249,21 @@ def read_until(terminal: int, text: str | None, seconds: float = 150) -> str:
 
 @pytest.mark.parametrize("begin", [slow(begin_as_a_user), begin_as_a_fork])
 def test_ctrl_c_saves_and_the_resumed_run_is_the_undisturbed_one(
-    tmp_path: Path, undisturbed: dict[str, torch.Tensor], begin: Callable[[Path], tuple]
+    tmp_path: Path, begin: Callable[[Path], tuple]
 ) -> None:
     wait, terminal = begin(tmp_path)
-    read_until(terminal, "step  3/12")
+    read_until(terminal, "step   3/500")
     os.write(terminal, b"\x03")
     out = read_until(terminal, None)
     assert wait() == 130
     assert f"^C\n{STOPPING}\n" in out
     step = stopped_at(out, INT)
-    assert 3 < step < 12
-    assert_the_resumed_run_is_the_undisturbed_one(tmp_path, step, undisturbed)
+    assert_the_resumed_run_is_the_undisturbed_one(tmp_path, step)
 
 
 def test_a_second_ctrl_c_ends_at_once_and_leaves_no_half_checkpoint(tmp_path: Path) -> None:
     terminal, other_end = pty.openpty()
-    run = start(tmp_path, *FLAGS, "--training.steps", 500, "--checkpoint.interval", 10, terminal=other_end)
+    run = start(tmp_path, *FLAGS, "--checkpoint.interval", 10, terminal=other_end)
     read_until(terminal, "step  11/500")
     ranks = processes_of(run.pid)
     os.kill(ranks[1], signal.SIGSTOP)  # so that the step that the first press lets finish does not
@@ -322,7 +316,7 @@ def test_a_signal_to_torchrun(number: signal.Signals, tmp_path: Path) -> None:
 
 
 def test_sigterm_without_checkpoints_stops_and_says_that_nothing_was_saved(tmp_path: Path) -> None:
-    run = start(tmp_path, *FLAGS, "--checkpoint.no-enable", "--training.steps", 500)
+    run = start(tmp_path, *FLAGS, "--checkpoint.no-enable")
     wait_for_step(run, 3)
     run.send_signal(signal.SIGTERM)
     out, err = run.communicate(timeout=100)
