@@ -157,10 +157,10 @@ def small(seq_len: int = 32, **changes):
 def test_a_wider_layer_costs_more_and_kinds_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from torchtitan.models.common.config_utils import make_ffn_config
 
-    config = small(seq_len=128)
+    config = small(seq_len=64)
     layers = config.model_spec.model.layers
     norm = layers[0].feed_forward.w1.param_init
-    wide = make_ffn_config(dim=192, hidden_dim=8192, w1_param_init=norm, w2w3_param_init=norm)
+    wide = make_ffn_config(dim=192, hidden_dim=4096, w1_param_init=norm, w2w3_param_init=norm)
     layers[2] = dataclasses.replace(layers[2], feed_forward=wide)
     timed = []
     time = PartTimer.time

@@ -102,6 +102,7 @@ def assert_uneven(looped: Looped) -> None:
     assert len(set(counts)) > len(counts) // 2
 
 
+@pytest.mark.slow
 def test_validation_in_between_changes_nothing(runs: Trainers, tmp_path: Path) -> None:
     undisturbed = runs(2, arguments(tmp_path / "without", "tiny_llama", "--validator.no-enable"))
     validated = runs(2, arguments(tmp_path / "with", "tiny_llama", "--validator.freq", 1))

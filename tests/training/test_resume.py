@@ -124,7 +124,7 @@ BFLOAT16 = ("--training.mixed_precision_param", "bfloat16", "--optimizer.muon.co
 
 LAYOUTS = [
     slow(1, (), id="1 stage"),
-    pytest.param(2, (), id="2 stages"),
+    slow(2, (), id="2 stages"),
     slow(4, (), id="4 stages"),
     pytest.param(4, SHARDED, id="2 stages on 2 shards each"),
     slow(2, BFLOAT16, id="2 stages in bfloat16"),
