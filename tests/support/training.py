@@ -94,9 +94,10 @@ def train(
     return Run(done.returncode, done.stdout, done.stderr)
 
 
-def start(folder: Path, *flags: object, **options: Any) -> forks.Forked:
+def start(folder: Path, *flags: object, recipe: object = SMALL, **options: Any) -> forks.Forked:
     """Start the command in `folder`; the options are those of `Forked`."""
-    return forks.Forked(command("--dump_folder", "run", *flags), cwd=folder, env=environment(), **options)
+    words = command("--dump_folder", "run", *flags, recipe=recipe)
+    return forks.Forked(words, cwd=folder, env=environment(), **options)
 
 
 def processes_of(launcher: int) -> dict[int, int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.training import processes_of, start, train
+from tests.support.training import RECIPE, processes_of, start, train
 from titan_async.training.checkpoint import complete_steps
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -27,7 +27,10 @@ def half_written(checkpoints: Path) -> list[int]:
 def kill_during_a_save(folder: Path, *flags: object) -> None:
     """Start the run, and kill all of it when a save has begun that is not the first."""
     with open(os.devnull, "w") as nowhere:
-        run = start(folder, *FLAGS, "--training.steps", 500, *flags, stdout=nowhere, stderr=nowhere)
+        # The recipe's own model, whose saves take a while.
+        run = start(
+            folder, *FLAGS, "--training.steps", 500, *flags, recipe=RECIPE, stdout=nowhere, stderr=nowhere
+        )
     checkpoints = folder / "run/checkpoint"
     pids: list[int] = []
 
@@ -44,9 +47,12 @@ def kill_during_a_save(folder: Path, *flags: object) -> None:
         pids = pids or (complete_steps(checkpoints) and [*processes_of(run.pid).values(), run.pid])
         if pids and is_saving():
             signal_all(signal.SIGSTOP)  # so that the save does not end between the look and the kill
-            signal_all(signal.SIGKILL if is_saving() else signal.SIGCONT)
+            if is_saving():
+                signal_all(signal.SIGKILL)
+                break
+            signal_all(signal.SIGCONT)
         time.sleep(0.001)
-    assert run.returncode == -signal.SIGKILL
+    assert run.wait(30) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("mode", [pytest.param("disabled", marks=pytest.mark.slow), "async"])
@@ -56,7 +62,7 @@ def test_a_save_that_was_killed(tmp_path: Path, mode: str) -> None:
     saved, broken = complete_steps(checkpoints), half_written(checkpoints)
     assert broken[-1] > saved[-1]
     end = broken[-1] + 2
-    resumed = train(tmp_path, *FLAGS, "--training.steps", end, "--metrics.log_freq", 1)
+    resumed = train(tmp_path, *FLAGS, "--training.steps", end, "--metrics.log_freq", 1, recipe=RECIPE)
     assert (resumed.status, resumed.err) == (0, "")
     assert resumed.steps == list(range(saved[-1] + 1, end + 1))
     assert complete_steps(checkpoints)[-1] == end
