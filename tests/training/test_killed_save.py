@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.selection import slow
 from tests.support.training import RECIPE, processes_of, start, train
 from titan_async.training.checkpoint import complete_steps
 
@@ -55,7 +56,7 @@ def kill_during_a_save(folder: Path, *flags: object) -> None:
     assert run.wait(30) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("mode", [pytest.param("disabled", marks=pytest.mark.slow), "async"])
+@pytest.mark.parametrize("mode", [slow("disabled"), "async"])
 def test_a_save_that_was_killed(tmp_path: Path, mode: str) -> None:
     checkpoints = tmp_path / "run/checkpoint"
     kill_during_a_save(tmp_path, "--checkpoint.async_mode", mode)

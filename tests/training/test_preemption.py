@@ -200,7 +200,7 @@ def test_sigterm_to_the_launcher_saves_and_the_resumed_run_is_the_undisturbed_on
 
 
 def assert_the_resumed_run_is_the_undisturbed_one(folder: Path, step: int) -> None:
-    assert step >= 3
+    assert 3 < step < 500
     assert_resumable(folder, step)
     end = ("--training.steps", step + 3)
     resumed = train(folder, *FLAGS, *end)
