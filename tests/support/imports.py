@@ -1,6 +1,6 @@
 """What launchers and ranks need: imported once, in the process of which those of tests are forks.
 
-What takes libraries seconds in each run, and changes nothing that a test looks at, is left out of them here.
+Replaces a wait in torchtitan and a look-up in torchelastic that take seconds a run and affect no result.
 """
 
 # ruff: noqa: E402, F401
