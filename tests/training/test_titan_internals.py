@@ -2,6 +2,9 @@
 
 import inspect
 
+import pytest
+import torch
+
 from titan_async.config.device import ensure_device
 
 ensure_device()
@@ -34,6 +37,30 @@ def test_the_private_names_are_there():
         ["tok_embeddings", "layers.0", "layers.1", "layers.2"],
         ["layers.3", "layers.4", "layers.5", "norm", "lm_head"],
     ]
+
+
+@pytest.mark.parametrize("kind", ["packed", "documents", "window", "blocks", "heads"])
+def test_the_dense_mask_on_cpu_is_that_of_torch(kind):
+    from torch.nn.attention.flex_attention import and_masks, create_mask
+    from torchtitan.models.common import attention
+
+    from titan_async.training.cpu_overrides import _create_attention_mask
+
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 0, 1, 2, 3]])
+    mask_mod = {
+        "packed": and_masks(
+            attention.get_causal_mask_mod(),
+            attention.get_efficient_causal_mask_mod_for_packed_document(positions),
+        ),
+        "documents": attention.get_document_mask_mod(positions),
+        "window": attention.get_sliding_window_mask_mod(2),
+        "blocks": attention.get_fixed_block_mask_mod(4),
+        "heads": lambda b, h, q, kv: (kv + h <= q + b) | (positions[b, kv] == 0),
+    }[kind]
+    heads = 3 if kind == "heads" else None
+    mask = _create_attention_mask(mask_mod, 2, heads, 6, 6, device=torch.device("cpu"), BLOCK_SIZE=128)
+    expected = create_mask(mask_mod, 2, heads, 6, 6, device="cpu")
+    assert mask.shape == expected.shape and torch.equal(mask, expected)
 
 
 def test_the_cpu_overrides_hook_what_they_replace():

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single
-from torch.nn.attention.flex_attention import create_mask
 from torchtitan.config import derive, override
 from torchtitan.models.common import attention, decoder
 from torchtitan.models.common.attention import FlexAttention
@@ -133,8 +132,17 @@ def applying(replacements: Mapping[type, str], config) -> list[str]:
 def _create_attention_mask(
     mask_mod: Callable, B: int, H: int | None, Q_LEN: int, KV_LEN: int, *, device: Any, **unused: Any
 ) -> Tensor:
-    """A bool mask [B, H or 1, Q_LEN, KV_LEN], made once a microbatch for all layers."""
-    return create_mask(mask_mod, B, H or 1, Q_LEN, KV_LEN, device=str(device))
+    """A bool mask [B, H or 1, Q_LEN, KV_LEN], made once a microbatch for all layers.
+
+    FlexAttention's kernels take only a `mask_mod` that is pointwise. So it may be called once with indices
+    that broadcast, where `create_mask` would trace it through four levels of `vmap`.
+    """
+    shape = (B, H or 1, Q_LEN, KV_LEN)
+    indices = (
+        torch.arange(length, device=device).view([-1 if other == axis else 1 for other in range(4)])
+        for axis, length in enumerate(shape)
+    )
+    return mask_mod(*indices).expand(shape)
 
 
 # torchtitan compiles the block mask, which takes long on CPU. `decoder` has imported the function by name.
