@@ -218,7 +218,6 @@ def test_the_command_rehearses_a_small_recipe(
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     layout = ["--parallelism.data_parallel_shard_degree", "2", "--parallelism.expert_parallel_degree", "2"]
-    layout += ["--optimizer.muon.compute_dtype", "float32"]
     recipe = str(ROOT / "toml_configs/debug_moe_cpu.toml")
     # With an average of the weights, which checkpoints then hold too.
     status = verb.run([recipe, *layout, "--steps", "1", "--width-divisor=4", "--ema.decay", "0.9"])

@@ -1,7 +1,7 @@
 """Which tests run by default, those that are not slow and of crossed parameters a covering part; and where.
 
-Ranks that wait for each other's messages lose much more time to other processes than these gain. So one
-worker of xdist runs all files whose tests have ranks, and only then others.
+Ranks that wait for each other's messages lose much more time to other processes than these gain. So the first
+worker of xdist begins with the files whose tests have ranks and the second with the others, until they meet.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
 
 __all__ = ["Scheduling", "covering", "has_ranks", "is_slow", "slow"]
 
@@ -23,11 +24,12 @@ Case = tuple[tuple[str, int], ...]
 
 
 class Scheduling(LoadFileScheduling):
-    """One file after another on each worker, with all files whose tests have ranks as one."""
+    """One file after another: the first worker takes them from the front, all others from the back."""
 
-    def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return "ranks" if has_ranks(Path(self.config.rootpath, file)) else file
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        if node is not self.nodes[0]:
+            self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+        super()._assign_work_unit(node)
 
 
 @lru_cache

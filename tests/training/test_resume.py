@@ -40,7 +40,7 @@ def train(rank, group, folder, steps, flags, *, slow_writes=0.0, random_state=Tr
             "--parallelism.pipeline_parallel_microbatch_size", "1",
             "--parallelism.pipeline_parallel_degree", str(group.size()), "--lr_scheduler.warmup_steps", "3",
             "--lr_scheduler.total_steps", "8", "--validator.no-enable", "--checkpoint.interval", "4",
-            "--optimizer.muon.compute_dtype", "float32", *flags,
+            *flags,
         ]
     )  # fmt: skip
     trainer = config.build()
