@@ -15,13 +15,17 @@ from hypothesis import settings
 
 from tests.support.processes import Pools
 from tests.support.selection import Scheduling, has_ranks, is_slow
-from titan_async.config.device import ensure_device
 
 settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
 
-# Before any test imports a part of torchtitan that binds the device.
-ensure_device()
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Settles the device before any test imports torchtitan, except where tests are only handed out."""
+    if not config.getoption("numprocesses", default=None):
+        from titan_async.config.device import ensure_device
+
+        ensure_device()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

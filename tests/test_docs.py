@@ -15,6 +15,9 @@ import titan_async
 pytest.importorskip("mkdocs")
 pytest.importorskip("mkdocstrings")
 
+# The pages take long to build.
+pytestmark = pytest.mark.slow
+
 ROOT = Path(titan_async.__file__).parents[1]
 
 

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import titan_async
 
 ROOT = Path(titan_async.__file__).parents[1]
@@ -167,6 +169,7 @@ def test_only_the_upper_layers_know_torchtitan() -> None:
     assert wrong == []
 
 
+@pytest.mark.slow
 def test_importing_a_bare_layer_loads_torch_alone() -> None:
     # Each layer in a fork of an interpreter that has torch, whose import takes seconds.
     program = f"""

@@ -66,11 +66,14 @@ def test_the_wheel_holds_every_file(installed: Path) -> None:
     assert "titan-async = titan_async.cli.main:main" in (metadata / "entry_points.txt").read_text()
 
 
-def test_its_recipe_files_are_found_by_name(installed: Path, tmp_path: Path) -> None:
+def test_its_recipe_files_are_listed(installed: Path, tmp_path: Path) -> None:
     shown = run(installed, tmp_path, "--help")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert f"recipe files, of {installed}/titan_async/toml_configs:\n" in shown.stdout
 
+
+@pytest.mark.slow
+def test_its_recipe_files_are_found_by_name(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('include = "debug_cpu.toml"\ntraining.steps = 7\n')
     resolved = run(installed, tmp_path, "train", "mine.toml", "--dry-run")
     assert (resolved.returncode, resolved.stderr) == (0, "")

@@ -23,6 +23,7 @@ from tests.support.recurrence import build_data, loss_fn
 from titan_async.optim import DelayedGradients, pipedream_delays
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("delay", [1, 3])
 @pytest.mark.parametrize("name", ["sgd", "muon with feedback"])
 @pytest.mark.parametrize("saved_after", range(6))

@@ -57,6 +57,7 @@ def assert_invalid_but_complete(layers: torch.nn.Module, optimizer: ErrorFeedbac
         assert not entries[f"{key}_valid"]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", BUILD)

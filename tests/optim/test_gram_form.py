@@ -62,6 +62,7 @@ def test_every_form_applies_the_polynomials_to_the_singular_values(shape, steps,
     torch.testing.assert_close(result, by_singular_values(matrix, triples), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", [(512, 513), (700, 600), (520, 1100), (2, 520, 530)])
 @pytest.mark.parametrize("form", ["auto", "gram"])
 def test_large_matrices_whose_symmetric_products_go_by_panels(shape, form):

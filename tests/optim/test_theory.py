@@ -153,7 +153,7 @@ def synchronous_delayed_and_corrected(problem, optimizer):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("delay", [0, 1, 2, 4])
+@pytest.mark.parametrize("delay", [0, 1, slow(2), slow(4)])
 @pytest.mark.parametrize("optimizer", ORACLES)
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_an_oracle_ends_near_the_solution_at_every_delay(problem, optimizer, delay):

@@ -25,7 +25,9 @@ IDLE_NETWORK = dataclasses.replace(ROUND, link_bandwidth=1e30, network_bandwidth
 def config():
     made = debug()
     training = dataclasses.replace(made.training, mixed_precision_param="bfloat16")
-    return dataclasses.replace(made, training=training)
+    muon = dataclasses.replace(made.optimizer.muon, compute_dtype="bfloat16")
+    optimizer = dataclasses.replace(made.optimizer, muon=muon)
+    return dataclasses.replace(made, training=training, optimizer=optimizer)
 
 
 def time_of(config, layout, parts, cluster=IDLE_NETWORK):

@@ -112,7 +112,7 @@ def test_every_stage_is_built_at_its_real_width(config: Trainer.Config) -> None:
 @pytest.mark.parametrize(
     ("change", "divisor", "parameters", "vocabulary"),
     [
-        pytest.param(shallow, DIVISOR, (31, 30, 30, 2), VOCABULARY, id="six layers"),
+        slow(shallow, DIVISOR, (31, 30, 30, 2), VOCABULARY, id="six layers"),
         slow(copy.copy, DIVISOR // 2, (121, 120, 120, 92), 49152, id="all layers"),
     ],
 )

@@ -88,7 +88,7 @@ def test_a_run_follows_the_recurrence(optimizer, delay):
     assert abs(loop(run, delay) - loop(run, delay + 1)) > 1e-3
 
 
-@pytest.mark.parametrize("feedback", ["none", "update"])
+@pytest.mark.parametrize("feedback", [slow("none"), "update"])
 def test_a_synchronous_start_ends_when_it_says(feedback):
     run = replace(TINY, optimizer="muon", lr=3e-2, delay=1, synchronous_start=0.5, feedback=feedback)
     expected = loop(run, 1, switch=10)

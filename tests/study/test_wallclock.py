@@ -93,6 +93,7 @@ def farthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(float((found[name] - expected[name]).abs().max()) for name in expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_pipeline_trains_as_one_process_does(pool: Pool, schedule: str, optimizer: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,9 +31,17 @@ def is_gone(pid: int) -> bool:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process has ended, even if nobody has asked for its status yet."""
+    """Whether all threads of a process have ended, even if nobody has asked for its status yet."""
+
+    def has_stopped(thread: str) -> bool:
+        try:
+            stat = Path(f"/proc/{pid}/task/{thread}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        return stat.rpartition(")")[2].split()[0] in "ZX"
+
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        return all(map(has_stopped, os.listdir(f"/proc/{pid}/task")))
     except (FileNotFoundError, ProcessLookupError):
         return True
 

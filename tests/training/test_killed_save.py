@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.selection import slow
 from tests.support.training import RECIPE, processes_of, start, train
+from tests.support.waiting import has_ended, until
 from titan_async.training.checkpoint import complete_steps
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -54,6 +55,8 @@ def kill_during_a_save(folder: Path, *flags: object) -> None:
             signal_all(signal.SIGCONT)
         time.sleep(0.001)
     assert run.wait(30) == -signal.SIGKILL
+    # Ranks that are forks have the launcher's lock on the folder, until they are gone, too.
+    until(lambda: all(map(has_ended, pids)), "killed ranks are still there")
 
 
 @pytest.mark.parametrize("mode", [slow("disabled"), "async"])
