@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.selection import slow
 from titan_async.config.device import ensure_device
 from titan_async.training import cpu
 
@@ -89,9 +90,10 @@ def test_checkpointing_computes_again_and_keeps_less() -> None:
     assert full.forward_flops == none.forward_flops  # what the model needs, not what is done
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("make", [debug, debug_moe], ids=["dense", "experts"])
-@pytest.mark.parametrize("checkpointing", [None, SelectiveAC.Config()], ids=["all kept", "selective"])
+@pytest.mark.parametrize("make", [slow(debug, id="dense"), pytest.param(debug_moe, id="experts")])
+@pytest.mark.parametrize(
+    "checkpointing", [slow(None, id="all kept"), pytest.param(SelectiveAC.Config(), id="selective")]
+)
 def test_bytes_are_those_of_the_part_in_memory(make: Any, checkpointing: Any) -> None:
     config = small(make, activation_checkpoint=checkpointing)
     traced = trace_parts(config, on_cpu=True)

@@ -150,7 +150,7 @@ def run(
         out, err = forked.communicate(timeout)
     finally:
         forked.kill()
-    return subprocess.CompletedProcess(forked.args, forked.wait(10), out, err)
+    return subprocess.CompletedProcess(forked.args, forked.wait(60), out, err)
 
 
 class _Duplicate:

@@ -131,7 +131,7 @@ def _tiny(spec: ModelSpec) -> AsyncTrainer.Config:
         dataloader=MaskedLoader.Config(),
         metrics=dataclasses.replace(config.metrics, log_freq=1),
         validator=dataclasses.replace(config.validator, freq=3, steps=1),
-        checkpoint=dataclasses.replace(config.checkpoint, interval=2),
+        checkpoint=dataclasses.replace(config.checkpoint, interval=4),
     )
 
 

@@ -233,7 +233,7 @@ def failing() -> AsyncTrainer.Config:
 def test_the_rank_that_raises_is_named_and_the_others_are_silent(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN_RECIPE)
     (tmp_path / "own.toml").write_text('recipe = "failing"\n')
-    run = train(tmp_path, "--module", "own", "--metrics.log_freq", 1, recipe="own.toml", timeout=60)
+    run = train(tmp_path, "--module", "own", "--metrics.log_freq", 1, recipe="own.toml")
     assert (run.status, run.steps) == (1, [1, 2])
     lines = run.err.splitlines()
     assert lines[0] == "Traceback (most recent call last):"

@@ -54,7 +54,7 @@ def kill_during_a_save(folder: Path, *flags: object) -> None:
                 break
             signal_all(signal.SIGCONT)
         time.sleep(0.001)
-    assert run.wait(30) == -signal.SIGKILL
+    assert run.wait(100) == -signal.SIGKILL
     # Ranks that are forks have the launcher's lock on the folder, until they are gone, too.
     until(lambda: all(map(has_ended, pids)), "killed ranks are still there")
 

@@ -122,7 +122,7 @@ def test_without_our_launcher_a_process_ends_at_its_second_signal(second: signal
         f"signal.raise_signal({int(second)})\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment()
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, env=environment()
     )
     assert (done.returncode, done.stdout, done.stderr) == (-second, "SIGINT\n", f"{STOPPING}\n")
 
@@ -143,7 +143,7 @@ def test_only_its_parent_ends_a_data_worker() -> None:
         "print(alive, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment()
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, env=environment()
     )
     assert (done.stdout, done.stderr) == ("True 0\n", "")
 

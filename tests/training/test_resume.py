@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -13,6 +14,7 @@ import torch
 from tests.support.processes import Pools
 from tests.support.selection import slow
 from tests.support.training import SMALL
+from tests.support.waiting import MOST_SECONDS
 
 Trained = list[dict[str, dict[str, torch.Tensor]]]
 """Each rank's weights after training, as "model", the rest of its state, as "state", and what was "seen":
@@ -20,8 +22,11 @@ what its generator draws next, in which steps a save was going on, whether files
 like a whole checkpoint, and whether each batch began with nothing left to stage."""
 
 
-def train(rank, group, folder, steps, flags, *, slow_writes=0.0, random_state=True):
-    """Train up to `steps`, from the checkpoint in `folder` if there is one."""
+def train(rank, group, folder, steps, flags, *, slow_writes=0.0, held_writes=False, random_state=True):
+    """Train up to `steps`, from the checkpoint in `folder` if there is one.
+
+    With `held_writes` files are written once a step has ended meanwhile, where another thread writes them.
+    """
     from titan_async.config.device import ensure_device
 
     ensure_device()
@@ -47,6 +52,7 @@ def train(rank, group, folder, steps, flags, *, slow_writes=0.0, random_state=Tr
     trainer.resumes_random_state = random_state
     step, write, run = trainer.train_step, SealingWriter.write_data, trainer.forward_backward_step
     wait, in_flight, into_whole, calls = trainer.checkpointer.maybe_wait_for_staging, [], [False], []
+    stepped = threading.Event()
 
     def drawing_step(batches):
         # Nothing in this model draws, so without this all states of the generators would be the same.
@@ -54,9 +60,13 @@ def train(rank, group, folder, steps, flags, *, slow_writes=0.0, random_state=Tr
         step(batches)
         saving = getattr(trainer.checkpointer, "save_future", None)
         in_flight.append(saving is not None and not saving.done())
+        stepped.set()
 
     def slow_write(writer, *args):
         time.sleep(slow_writes)
+        if held_writes and threading.current_thread() is not threading.main_thread():
+            stepped.clear()
+            assert stepped.wait(MOST_SECONDS), "training does not go on while files are written"
         into_whole.append((Path(writer.path) / ".metadata").exists())
         return write(writer, *args)
 
@@ -193,7 +203,7 @@ def test_a_checkpoint_of_a_step_in_between_holds_that_step(
     runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path, mode: str
 ) -> None:
     # The files are written while training goes on, long after the weights of step 4 have gone.
-    saving = runs(2, tmp_path / "saving", 8, "--checkpoint.async_mode", mode, slow_writes=1.0)
+    saving = runs(2, tmp_path / "saving", 8, "--checkpoint.async_mode", mode, held_writes=True)
     for rank in saving:
         assert rank["seen"]["in_flight"].any() == (mode == "async")
         assert rank["seen"]["staged"].all(), "the weights of the next batch are valid until it begins"
