@@ -12,7 +12,7 @@ BENCH = Path(__file__).parents[1] / "tools" / "bench"
 
 
 def run(*flags, script="schedule.py"):
-    return forks.run([sys.executable, BENCH / script, *flags], timeout=240)
+    return forks.run([sys.executable, BENCH / script, *flags], timeout=600)
 
 
 @pytest.mark.slow

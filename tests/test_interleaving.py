@@ -102,7 +102,7 @@ def test_no_order_is_found_where_none_can_be():
 
 def test_the_study_runs_and_records_everything(tmp_path):
     path = tmp_path / "results.json"
-    done = forks.run([sys.executable, SCRIPT, "--quick", "--json", path], timeout=240)
+    done = forks.run([sys.executable, SCRIPT, "--quick", "--json", path], timeout=600)
     assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())
     assert list(record) == ["pace", "jitter", "limits", "balance"]

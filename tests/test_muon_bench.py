@@ -14,7 +14,7 @@ BENCH = Path(__file__).parents[1] / "tools" / "bench"
 
 
 def run(script, *flags):
-    return forks.run([sys.executable, BENCH / script, *flags], timeout=240)
+    return forks.run([sys.executable, BENCH / script, *flags], timeout=600)
 
 
 @pytest.mark.slow
