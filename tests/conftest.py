@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support.processes import Pools
-from tests.support.selection import Scheduling, has_ranks, is_slow
+from tests.support.selection import Scheduling, has_ranks, is_left_out
 
 settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
@@ -37,18 +37,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is slow, unless `--all`, `-m` or its own name asks for it; ranks come first."""
+    """Leaves out what is slow or redundant, unless its own name or `-m` asks for it; ranks come first."""
     items.sort(key=lambda item: not has_ranks(item.path))
-    if config.getoption("--all") or config.getoption("-m"):
+    if config.getoption("-m"):
         return
     named = [word for word in config.args if "::" in word]
-    slow = [
+    left_out = {
         item
-        for item, is_one in zip(items, is_slow(items), strict=True)
+        for item, is_one in zip(items, is_left_out(items, config.getoption("--all")), strict=True)
         if is_one and not any(item.nodeid.startswith(word) for word in named)
-    ]
-    config.hook.pytest_deselected(items=slow)
-    left_out = set(slow)
+    }
+    config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 
 

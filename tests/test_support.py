@@ -8,11 +8,12 @@ import subprocess
 import sys
 from itertools import combinations, product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.support import forks
-from tests.support.selection import covering
+from tests.support.selection import covering, is_left_out
 
 PROGRAM = """
 import atexit, os, sys, threading, time
@@ -66,3 +67,27 @@ def test_covering_cases_meet_all_values(sizes: tuple[int, ...], strength: int) -
         wanted = set(product(*(range(sizes[index]) for index in group)))
         assert {tuple(case[index][1] for index in group) for case in chosen} == wanted
     assert len(chosen) < len(cases) or strength >= len(sizes)
+
+
+class Item:
+    """A test of three crossed parameters of three values each, as pytest collects it."""
+
+    def __init__(self, case: tuple[int, ...], slow: bool) -> None:
+        self.nodeid, self._slow = f"test[{case}]", slow
+        self.callspec = SimpleNamespace(params=dict(zip("abc", case, strict=True)))
+
+    def get_closest_marker(self, name: str) -> SimpleNamespace | None:
+        marks = {"covering": SimpleNamespace(args=(1,))} | ({"slow": SimpleNamespace()} if self._slow else {})
+        return marks.get(name)
+
+
+def test_what_is_crossed_meets_once_by_default_and_in_pairs_with_all() -> None:
+    items = [Item(case, slow=case[0] == 2) for case in product(range(3), repeat=3)]
+    for slow_too, values, meeting in ((False, range(2), 1), (True, range(3), 2)):
+        left_out = is_left_out(items, slow_too)
+        kept = [item.callspec.params for item, out in zip(items, left_out, strict=True) if not out]
+        assert {case["a"] for case in kept} == set(values)
+        for names in combinations("bc", meeting):
+            met = {tuple(case[name] for name in names) for case in kept}
+            assert met == set(product(range(3), repeat=meeting))
+        assert len(kept) == 3**meeting

@@ -3,10 +3,9 @@
 Where they train, by default with the first few layers and a small vocabulary; where all are built, 16 ranks.
 """
 
-import copy
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import torch
 from torch.distributed.checkpoint import SavePlan
 from torchtitan.trainer import Trainer
 
-from tests.support.selection import slow
 from titan_async.config.recipe_file import resolve
 from titan_async.errors import UserError
 from titan_async.rehearsal.narrow import narrowed, prepared, world_size
@@ -70,10 +68,10 @@ def config() -> Trainer.Config:
     return of_recipe(WORLD // STAGES, 8)
 
 
-@pytest.fixture(scope="module", params=[4, slow(16)], ids="{}-way FSDP".format)
-def shards(request: pytest.FixtureRequest) -> int:
+@pytest.fixture(scope="module")
+def shards() -> int:
     """Ranks of a stage; its experts are spread over half as many, and each part of them over two."""
-    return request.param
+    return 4
 
 
 @pytest.fixture(scope="module")
@@ -109,29 +107,18 @@ def test_every_stage_is_built_at_its_real_width(config: Trainer.Config) -> None:
         assert shape.local_parameters == shape.parameters // 16
 
 
-@pytest.mark.parametrize(
-    ("change", "divisor", "parameters", "vocabulary"),
-    [
-        slow(shallow, DIVISOR, (31, 30, 30, 2), VOCABULARY, id="six layers"),
-        slow(copy.copy, DIVISOR // 2, (121, 120, 120, 92), 49152, id="all layers"),
-    ],
-)
-def test_every_stage_trains(
-    config: Trainer.Config,
-    change: Callable[[Trainer.Config], Trainer.Config],
-    divisor: int,
-    parameters: tuple[int, ...],
-    vocabulary: int,
-) -> None:
-    train = partial(rehearse, steps=2, divisor=divisor)
-    for trained in for_each(train, [(change(config), rank, WORLD) for rank in RANKS]):
+@pytest.mark.slow
+def test_every_stage_trains(config: Trainer.Config) -> None:
+    parameters = (31, 30, 30, 2)
+    train = partial(rehearse, steps=2, divisor=DIVISOR)
+    for trained in for_each(train, [(shallow(config), rank, WORLD) for rank in RANKS]):
         assert trained.updates == 2
         # A router gathers this rank's four rows 16 times: equal experts, of which others may win.
         assert all(name.endswith("router.gate.weight") for name in trained.still)
         assert trained.moved + len(trained.still) == parameters[trained.stage]
         assert (trained.loss is not None) == (trained.stage == 3)
         if trained.loss is not None:
-            assert math.log(vocabulary) - 1 < trained.loss < math.log(vocabulary) + 1
+            assert math.log(VOCABULARY) - 1 < trained.loss < math.log(VOCABULARY) + 1
 
 
 def test_parameters_that_stand_still_are_found(config: Trainer.Config) -> None:

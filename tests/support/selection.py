@@ -17,7 +17,7 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
-__all__ = ["Scheduling", "covering", "has_ranks", "is_slow", "slow"]
+__all__ = ["Scheduling", "covering", "has_ranks", "is_left_out", "slow"]
 
 Case = tuple[tuple[str, int], ...]
 """Each parameter's name and what tells its value from its others."""
@@ -67,18 +67,19 @@ def covering(cases: Sequence[Case], strength: int) -> list[bool]:
     return needed
 
 
-def is_slow(items: list[Any]) -> list[bool]:
-    """Says of each collected test whether the default suite leaves it out.
+def is_left_out(items: list[Any], slow_too: bool = False) -> list[bool]:
+    """Says of each collected test whether the suite leaves it out.
 
     It does if the test is marked as `slow`, or if the `covering` that its function asks for does not need it.
+    With `slow_too` neither mark counts, but of what is crossed the cases of the next strength are enough.
     """
-    left_out = [item.get_closest_marker("slow") is not None for item in items]
+    left_out = [not slow_too and item.get_closest_marker("slow") is not None for item in items]
     crossed: dict[str, list[int]] = {}
     for index, item in enumerate(items):
         if not left_out[index] and item.get_closest_marker("covering") is not None:
             crossed.setdefault(item.nodeid.partition("[")[0], []).append(index)
     for indices in crossed.values():
-        strength = items[indices[0]].get_closest_marker("covering").args[0]
+        strength = items[indices[0]].get_closest_marker("covering").args[0] + slow_too
         cases = [
             tuple((name, id(value)) for name, value in items[index].callspec.params.items())
             for index in indices
