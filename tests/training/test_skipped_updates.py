@@ -39,7 +39,7 @@ def poison_two_batches(trainer: Any, trained: Trained) -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", slow("adamw"), slow("muon")])
 def test_no_stage_updates(runs: Trainers, tmp_path: Path, optimizer: str) -> None:
-    argv = arguments(tmp_path, "tiny_llama", "--optimizer.name", optimizer)
+    argv = arguments(tmp_path, "tiny_llama", "--optimizer.name", optimizer, "--checkpoint.interval", 2)
     results = runs(2, argv, poison_two_batches)
     before, after = merged([r.before for r in results]), merged([r.after for r in results])
     if optimizer == "sgd":
