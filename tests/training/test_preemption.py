@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -82,6 +83,39 @@ def test_all_ranks_stop_after_the_same_step(
     stop: list[signal.Signals | None],
 ) -> None:
     assert pool.run(2, agree, asked, 4) == [stop, stop]
+
+
+def ask_at_every_instruction(rank: int, group: object) -> list[signal.Signals | None]:
+    """What a step answers if it begins after SIGTERM, and SIGINT comes after so many of its instructions."""
+    from titan_async.training.preemption import Preemption
+
+    preemption = Preemption()
+    preemption._launcher = "one that says what is to be said"
+    answers, count = [], 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Callable:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        if event == "opcode" and count == len(answers):
+            preemption._ask(INT, frame)
+        return trace
+
+    while count >= len(answers) - 1:
+        preemption._heard, count = {}, 0
+        preemption._ask(TERM, None)
+        sys.settrace(trace)
+        try:
+            preemption.begin_step()
+        finally:
+            sys.settrace(None)
+        answers.append(preemption.end_step())
+    return answers
+
+
+def test_a_signal_may_come_at_any_instruction_of_a_step(pools: Pools) -> None:
+    [answers] = pools(1).run(1, ask_at_every_instruction)
+    assert set(answers) == {TERM, INT} and len(answers) > 20
 
 
 def wait_in_vain(rank: int, group: object, given_up: Path) -> str:

@@ -121,7 +121,8 @@ class Preemption:
 
     def begin_step(self) -> None:
         """Tell the other ranks whether this one was asked. A collective, which does not block."""
-        self._latest.fill_(max((_REQUESTS.index(number) for number in self._heard), default=0))
+        # Not a loop over what was heard: a signal may come within it.
+        self._latest.fill_(max(i for i, number in enumerate(_REQUESTS) if not i or number in self._heard))
         if self._group is not None:
             self._pending = dist.all_reduce(self._latest, dist.ReduceOp.MAX, self._group, async_op=True)
 
