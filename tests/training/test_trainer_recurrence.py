@@ -28,7 +28,7 @@ def test_the_trainer_follows_the_recurrence(
     argv = arguments(
         tmp_path, "tiny_llama",
         "--parallelism.pipeline_parallel_schedule", schedule,
-        "--optimizer.error_feedback.strength", configured,
+        "--optimizer.error_feedback.strength", configured, "--checkpoint.interval", 2,
     )  # fmt: skip
     results = pool.run(2, train, argv, timeout=240)
     before, after = merged([r.before for r in results]), merged([r.after for r in results])
