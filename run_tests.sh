@@ -8,5 +8,5 @@ setup_env "$root" dev
 cd "$root"
 # Several processes of one thread each on few cores; and no test may need the network.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1
-# Two files at a time, while there are such of which only one has ranks (tests/support/selection.py).
+# Two files at a time; tests/support/selection.py says which.
 exec "$root/.venv/bin/python" -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from itertools import combinations, product
+from itertools import combinations, compress, product
+from operator import not_
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -81,13 +82,17 @@ class Item:
         return marks.get(name)
 
 
-def test_what_is_crossed_meets_once_by_default_and_in_pairs_with_all() -> None:
-    items = [Item(case, slow=case[0] == 2) for case in product(range(3), repeat=3)]
-    for slow_too, values, meeting in ((False, range(2), 1), (True, range(3), 2)):
-        left_out = is_left_out(items, slow_too)
-        kept = [item.callspec.params for item, out in zip(items, left_out, strict=True) if not out]
-        assert {case["a"] for case in kept} == set(values)
-        for names in combinations("bc", meeting):
-            met = {tuple(case[name] for name in names) for case in kept}
+def test_what_is_crossed_meets_once_by_default_and_in_pairs_too_with_all() -> None:
+    cases = list(product(range(3), repeat=3))
+    items = [Item(case, slow=case[0] == 2) for case in cases]
+    pairs = set(compress(cases, covering([tuple(zip("abc", case, strict=True)) for case in cases], 2)))
+    default, everything = (
+        set(compress(cases, map(not_, is_left_out(items, slow_too)))) for slow_too in (False, True)
+    )
+    for kept, values, meeting in ((default, range(2), 1), (pairs, range(3), 2)):
+        assert {case[0] for case in kept} == set(values)
+        for indices in combinations((1, 2), meeting):
+            met = {tuple(case[index] for index in indices) for case in kept}
             assert met == set(product(range(3), repeat=meeting))
         assert len(kept) == 3**meeting
+    assert everything == default | pairs

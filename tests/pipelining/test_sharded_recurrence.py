@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from tests.support.processes import Pools, WorkerPool
 from tests.support.recurrence import build_blocks, build_data, loss_fn, run_recurrence
-from tests.support.selection import covering, slow
+from tests.support.selection import slow
 from titan_async.pipelining import ScheduleAsync2BW
 from titan_async.pipelining._fsdp_internals import FsdpParameters
 from titan_async.pipelining.sharded_versions import ShardedVersions
@@ -160,21 +160,12 @@ DEFAULT = [
 ]
 
 
-VALUES = (SHAPES, RECOMPUTE, (None, "aot_eager"), (False, True))
-PAIRS = covering(
-    [tuple(zip("srbc", case, strict=True)) for case in itertools.product(*(range(len(v)) for v in VALUES))], 2
-)
-
-
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("shape", "recompute", "backend", "clip"),
     [
-        *DEFAULT,
-        *(
-            slow(*case)
-            for case in itertools.compress(itertools.product(*VALUES), PAIRS)
-            if case not in DEFAULT
-        ),
+        case if case in DEFAULT else slow(*case)
+        for case in itertools.product(SHAPES, RECOMPUTE, (None, "aot_eager"), (False, True))
     ],
     ids=str,
 )

@@ -87,6 +87,8 @@ def pools() -> Iterator[Pools]:
 
 CASES = [
     slow(2, "debug_cpu", (), id="Async2BW"),
+    # Its bytes are compared with a real part's in test_parts.py.
+    slow(2, "debug_cpu", ("activation_checkpoint:selective",), id="selective checkpointing"),
     # As a split backward is, without the versions and buffers of Async2BW.
     slow(2, "debug_cpu", (P + "pipeline_parallel_schedule", "1F1B"), id="1F1B"),
     slow(2, "debug_cpu", (P + "pipeline_parallel_schedule", "ZBVZeroBubble"), id="a split backward"),
@@ -97,6 +99,7 @@ CASES = [
         (P + "data_parallel_shard_degree", 2, P + "expert_parallel_degree", 2),
         id="experts on two ranks",
     ),
+    slow(2, "debug_cpu", ("--optimizer.muon.compute_dtype", "bfloat16"), id="Muon in bfloat16"),
 ]
 
 

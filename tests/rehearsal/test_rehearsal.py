@@ -1,6 +1,6 @@
 """The recipe of a 10B mixture of experts, rehearsed: 64 ranks on 4 stages, 16-way FSDP, 8-way experts.
 
-Where they train, by default with the first few layers and a small vocabulary; where all are built, 16 ranks.
+Where they train, with the first few layers and a small vocabulary; where all are built, 16 ranks.
 """
 
 import dataclasses
@@ -31,6 +31,8 @@ DIVISOR_OF_ALL = 32
 """Where all ranks are built."""
 RANKS = [0, 17, 34, 63]
 """One of each stage."""
+SHARDS = 4
+"""Ranks of a stage where all ranks are built; the experts are spread over half as many."""
 VOCABULARY = 2048
 
 
@@ -69,24 +71,18 @@ def config() -> Trainer.Config:
 
 
 @pytest.fixture(scope="module")
-def shards() -> int:
-    """Ranks of a stage; its experts are spread over half as many, and each part of them over two."""
-    return 4
-
-
-@pytest.fixture(scope="module")
-def plans(shards: int) -> list[SavePlan]:
+def plans() -> list[SavePlan]:
     build = partial(rehearse, steps=0, divisor=DIVISOR_OF_ALL)
-    config, world = shallow(of_recipe(shards, shards // 2)), STAGES * shards
+    config, world = shallow(of_recipe(SHARDS, SHARDS // 2)), STAGES * SHARDS
     calls = [(config, rank, world) for rank in range(world)]
     return [each.plan for each in for_each(build, calls)]
 
 
 @pytest.fixture(scope="module")
-def expected(shards: int) -> Entries:
-    config = shallow(of_recipe(shards, shards // 2))
+def expected() -> Entries:
+    config = shallow(of_recipe(SHARDS, SHARDS // 2))
     expect = partial(expected_entries, divisor=DIVISOR_OF_ALL)
-    [entries] = for_each(expect, [(config, STAGES * shards)])
+    [entries] = for_each(expect, [(config, STAGES * SHARDS)])
     return entries
 
 
@@ -169,22 +165,22 @@ EXPERTS = "optimizer.state.layers.0.moe.routed_experts.inner_experts.w1_EFD.mome
 HEAD = "train_state.next_weights.lm_head.weight"
 
 
-def test_what_is_missing_or_too_much_is_found(plans: list[SavePlan], expected: Entries, shards: int) -> None:
+def test_what_is_missing_or_too_much_is_found(plans: list[SavePlan], expected: Entries) -> None:
     assert check_plans(without(plans, HEAD, range(len(plans))), expected) == [f"{HEAD} is saved by no rank"]
     fewer = {key: shape for key, shape in expected.items() if key != HEAD}
     assert check_plans(plans, fewer) == [f"{HEAD} is saved but not expected"]
-    last, rows = 3 * shards, VOCABULARY // shards
+    last, rows = 3 * SHARDS, VOCABULARY // SHARDS
     [wrong] = check_plans(without(plans, HEAD, [last + 2]), expected)
     assert wrong.startswith(f"{HEAD}, of [2048, 64]: the part [{2 * rows}:{3 * rows}, 0:64] is in no box")
     taller = expected | {HEAD: (2049, 64)}
     assert f"{HEAD} is [2048, 64] on rank {last} and [2049, 64] in the model" in check_plans(plans, taller)
 
 
-def test_parts_in_the_wrong_place_are_found(plans: list[SavePlan], expected: Entries, shards: int) -> None:
-    experts = 64 // (shards // 2)
+def test_parts_in_the_wrong_place_are_found(plans: list[SavePlan], expected: Entries) -> None:
+    experts = 64 // (SHARDS // 2)
     for rank, shift, problem in (
         (1, 1, f"the part [{experts}:{experts + 1}, "),  # a hole, where rank 1's first expert was
-        (shards - 1, experts, "reaches out of it"),
+        (SHARDS - 1, experts, "reaches out of it"),
     ):
         shifted = [with_box(plan, EXPERTS, shift) if at == rank else plan for at, plan in enumerate(plans)]
         [wrong] = check_plans(shifted, expected)

@@ -71,7 +71,7 @@ def is_left_out(items: list[Any], slow_too: bool = False) -> list[bool]:
     """Says of each collected test whether the suite leaves it out.
 
     It does if the test is marked as `slow`, or if the `covering` that its function asks for does not need it.
-    With `slow_too` neither mark counts, but of what is crossed the cases of the next strength are enough.
+    With `slow_too` marked tests stay, and of crossed parameters a covering of the next strength besides.
     """
     left_out = [not slow_too and item.get_closest_marker("slow") is not None for item in items]
     crossed: dict[str, list[int]] = {}
@@ -86,4 +86,6 @@ def is_left_out(items: list[Any], slow_too: bool = False) -> list[bool]:
         ]
         for index, needed in zip(indices, covering(cases, strength), strict=True):
             left_out[index] = not needed
+    if slow_too:
+        return [one and other for one, other in zip(left_out, is_left_out(items), strict=True)]
     return left_out

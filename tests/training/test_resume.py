@@ -25,7 +25,7 @@ like a whole checkpoint, and whether each batch began with nothing left to stage
 def train(rank, group, folder, steps, flags, *, slow_writes=0.0, held_writes=False, random_state=True):
     """Train up to `steps`, from the checkpoint in `folder` if there is one.
 
-    With `held_writes` files are written once a step has ended meanwhile, where another thread writes them.
+    With `held_writes`, a thread that writes a checkpoint first waits for the end of a step.
     """
     from titan_async.config.device import ensure_device
 

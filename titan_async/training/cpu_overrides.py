@@ -134,8 +134,8 @@ def _create_attention_mask(
 ) -> Tensor:
     """A bool mask [B, H or 1, Q_LEN, KV_LEN], made once a microbatch for all layers.
 
-    FlexAttention's kernels take only a `mask_mod` that is pointwise. So it may be called once with indices
-    that broadcast, where `create_mask` would trace it through four levels of `vmap`.
+    `mask_mod` is pointwise, as FlexAttention requires. It is called once, with index tensors that broadcast;
+    `create_mask` gives the same mask through four nested `vmap`, which take longer than a small layer.
     """
     shape = (B, H or 1, Q_LEN, KV_LEN)
     indices = (

@@ -121,8 +121,10 @@ class Preemption:
 
     def begin_step(self) -> None:
         """Tell the other ranks whether this one was asked. A collective, which does not block."""
-        # Not a loop over what was heard: a signal may come within it.
-        self._latest.fill_(max(i for i, number in enumerate(_REQUESTS) if not i or number in self._heard))
+        # Looping over `_heard` would fail if a signal arrived meanwhile and added to it.
+        self._latest.fill_(
+            max(i for i, number in enumerate(_REQUESTS) if number is None or number in self._heard)
+        )
         if self._group is not None:
             self._pending = dist.all_reduce(self._latest, dist.ReduceOp.MAX, self._group, async_op=True)
 
