@@ -165,21 +165,26 @@ def test_only_its_parent_ends_a_data_worker() -> None:
     program = (
         "import os, signal, subprocess, sys, time\n"
         "from titan_async.training.preemption import shield_data_worker\n"
+        "asks, answers = os.pipe(), os.pipe()\n"
         "child = os.fork()\n"
         "if not child:\n"
         "    shield_data_worker(0)\n"
-        "    while True: time.sleep(0.1)\n"
-        "time.sleep(0.5)\n"
-        "for name in ('-INT', '-TERM'): subprocess.run(['kill', name, str(child)], check=True)\n"
-        "time.sleep(0.5)\n"
-        "alive = os.waitpid(child, os.WNOHANG) == (0, 0)\n"
+        "    os.write(answers[1], b'.')\n"
+        "    while True: os.write(answers[1], os.read(asks[0], 1))\n"
+        "os.close(answers[1])\n"
+        "said = [os.read(answers[0], 1)]\n"
+        "for name in ('-INT', '-TERM'):\n"
+        "    subprocess.run(['kill', name, str(child)], check=True)\n"
+        "    time.sleep(0.5)\n"  # for one that is wrong to end in
+        "    os.write(asks[1], b'!')\n"
+        "    said.append(os.read(answers[0], 1))\n"
         "os.kill(child, signal.SIGTERM)\n"
-        "print(alive, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        "print(said, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, env=environment()
     )
-    assert (done.stdout, done.stderr) == ("True 0\n", "")
+    assert (done.stdout, done.stderr) == ("[b'.', b'!', b'!'] 0\n", "")
 
 
 def wait_for_step(run: Forked, number: int) -> None:
