@@ -13,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from tests.support.processes import Pools, WorkerPool
 from tests.support.sharded import EVERY, make_meshes, meshes, prepare, shard, train
 from tests.support.sharded_oracle import difference, oracle
+from titan_async.local_tensors import local_part
 from titan_async.pipelining import ScheduleAsync2BW
 from titan_async.pipelining.gradient_norm import NormReducer, share_of_squares
 
@@ -83,6 +84,52 @@ def test_stages_are_clipped_together(pool, max_norm, factor):
             assert (norm, before) == (5.0, wanted)
             assert after == pytest.approx(factor * wanted, rel=1e-6)
         assert len(results) == 2
+
+
+def norms_of_what_is_there(rank, group, names, leftover):
+    """Norms, and what `.grad` of this rank holds when they are asked for, where it is not cleared to None.
+
+    The gradient of a parameter outside of the optimizer adds up, on one stage alone.
+    """
+    _, wrap, _ = WRAPS[names]
+    run = prepare(wrap, names)
+    trained = list(run.module.parameters())
+    if leftover and run.schedule._stage.is_first:
+        trained = trained[1:]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    seen = []
+    for batch in range(5):
+        run.step(batch)
+        if batch == 4:
+            optimizer.zero_grad(set_to_none=False)
+            run.schedule.drain()
+        if run.schedule.gradient_ready:
+            grads = {name: parameter.grad for name, parameter in run.module.named_parameters()}
+            squares = sum(getattr(g, "full_tensor", lambda g=g: g)().square().sum() for g in grads.values())
+            before = {name: local_part(gradient).clone() for name, gradient in grads.items()}
+            norm = run.schedule.clip_grad_norm_(0.01)
+            scaled = all(
+                torch.allclose(local_part(grads[name]), 0.01 / norm * before[name], rtol=1e-3)
+                for name in grads
+            )
+            seen.append((norm.item(), squares.item(), scaled))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    return seen
+
+
+@pytest.mark.parametrize("leftover", [False, True])
+@pytest.mark.parametrize("names", [PLAIN, SHARDED])
+def test_the_norm_is_that_of_what_grad_holds(pool, names, leftover):
+    """After `zero_grad(set_to_none=False)`, and with what no optimizer has used."""
+    ranks, _, shares = WRAPS[names]
+    results = pool.run(ranks, norms_of_what_is_there, names, leftover)
+    stages = results[::shares]
+    for batch in range(5 - 1):
+        whole = math.sqrt(sum(seen[batch][1] for seen in stages))
+        for seen in results:
+            assert seen[batch][0] == pytest.approx(whole, rel=1e-6)
+            assert seen[batch][2]
 
 
 @pytest.mark.covering(1)
@@ -193,11 +240,8 @@ def mistakes(rank, group, names):
     schedule.clip_grad_norm_(math.inf)
     with pytest.raises(RuntimeError, match="clip it once"):
         schedule.clip_grad_norm_(1.0)
-    run.step(2)  # without zero_grad: adds up
-    with pytest.raises(RuntimeError, match=r"call zero_grad\(\) before the next step\(\)"):
-        schedule.clip_grad_norm_(1.0)
     run.optimizer.zero_grad()
-    run.step(3)
+    run.step(2)
     for parameter in run.module.parameters():
         parameter.grad.mul_(2)
     with pytest.raises(RuntimeError, match="before you change it"):
@@ -269,17 +313,14 @@ def starts(rank, group, names):
         assert len(begun) == 5
     finally:
         NormReducer.start = start
-    return run.stage.is_last, seen
+    return seen
 
 
 @pytest.mark.parametrize("names", WRAPS)
 def test_the_norm_is_on_its_way_before_step_returns(pool, names):
-    """From the second clip on; the last stage, which is done with a batch one step early, is one ahead."""
-    for is_last, seen in pool.run(WRAPS[names][0], starts, names):
-        ahead = int(is_last)
-        assert seen[:2] == [(0, 0), (0, 1 + ahead)]
-        assert seen[2:5] == [(n + ahead, n + ahead) for n in (2, 3, 4)]
-        assert seen[5] == (5, 5)
+    """From the second clip on, on all stages in the same step: the last one is done with a batch before."""
+    for seen in pool.run(WRAPS[names][0], starts, names):
+        assert seen == [(0, 0), (0, 1), (2, 2), (3, 3), (4, 4), (5, 5)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -11,23 +11,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
+
+from titan_async.local_tensors import local_part
 
 __all__ = [
     "ParameterWatch",
+    "allocate_buffers",
     "assignment",
-    "forget_input_gradients",
+    "expected_outputs",
     "group_of",
     "has_hooks",
     "identity_of",
+    "infer_anew",
     "initialize_stage",
     "is_fully_sharded",
-    "own_output",
+    "is_initialized",
+    "own_sent",
     "prepare_buffers",
+    "release_buffers",
     "reshard",
     "split_microbatches",
     "unsupported_wrapper",
@@ -38,7 +44,7 @@ def initialize_stage(
     schedule: PipelineScheduleSingle, args: tuple, kwargs: dict, target: Any, loss_kwargs: dict | None
 ) -> None:
     """Let torch infer the shapes between stages and allocate receive buffers, if that is still to be done."""
-    if schedule._stage_forward_initialized and schedule._stage_backward_initialized == schedule._has_backward:
+    if is_initialized(schedule):
         return
     before = [
         (module, name, buffer, buffer.clone())
@@ -71,27 +77,33 @@ def split_microbatches(
     arg_mbs: list | None,
     kwarg_mbs: list | None,
     target_mbs: list | None,
+    target_chunk_spec: Any,
 ) -> tuple[list, list, list | None]:
     """Split whole-batch inputs into one entry a microbatch, or check those that came split."""
-    if hasattr(schedule, "_get_microbatch_inputs"):
-        split_args, split_kwargs, targets = schedule._get_microbatch_inputs(
-            args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs
-        )
-    elif arg_mbs is None and kwarg_mbs is None and target_mbs is None:
-        split_args, split_kwargs = schedule._split_inputs(args, kwargs)
-        targets = None if target is None else list(target.tensor_split(schedule._n_microbatches))
+    if arg_mbs is None and kwarg_mbs is None and target_mbs is None:
+        try:
+            arg_mbs, kwarg_mbs = schedule._split_inputs(args, kwargs)
+            if target is not None:
+                specs = None if target_chunk_spec is None else (target_chunk_spec,)
+                parts, _ = split_args_kwargs_into_chunks((target,), None, schedule._n_microbatches, specs)
+                target_mbs = [part for (part,) in parts]
+        except AssertionError as error:
+            raise ValueError(f"the batch cannot be split into microbatches: {error}") from error
     elif args or kwargs or target is not None:
         raise ValueError("whole-batch and pre-split inputs cannot be mixed; pass one kind")
-    else:
-        split_args, split_kwargs, targets = arg_mbs, kwarg_mbs, target_mbs
-    split_args, split_kwargs = schedule._check_inputs(split_args, split_kwargs, targets)
-    return split_args, split_kwargs, targets
+    for name, microbatches, kind in (("arg_mbs", arg_mbs, tuple), ("kwarg_mbs", kwarg_mbs, dict)):
+        for index, each in enumerate(microbatches or ()):
+            if not isinstance(each, kind):
+                raise TypeError(f"{name}[{index}] must be a {kind.__name__} but is a {type(each).__name__}")
+    arg_mbs, kwarg_mbs = schedule._check_inputs(arg_mbs, kwarg_mbs, target_mbs)
+    return arg_mbs, kwarg_mbs, target_mbs
 
 
 def prepare_buffers(stage: _PipelineStageBase, slots: int) -> None:
-    """Keep the receive buffers of the first `slots` chunks, where torch makes one for each microbatch.
+    """Keep what is to be received in the first `slots` chunks, and of each buffer its shape and dtype.
 
-    They become contiguous, as a receive must be; torch gives them the strides of what will be sent.
+    torch makes a buffer for each microbatch and receives into it again in each batch, although it is what the
+    module sees and autograd's leaf: hooks would pile up on it, and what a module keeps would change.
     """
     infos = [stage.args_recv_info]
     if stage.has_backward:
@@ -99,32 +111,66 @@ def prepare_buffers(stage: _PipelineStageBase, slots: int) -> None:
     for info in infos:
         for chunk_id in [chunk_id for chunk_id in info if chunk_id >= slots]:
             del info[chunk_id]
-        for received in (each for chunk in info.values() for each in chunk):
-            buffer = getattr(received, "buffer", None)
-            if buffer is not None and not buffer.is_contiguous():
-                received.buffer = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)
+        for chunk in info.values():
+            release_buffers(chunk)
 
 
-def forget_input_gradients(stage: _PipelineStageBase, chunk_id: int) -> None:
-    """Clear the gradient of a receive buffer, which is an autograd leaf, before the buffer is used again."""
-    for info in stage.args_recv_info[chunk_id]:
-        buffer = getattr(info, "buffer", None)
-        if buffer is not None:
-            buffer.grad = None
+def allocate_buffers(infos: Iterable[Any], device: torch.device) -> None:
+    """Make the tensors that a message of one microbatch is received into, contiguous as a receive needs."""
+    for info in infos:
+        if getattr(info, "buffer", None) is not None:
+            info.buffer = torch.empty(info.buffer.shape, dtype=info.buffer.dtype, device=device)
 
 
-def own_output(stage: _PipelineStageBase, chunk_id: int) -> None:
-    """Copy what the last stage returns of a chunk if it lies in its receive buffer, which is used again."""
-    received = (getattr(info, "buffer", None) for info in stage.args_recv_info[chunk_id])
-    buffers = {buffer.untyped_storage().data_ptr() for buffer in received if buffer is not None}
+def release_buffers(infos: Iterable[Any]) -> None:
+    """Leave the tensors of a received message to those who use them."""
+    for info in infos:
+        if getattr(info, "buffer", None) is not None:
+            info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False)
 
-    def own(value: Any) -> Any:
-        if isinstance(value, Tensor) and not isinstance(value, DTensor):
-            return value.clone() if value.untyped_storage().data_ptr() in buffers else value
-        return value
 
-    if buffers:
-        stage.output_chunks[-1] = tree_map(own, stage.output_chunks[-1])
+def is_initialized(schedule: PipelineScheduleSingle) -> bool:
+    """Whether torch has inferred shapes for what the schedule is about to do: to train, or to evaluate."""
+    return bool(
+        schedule._stage_forward_initialized and schedule._stage_backward_initialized == schedule._has_backward
+    )
+
+
+def infer_anew(schedule: PipelineScheduleSingle) -> None:
+    """Let the next `initialize_stage` infer shapes again. No microbatch may be in flight."""
+    schedule._stage_forward_initialized = schedule._stage_backward_initialized = False
+    schedule._stage.grad_send_info = None
+
+
+def expected_outputs(stage: _PipelineStageBase) -> list[tuple[torch.Size, torch.dtype]]:
+    """Shapes and dtypes of the local tensors that the next stage receives for a microbatch."""
+    if hasattr(stage, "_stage_meta"):
+        outputs = stage._stage_meta.outputs
+    else:
+        outputs = cast(Any, stage).get_outputs_meta()
+    return [(output.shape, output.dtype) for output in outputs or ()]
+
+
+def own_sent(stage: _PipelineStageBase, chunk_id: int, ops: Iterable[dist.P2POp]) -> None:
+    """Copy what is sent of a forward if it is an input or belongs to the module (a tied weight, say).
+
+    The next stage may take it as late as in its next step; by then an update may have written to it.
+    """
+    outputs, inputs = stage.fwd_cache[chunk_id]
+    kept: set[int] = set()
+    for op, output in zip(ops, outputs, strict=True):
+        base = output._base if output._is_view() else output
+        if base.grad_fn is not None:  # computed by this forward
+            continue
+        if not kept:
+            tensors = [*filter(torch.is_tensor, inputs), *stage.submod.parameters(), *stage.submod.buffers()]
+            kept = {_storage_of(tensor) for tensor in tensors}
+        if _storage_of(output) in kept:
+            op.tensor = op.tensor.clone()
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return local_part(tensor.detach()).untyped_storage().data_ptr()
 
 
 def reshard(module: nn.Module) -> None:

@@ -23,34 +23,29 @@ class Clipper:
     def __init__(self, stage: _PipelineStageBase) -> None:
         self._stage = stage
         self._reducer: NormReducer | None = None
-        self._complete: dict[int, _Gradients] = {}  # batches that are not delivered yet
-        self._norms: dict[int, GradientNorm] = {}  # of the same
+        self._norms: dict[int, GradientNorm] = {}  # of batches that are not delivered yet
         self._norm: GradientNorm | None = None  # of the gradient that is delivered
         self._marks: list[tuple[int, int] | None] | None = None  # what tells whether it is still the same
 
-    def complete(self, batch: int, gradients: _Gradients) -> None:
-        """Note that the stage's gradient of `batch` is complete, and start reducing its norm."""
-        self._complete[batch] = gradients
+    def start(self, batch: int, gradients: _Gradients) -> None:
+        """Start reducing the norm of `gradients`, which `.grad` will hold when `batch` is delivered."""
         if self._reducer is not None:
             self._norms[batch] = self._reducer.start(gradients)
 
-    def deliver(self, batch: int, gradients: _Gradients | None) -> None:
-        """Note that `.grad` now holds `gradients`, those of `batch`; None if they were added to others."""
-        del self._complete[batch]
+    def deliver(self, batch: int, gradients: _Gradients) -> None:
+        """Note that `.grad` now holds `gradients`, with those of `batch`."""
         self._norm = self._norms.pop(batch, None)
-        self._marks = None if gradients is None else [identity_of(gradient) for gradient in gradients]
+        self._marks = [identity_of(gradient) for gradient in gradients]
 
     def clip(self, gradients: _Gradients, max_norm: float) -> Tensor:
         """Clip `gradients`, which `.grad` holds; see `ScheduleAsync2BW.clip_grad_norm_`."""
         if self._reducer is None:
             self._reducer = NormReducer(self._stage)
             self._norm = self._reducer.start(gradients)
-            for batch, complete in sorted(self._complete.items()):
-                self._norms[batch] = self._reducer.start(complete)
         if [identity_of(gradient) for gradient in gradients] != self._marks:
             raise RuntimeError(
                 "the gradient in .grad is not what step() has delivered, so its norm is not known; clip it "
-                "once, before you change it, and call zero_grad() before the next step()"
+                "once, before you change it"
             )
         assert self._norm is not None
         norm = self._norm.value()

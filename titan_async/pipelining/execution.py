@@ -3,10 +3,18 @@
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from titan_async.pipelining._torch_internals import forget_input_gradients, prepare_buffers
+from titan_async.local_tensors import local_part
+from titan_async.pipelining._torch_internals import (
+    allocate_buffers,
+    expected_outputs,
+    own_sent,
+    prepare_buffers,
+    release_buffers,
+)
 from titan_async.pipelining.actions import Action, Instruction, evaluation_program, in_flight, slots
 from titan_async.pipelining.messages import Messages, most_pending
 from titan_async.pipelining.recording import Kind, NoRecorder, Recorder
@@ -114,9 +122,8 @@ class Execution:
             elif kind == "wait":
                 self._messages.wait(action)
             elif kind == "compute":
-                forward(action.microbatch, self._slot(action))
+                self._compute_forward(action, forward)
             else:
-                # A receive buffer is used again after its forward, whose output may be that very buffer.
                 self._send(action, max(self._tail, 1))
         stage.fwd_cache.clear()
         self.close()
@@ -127,24 +134,56 @@ class Execution:
 
     def _receive(self, action: Action) -> None:
         slot = self._slot(action)
-        if action.kind == "F":
-            forget_input_gradients(self._stage, slot)
-            self._messages.receive(action, self._stage.get_fwd_recv_ops(slot))
-        else:
-            self._messages.receive(action, self._stage.get_bwd_recv_ops(slot))
+        allocate_buffers(self._received(action), self._stage.device)
+        get_ops = self._stage.get_fwd_recv_ops if action.kind == "F" else self._stage.get_bwd_recv_ops
+        self._messages.receive(action, get_ops(slot))
 
     def _send(self, action: Action, most: int) -> None:
-        get_ops = self._stage.get_fwd_send_ops if action.kind == "F" else self._stage.get_bwd_send_ops
-        self._messages.send(action, get_ops(self._slot(action)), most)
-
-    def _compute(self, action: Action, batch: Batch, forward: Forward | None) -> None:
         slot = self._slot(action)
         if action.kind == "F":
+            ops = self._stage.get_fwd_send_ops(slot)
+            if self._stage.has_backward:
+                own_sent(self._stage, slot, ops)
+        else:
+            ops = self._stage.get_bwd_send_ops(slot)
+        self._messages.send(action, ops, most)
+
+    def _compute(self, action: Action, batch: Batch, forward: Forward | None) -> None:
+        if action.kind == "F":
             assert forward is not None
-            forward(action.microbatch, slot)
+            self._compute_forward(action, forward)
         else:
             loss = batch.losses[action.microbatch] if self._stage.is_last else None
-            self._stage.backward_one_chunk(slot, loss)
+            self._stage.backward_one_chunk(self._slot(action), loss)
+            release_buffers(self._received(action))
+
+    def _compute_forward(self, action: Action, forward: Forward) -> None:
+        forward(action.microbatch, self._slot(action))
+        release_buffers(self._received(action))
+        if not self._stage.is_last:
+            self._check_outputs(action)
+
+    def _check_outputs(self, action: Action) -> None:
+        """Refuse what the next stage has no buffers for: gloo would abort the process that receives it."""
+        outputs, _ = self._stage.fwd_cache[self._slot(action)]
+        shapes = [(local_part(output).shape, output.dtype) for output in outputs]
+        expected = expected_outputs(self._stage)
+        if shapes != expected:
+            raise ValueError(
+                f"stage {self._stage.stage_index} returned {_described(shapes)} for microbatch "
+                f"{action.microbatch}, but the pipeline was made for {_described(expected)}: return the same "
+                "for all microbatches, and drain() before a batch whose outputs have other shapes"
+            )
+
+    def _received(self, action: Action) -> tuple:
+        slot = self._slot(action)
+        if action.kind == "F":
+            return self._stage.args_recv_info[slot]
+        return self._stage.grad_recv_info[slot]
 
     def _slot(self, action: Action) -> int:
         return (action.batch * self._n_microbatches + action.microbatch) % self._slots
+
+
+def _described(tensors: list[tuple[torch.Size, torch.dtype]]) -> str:
+    return ", ".join(f"a tensor of shape {tuple(shape)} and {dtype}" for shape, dtype in tensors) or "nothing"

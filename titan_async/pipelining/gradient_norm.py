@@ -17,7 +17,7 @@ from titan_async._group_internals import joint_group
 from titan_async.local_tensors import local_part
 from titan_async.pipelining._torch_internals import group_of
 
-__all__ = ["GradientNorm", "NormReducer", "clip_", "share_of_squares"]
+__all__ = ["GradientNorm", "NormReducer", "clip_", "connect_ranks", "share_of_squares"]
 
 
 class GradientNorm:
@@ -68,23 +68,31 @@ class NormReducer:
     """
 
     def __init__(self, stage: _PipelineStageBase) -> None:
-        group, mine = group_of(stage), {dist.get_rank()}
-        for parameter in stage.submod.parameters():
-            if isinstance(parameter, DTensor):
-                mine.update(parameter.device_mesh.mesh.flatten().tolist())
-        everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, mine, group=group)
         self._device = stage.device
-        ranks = set().union(*everyone)
-        self._ranks_of_a_stage = len(ranks) // len(everyone)
-        self._group = joint_group(ranks)
-        # Connects now: later, a rank that is the first to start a reduction must not wait for the others.
-        dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
+        self._group, self._ranks_of_a_stage = connect_ranks(stage)
 
     def start(self, gradients: Sequence[Tensor | None]) -> GradientNorm:
         """Start reducing the norm of one batch's gradient, of which `gradients` are this rank's part."""
         squares = share_of_squares(gradients, self._ranks_of_a_stage, self._device)
         return GradientNorm(squares, self._group)
+
+
+def connect_ranks(stage: _PipelineStageBase) -> tuple[dist.ProcessGroup, int]:
+    """A new group of all ranks that hold a part of any of the pipeline's stages, and how many hold each.
+
+    A collective of these ranks.
+    """
+    group, mine = group_of(stage), {dist.get_rank()}
+    for parameter in stage.submod.parameters():
+        if isinstance(parameter, DTensor):
+            mine.update(parameter.device_mesh.mesh.flatten().tolist())
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    ranks = set().union(*everyone)
+    joint = joint_group(ranks)
+    # Connects now: later, a rank that is the first to start a collective must not wait for the others.
+    dist.all_reduce(torch.zeros(1, device=stage.device), group=joint)
+    return joint, len(ranks) // len(everyone)
 
 
 def share_of_squares(tensors: Sequence[Tensor | None], ranks_of_a_stage: int, device: torch.device) -> Tensor:

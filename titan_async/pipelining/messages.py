@@ -78,8 +78,8 @@ class Messages:
     def close(self) -> None:
         """Wait until everything that was sent has been taken. Nothing may be left to receive."""
         assert self._lanes is not None and not self._receiving
-        for pending in self._sending.values():
-            self._finish(pending, 0)
+        for kind in self._sending:
+            self._finish(kind, 0)
         self._lanes.busy = False
         self._lanes = None
 
@@ -89,16 +89,15 @@ class Messages:
 
     def wait(self, action: Action) -> None:
         """Wait until the input of `action` is there; on an accelerator, let the current stream wait."""
-        for work in self._receiving.pop(action):
-            wait_for_message(work, self._stage.device)
+        neighbour = self._stage.stage_index + (-1 if action.kind == "F" else 1)
+        self._wait(self._receiving.pop(action), neighbour)
 
     def send(self, action: Action, ops: list[dist.P2POp], most: int) -> None:
         """Start sending the output of `action`, once fewer than `most` of its kind are on their way."""
         for op in ops:
             op.tensor = op.tensor.contiguous()
-        pending = self._sending[action.kind]
-        self._finish(pending, most - 1)
-        pending.append((ops, self._start(action, ops)))
+        self._finish(action.kind, most - 1)
+        self._sending[action.kind].append((ops, self._start(action, ops)))
 
     def _start(self, action: Action, ops: list[dist.P2POp]) -> list[dist.Work]:
         assert self._lanes is not None
@@ -109,11 +108,22 @@ class Messages:
             works.append(work)
         return works
 
-    def _finish(self, pending: _Sends, most: int) -> None:
+    def _finish(self, kind: str, most: int) -> None:
+        pending = self._sending[kind]
+        neighbour = self._stage.stage_index + (1 if kind == "F" else -1)
         while len(pending) > most:
             _, works = pending.popleft()
+            self._wait(works, neighbour)
+
+    def _wait(self, works: list[dist.Work], neighbour: int) -> None:
+        try:
             for work in works:
                 wait_for_message(work, self._stage.device)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"stage {self._stage.stage_index} waits in vain for stage {neighbour}: see what went wrong "
+                f"there ({' '.join(str(error).split())})"
+            ) from error
 
 
 def _connect(stage: _PipelineStageBase, group: dist.ProcessGroup) -> _Lanes:

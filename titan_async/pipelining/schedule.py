@@ -11,13 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.utils._pytree import tree_leaves
 
 from titan_async.local_tensors import local_part
 from titan_async.pipelining._torch_internals import (
+    infer_anew,
     initialize_stage,
-    own_output,
+    is_initialized,
     reshard,
     split_microbatches,
     unsupported_wrapper,
@@ -25,6 +28,7 @@ from titan_async.pipelining._torch_internals import (
 from titan_async.pipelining.actions import Instruction, drain_program, in_flight, step_program
 from titan_async.pipelining.clipping import Clipper
 from titan_async.pipelining.execution import Batch, Execution, Forward
+from titan_async.pipelining.inputs import Agreement, Signature, check_alike, signature_of
 from titan_async.pipelining.recording import Kind, Recorder
 from titan_async.pipelining.versions import Gradient, Versions
 
@@ -61,6 +65,8 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             to m - d; their number falls evenly to none at the last stage. They hide the latency of messages
             and uneven stages, d - 1 of them one message each way at every stage, and each costs the
             activations of a microbatch. With none a stage holds what it does under `Schedule1F1B`.
+        target_chunk_spec: how the target is split, as `args_chunk_spec` has it for one input: along dimension
+            0 by default. Inputs that are split along another dimension need it.
 
     Raises:
         ValueError: if there are fewer microbatches than stages, or too few for `lookahead`; every rank
@@ -99,6 +105,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         output_merge_spec: dict[str, Any] | tuple | None = None,
         scale_grads: bool = True,
         lookahead: int = 0,
+        target_chunk_spec: Any = None,
     ) -> None:
         if isinstance(stage, list | tuple):
             raise NotImplementedError(
@@ -127,6 +134,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             scale_grads=scale_grads,
         )
         self._lookahead = lookahead
+        self._target_chunk_spec = target_chunk_spec
         # Only the last stage finishes a batch's backwards within the batch's own step.
         self._tail = in_flight(stage.stage_index, stages, lookahead)
         self._execution = Execution(stage, lookahead)
@@ -136,12 +144,21 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         self._delivered = 0  # gradients
         self._behind = 0  # how many of these the weights of the next batch lack: 1 after a drain
         self._delay = 0
+        self._made_for: tuple[int, Signature] = (0, {})  # microbatches, and what each of them brings
+        self._agreement: Agreement | None = None
         self._batches: dict[int, Batch] = {}
         self._complete: dict[int, Gradient] = {}  # batch -> its gradient, not yet delivered
         self._gradient_ready = False
         self._clipper = Clipper(stage)
         self._broken = False
         self._refuse_wrapped()
+        specs = tree_leaves((args_chunk_spec, kwargs_chunk_spec))
+        elsewhere = {spec.split_dim for spec in specs if isinstance(spec, TensorChunkSpec)} - {0}
+        if loss_fn is not None and elsewhere and target_chunk_spec is None:
+            raise ValueError(
+                f"inputs are split along dimension {min(elsewhere)}, and nothing says how the target is: "
+                "pass target_chunk_spec, TensorChunkSpec(0) if its dimension 0 is the batch"
+            )
 
     @property
     def gradient_ready(self) -> bool:
@@ -168,9 +185,10 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradient that `step` or `drain` has left in `.grad` by its norm over the whole model.
 
-        What `torch.nn.utils.clip_grad_norm_` would do to all stages and shards together. From the second
-        call on, the norm's all-reduce starts as soon as a stage's gradient is complete, so that this waits
-        for no stage. Call it right after `step` or `drain`, on every rank.
+        What `torch.nn.utils.clip_grad_norm_` would do to all stages and shards together, also where `.grad`
+        held something before. From the second call on, the norm's all-reduce starts within `step`, as soon as
+        the stage's gradient is complete, so that this waits for no stage. Call it right after `step` or
+        `drain`, on every rank.
 
         Args:
             max_norm: the most that the norm (2) may be; `math.inf` only measures.
@@ -213,13 +231,14 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         """Run one batch, as `Schedule1F1B.step` does but without emptying the pipeline.
 
         Args:
-            *args: whole-batch inputs of the first stage, split along dimension 0 into m microbatches.
+            *args: whole-batch inputs of the first stage, split along dimension 0 into m microbatches, all of
+                the same shape. It may be another one than before if the pipeline is empty: after `drain`.
             target: of the whole batch, likewise, on the last stage.
             losses: cleared and filled with one scalar a microbatch of this batch, on the last stage.
             return_outputs: whether the last stage merges and returns its outputs.
             loss_kwargs: further arguments of `loss_fn`.
             arg_mbs: inputs that are already split, instead of whole-batch ones.
-            kwarg_mbs: likewise.
+            kwarg_mbs: likewise; their tensors may be of any sizes (cumulative sequence lengths, say).
             target_mbs: likewise.
             **kwargs: whole-batch inputs of every stage, split likewise.
 
@@ -230,30 +249,29 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             RuntimeError: under `torch.no_grad()`, if the set of trainable parameters has changed, or if an
                 earlier `step` or `drain` has failed.
             NotImplementedError: if a trainable parameter has hooks or is of a class of its own.
-            TypeError, ValueError: for inputs that do not fit, as `Schedule1F1B.step`.
+            TypeError, ValueError: for inputs that do not fit, as `Schedule1F1B.step`, or that have other
+                shapes, dtypes or structure than those that the pipeline was made for. Nothing has been sent
+                then, and the next `step` may go on.
 
         A `GradScaler` must keep its scale constant: a gradient is unscaled one batch after it was scaled.
         """
         self._refuse_broken()
         if self._has_backward and not torch.is_grad_enabled():
             raise RuntimeError("step() trains and needs gradients; call eval() under torch.no_grad()")
-        split_args, split_kwargs, targets = split_microbatches(
-            self, args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs
+        whole = kwarg_mbs is None
+        arg_mbs, kwarg_mbs, target_mbs = split_microbatches(
+            self, args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, self._target_chunk_spec
         )
         if losses is not None and not isinstance(losses, list):
             raise TypeError(f"losses must be a list but is a {type(losses).__name__}")
-        if self._has_backward and self._stage.is_last and targets is None:
+        if self._has_backward and self._stage.is_last and target_mbs is None:
             raise ValueError("the last stage needs a target to train; pass target= or target_mbs=")
         if not self._has_backward and self._number:
             raise RuntimeError("batches are in flight; call drain() and apply its gradient before eval()")
 
+        signatures = _signatures(arg_mbs, kwarg_mbs, target_mbs, free_sizes=not whole)
+        self._run_batch(signatures, arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
         stage = self._stage
-        if self._has_backward:
-            self._checked_versions()
-        stage.has_backward = self._has_backward
-        stage.output_chunks.clear()
-        with self._breaks_on_error():
-            self._step_microbatches(split_args, split_kwargs, targets, losses, return_outputs, loss_kwargs)
         return self._merge_outputs(stage.output_chunks) if stage.is_last and return_outputs else None
 
     def eval(
@@ -310,6 +328,8 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             versions = self._checked_versions()
             batch = self._number - 1
             with self._breaks_on_error():
+                if batch in self._complete:
+                    self._accumulate(batch)
                 self._run(drain_program(*self._shape, batch, self._lookahead))
                 self._execution.close()
             versions.hold()
@@ -392,20 +412,60 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        assert arg_mbs is not None and kwarg_mbs is not None
-        initialize_stage(self, arg_mbs[0], kwarg_mbs[0], target_mbs[0] if target_mbs else None, loss_kwargs)
-        self._execution.open(self._n_microbatches)
-        batch_losses: list[Tensor] = []
-        forward = self._forward_of(
-            arg_mbs, kwarg_mbs, target_mbs, batch_losses, return_outputs, loss_kwargs or {}
-        )
+        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        signatures = _signatures(arg_mbs, kwarg_mbs, target_mbs, free_sizes=True)
+        self._run_batch(signatures, arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
+
+    def _run_batch(
+        self,
+        signatures: list[Signature],
+        args: list,
+        kwargs: list,
+        targets: list | None,
+        losses: list | None,
+        return_outputs: bool,
+        loss_kwargs: dict[str, Any] | None,
+    ) -> None:
+        stage = self._stage
         if self._has_backward:
-            self._train(forward, batch_losses)
-        else:
-            self._execution.evaluate(forward)
-            reshard(self._stage.submod)
-        if losses is not None and self._stage.is_last:
+            self._checked_versions()
+        self._refuse_unlike(signatures)
+        stage.has_backward = self._has_backward
+        stage.output_chunks.clear()
+        batch_losses: list[Tensor] = []
+        forward = self._forward_of(args, kwargs, targets, batch_losses, return_outputs, loss_kwargs or {})
+        with self._breaks_on_error():
+            if not self._number:
+                self._note_shapes(signatures)
+                target = targets[0] if targets else None
+                initialize_stage(self, args[0], kwargs[0], target, loss_kwargs)
+                self._execution.open(self._n_microbatches)
+            if self._has_backward:
+                self._train(forward, batch_losses)
+            else:
+                self._execution.evaluate(forward)
+                reshard(stage.submod)
+        if losses is not None and stage.is_last:
             losses[:] = batch_losses
+
+    def _refuse_unlike(self, signatures: list[Signature]) -> None:
+        if self._number:
+            check_alike(signatures, self._made_for[1], "drain() before a batch of other shapes")
+        else:
+            check_alike(signatures, signatures[0], "all microbatches of a batch must be alike")
+
+    def _note_shapes(self, signatures: list[Signature]) -> None:
+        """Let torch infer the shapes between stages anew if those of the inputs have changed on any rank.
+
+        What a rank is given does not tell what reaches it, and under FSDP all ranks must infer together.
+        """
+        before, self._made_for = self._made_for, (len(signatures), signatures[0])
+        if not is_initialized(self):
+            return
+        if self._agreement is None:
+            self._agreement = Agreement(self._stage)
+        if self._agreement.any(before != self._made_for):
+            infer_anew(self)
 
     def _forward_of(
         self,
@@ -420,12 +480,8 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
 
         def forward(microbatch: int, slot: int) -> None:
             output = stage.forward_one_chunk(slot, args[microbatch], kwargs[microbatch], return_outputs)
-            if not stage.is_last:
-                return
-            if self._loss_fn is not None and targets is not None:
+            if stage.is_last and self._loss_fn is not None and targets is not None:
                 losses.append(self._loss_fn(output, targets[microbatch], **loss_kwargs))
-            if return_outputs:
-                own_output(stage, slot)
 
         return forward
 
@@ -439,6 +495,8 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         if not self._tail:
             versions.release_other(batch.version)
         self.recorder.end()
+        if number - 1 in self._complete:
+            self._accumulate(number - 1)
         self._run(step_program(*self._shape, number, self._lookahead), forward)
         if self._tail:
             self.recorder.begin(Kind.SWAP, stage, batch.number, version=updates)
@@ -460,14 +518,25 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         present = [part for part in map(local_part, gradient.of_parameters) if part is not None]
         if self.scale_grads and present:
             torch._foreach_div_(present, self._n_microbatches)
-        self._clipper.complete(number, gradient.of_parameters)
         self._complete[number] = gradient
+        if number < self._number:
+            self._accumulate(number)
+
+    def _accumulate(self, number: int) -> None:
+        assert self._versions is not None
+        self._clipper.start(number, self._versions.accumulate(self._complete[number]))
 
     def _deliver(self, number: int) -> None:
         assert self._versions is not None
-        fresh = all(gradient is None for gradient in self._versions.gradients())
         self._versions.deliver(self._complete.pop(number))
-        self._clipper.deliver(number, self._versions.gradients() if fresh else None)
+        self._clipper.deliver(number, self._versions.gradients())
         self._delay = self._delivered - self._batches[number].updates
         self._delivered += 1
         self._gradient_ready = True
+
+
+def _signatures(args: list, kwargs: list, targets: list | None, free_sizes: bool) -> list[Signature]:
+    return [
+        signature_of(*each, free_sizes)
+        for each in zip(args, kwargs, targets or [None] * len(args), strict=True)
+    ]

@@ -85,13 +85,23 @@ class Versions:
         """Remove and return what the complete batch of `version`, which is shown, has gathered."""
         return Gradient(self._weights.take_gradients(version), self._buffers.take_changes(version))
 
+    def accumulate(self, gradient: Gradient) -> list[Tensor | None]:
+        """Add what `.grad` holds to a batch's gradient, and return what it will hold after the delivery."""
+        sums: list[Tensor | None] = []
+        for parameter, part in zip(self.parameters, gradient.of_parameters, strict=True):
+            if part is not None and parameter.grad is not None:
+                part.add_(parameter.grad)
+            sums.append(parameter.grad if part is None else part)
+        return sums
+
     def deliver(self, gradient: Gradient) -> None:
-        """Add a batch's gradient to the `.grad` of the module's own parameters, and change its buffers."""
+        """Put a batch's accumulated gradient into the `.grad` of the module's own parameters, and change its
+        buffers."""
         for parameter, part in zip(self.parameters, gradient.of_parameters, strict=True):
             if parameter.grad is None:
                 parameter.grad = part
             elif part is not None:
-                parameter.grad.add_(part)
+                parameter.grad.copy_(part)
         self._buffers.deliver(gradient.buffer_changes)
 
     def hold(self) -> None:
