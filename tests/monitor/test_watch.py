@@ -219,12 +219,16 @@ def test_a_signal_leaves_the_terminal_in_order(run_dir: Path, number: int, statu
         view.assert_left_in_order()
 
 
-def test_an_error_leaves_the_terminal_in_order(run_dir: Path) -> None:
+def test_an_error_leaves_the_terminal_in_order(
+    run_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    # A run of a later version of this project, which is there at once.
+    elsewhere = tmp_path_factory.mktemp("later")
+    folder = write_run(elsewhere, "29990101-000000-bbbb", closed=False)
+    (folder / "run.json").write_text('{"format": 99}')
     with terminal(run_dir, "--following", str(os.getpid())) as view:
         view.wait_for("the training processes start")
-        # A run of a later version of this project.
-        folder = write_run(run_dir, "29990101-000000-bbbb", closed=False)
-        (folder / "run.json").write_text('{"format": 99}')
+        folder.rename(run_dir / folder.relative_to(elsewhere))
         assert view.status() == 2
         view.assert_left_in_order()
         assert "its format is 99, and this version reads 1" in view.written.split(LEAVE)[1]

@@ -54,6 +54,7 @@ def initialize_stage(
     if hasattr(schedule, "_initialize_pp_stages"):
         schedule._initialize_stage(args, kwargs, target, loss_kwargs)
     else:
+        infer_anew(schedule)
         cast(Any, schedule)._initialize_stage(args, kwargs)
     # Its forward may have replaced buffers, which torch does not undo, or have written to them, which it
     # undoes from 2.14 on.
@@ -119,14 +120,14 @@ def allocate_buffers(infos: Iterable[Any], device: torch.device) -> None:
     """Make the tensors that a message of one microbatch is received into, contiguous as a receive needs."""
     for info in infos:
         if getattr(info, "buffer", None) is not None:
-            info.buffer = torch.empty(info.buffer.shape, dtype=info.buffer.dtype, device=device)
+            info.buffer = _empty_like(info.buffer, device)
 
 
 def release_buffers(infos: Iterable[Any]) -> None:
     """Leave the tensors of a received message to those who use them."""
     for info in infos:
         if getattr(info, "buffer", None) is not None:
-            info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False)
+            info.buffer = _empty_like(info.buffer, torch.device("meta"))
 
 
 def is_initialized(schedule: PipelineScheduleSingle) -> bool:
@@ -136,10 +137,18 @@ def is_initialized(schedule: PipelineScheduleSingle) -> bool:
     )
 
 
+def _empty_like(buffer: Tensor, device: torch.device) -> Tensor:
+    # Before 2.14 torch decides where it makes the buffer whether what is received requires a gradient.
+    return torch.empty(buffer.shape, dtype=buffer.dtype, device=device, requires_grad=buffer.requires_grad)
+
+
 def infer_anew(schedule: PipelineScheduleSingle) -> None:
     """Let the next `initialize_stage` infer shapes again. No microbatch may be in flight."""
     schedule._stage_forward_initialized = schedule._stage_backward_initialized = False
-    schedule._stage.grad_send_info = None
+    stage = cast(Any, schedule._stage)
+    stage.grad_send_info = None
+    if hasattr(stage, "inputs_meta"):  # before 2.14
+        stage.inputs_meta = stage._outputs_meta = None
 
 
 def expected_outputs(stage: _PipelineStageBase) -> list[tuple[torch.Size, torch.dtype]]:

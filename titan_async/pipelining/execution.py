@@ -155,6 +155,8 @@ class Execution:
         else:
             loss = batch.losses[action.microbatch] if self._stage.is_last else None
             self._stage.backward_one_chunk(self._slot(action), loss)
+            if loss is not None:  # its graph is used up, and would keep the input
+                batch.losses[action.microbatch] = loss.detach()
             release_buffers(self._received(action))
 
     def _compute_forward(self, action: Action, forward: Forward) -> None:

@@ -16,7 +16,7 @@ from torchtitan.trainer import Trainer
 
 from titan_async.optim.distribution import ELEMENTS_STAYING
 from titan_async.optim.muon_options import DTYPES
-from titan_async.pipelining.actions import in_flight, slots
+from titan_async.pipelining.actions import in_flight
 from titan_async.pipelining.simulation import Task
 from titan_async.planning.layout import Layout
 from titan_async.planning.optimizer_groups import feeds_back, group_of, groups_of
@@ -176,11 +176,12 @@ class _Stage:
         if layout.pp == 1:
             return 0
         if layout.delayed:
-            received = slots(index, layout.pp, layout.lookahead)
-            sent = in_flight(index, layout.pp, layout.lookahead) + 2
+            inputs = sent = in_flight(index, layout.pp, layout.lookahead) + 2
+            gradients = 2  # the one that a backward uses, and the next, which is on its way
         else:
-            received, sent = layout.microbatches // layout.passes, 1
-        return message * ((received + sent) * (index > 0) + (received + 1) * (index < last))
+            inputs = gradients = layout.microbatches // layout.passes
+            sent = 1
+        return message * ((inputs + sent) * (index > 0) + (gradients + 1) * (index < last))
 
 
 def _buffers(unit: Sequence[Shards], itemsize: int, copies_alone: bool) -> int:

@@ -71,23 +71,23 @@ def predict_peak(sizes: Sizes, stage: int, ranks: int, microbatches: int, lookah
     1F1B holds the parameters, one gradient, a receive buffer for each microbatch and direction, and
     min(m, d - r) microbatches. Async2BW keeps w = d - 1 - r and its share of the lookahead in flight between
     steps, one more between a forward and a backward; a second version of the parameters where w > 0; the
-    gradient of the batch before beside that of the batch; w + 2 receive buffers a direction (w + 1 on the
-    first stage), and w + 2 messages on their way to the stage before.
+    gradient of the batch before beside that of the batch; w + 2 inputs, two gradients of outputs, and w + 2
+    messages on their way to the stage before.
     """
     downstream = ranks - 1 - stage
     if lookahead is None:
         in_flight = min(microbatches, downstream + 1)
         versions, gradients = 1, 1
-        slots, sent = microbatches, 1
+        inputs, gradients_received, sent = microbatches, microbatches, 1
         refilled = microbatches > in_flight
     else:
         tail = downstream + (lookahead * downstream // (ranks - 1) if downstream else 0)
         in_flight = tail + 1
         versions, gradients = (2 if tail else 1), 2
-        slots, sent = tail + (2 if stage else 1), tail + 2
+        inputs, gradients_received, sent = tail + 2, 2, tail + 2
         refilled = microbatches - tail > 1
     # Outputs that are on their way are in flight too, all but one.
-    messages = (slots + sent) * (stage > 0) + (slots + 1) * (downstream > 0)
+    messages = (inputs + sent) * (stage > 0) + (gradients_received + 1) * (downstream > 0)
     # The first backward of a batch makes its gradient, and frees activations meanwhile.
     moments = [
         (gradients - 1) * sizes.parameters + in_flight * sizes.activations + sizes.first_backward_extra
