@@ -15,60 +15,78 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from titan_async.pipelining.gradient_norm import connect_ranks
 
-__all__ = ["Agreement", "Signature", "check_alike", "signature_of"]
+__all__ = ["Shapes", "Signature", "signatures_of"]
 
 Signature = dict[str, str]
 """What a microbatch consists of: the name of each part, and its shape and dtype, or its type."""
 
 
-def signature_of(args: tuple, kwargs: dict[str, Any], target: Any, free_sizes: bool) -> Signature:
-    """The signature of one microbatch.
+def signatures_of(args: list, kwargs: list, targets: list | None, free_sizes: bool) -> list[Signature]:
+    """The signature of each microbatch of a batch.
 
     Args:
-        args: positional inputs.
-        kwargs: keyword inputs, without whose sizes their number of dimensions counts if `free_sizes`:
-            cumulative sequence lengths have as many entries as there are documents.
-        target: of the microbatch.
-        free_sizes: see `kwargs`.
+        args: positional inputs, a tuple a microbatch.
+        kwargs: keyword inputs, a dict a microbatch.
+        targets: one a microbatch, or None.
+        free_sizes: leave out the sizes of keyword inputs, but not their number of dimensions: cumulative
+            sequence lengths have as many entries as there are documents.
     """
-    parts = _describe("args", args) | _describe("kwargs", kwargs, free_sizes)
-    return parts if target is None else parts | _describe("target", target)
+    batch = [
+        _describe("args", mine) | _describe("kwargs", named, free_sizes)
+        for mine, named in zip(args, kwargs, strict=True)
+    ]
+    for parts, target in zip(batch, targets or (), strict=False):
+        parts |= _describe("target", target)
+    return batch
 
 
-def check_alike(microbatches: Sequence[Signature], expected: Signature, hint: str) -> None:
-    """Refuse the first microbatch that is not as expected.
-
-    Args:
-        microbatches: the signatures of a batch.
-        expected: of each of them.
-        hint: what to do about it.
-
-    Raises:
-        ValueError: naming the argument, the microbatch, what came and what was expected.
-    """
-    for index, found in enumerate(microbatches):
-        for name in expected | found:
-            came, wanted = found.get(name, "missing"), expected.get(name, "no such input")
-            if came != wanted:
-                raise ValueError(f"{name} of microbatch {index} is {came}, but expected was {wanted}: {hint}")
-
-
-class Agreement:
-    """Tells all ranks what one of them knows. Making one is a collective of the ranks of the pipeline.
+class Shapes:
+    """What the microbatches of a pipeline are like, on one rank.
 
     Args:
         stage: the stage of this rank.
     """
 
     def __init__(self, stage: _PipelineStageBase) -> None:
-        self._device = stage.device
-        self._group, _ = connect_ranks(stage)
+        self._stage = stage
+        self._made_for: tuple[int, Signature] = (0, {})  # microbatches, and each of them
+        self._group: dist.ProcessGroup | None = None
 
-    def any(self, answer: bool) -> bool:
-        """Whether any rank's answer is yes. A collective that waits for the slowest."""
-        yes = torch.tensor(int(answer), device=self._device)
-        dist.all_reduce(yes, dist.ReduceOp.MAX, self._group)
-        return bool(yes.item())
+    def check(self, batch: Sequence[Signature], in_flight: bool) -> None:
+        """Refuse a microbatch that is not like those before: those in flight, or the first of its batch.
+
+        Raises:
+            ValueError: naming the argument, the microbatch, what came and what was expected.
+        """
+        expected = self._made_for[1] if in_flight else batch[0]
+        hint = (
+            "drain() before a batch of other shapes"
+            if in_flight
+            else "all microbatches of a batch must be alike"
+        )
+        for index, found in enumerate(batch):
+            for name in expected | found:
+                came, wanted = found.get(name, "missing"), expected.get(name, "no such input")
+                if came != wanted:
+                    raise ValueError(
+                        f"{name} of microbatch {index} is {came}, but expected was {wanted}: {hint}"
+                    )
+
+    def note(self, batch: Sequence[Signature], is_initialized: bool) -> bool:
+        """Note what the pipeline is filled with, and return whether shapes must be inferred anew for it.
+
+        They must if any rank is given something else than before: what a rank is given does not tell what
+        reaches it, and under FSDP all ranks infer together. So this is a collective of all ranks, unless
+        nothing was inferred yet.
+        """
+        before, self._made_for = self._made_for, (len(batch), batch[0])
+        if not is_initialized:
+            return False
+        if self._group is None:
+            self._group, _ = connect_ranks(self._stage)
+        changed = torch.tensor(int(before != self._made_for), device=self._stage.device)
+        dist.all_reduce(changed, dist.ReduceOp.MAX, self._group)
+        return bool(changed.item())
 
 
 def _describe(name: str, value: Any, free_sizes: bool = False) -> Signature:

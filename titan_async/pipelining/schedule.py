@@ -28,7 +28,7 @@ from titan_async.pipelining._torch_internals import (
 from titan_async.pipelining.actions import Instruction, drain_program, in_flight, step_program
 from titan_async.pipelining.clipping import Clipper
 from titan_async.pipelining.execution import Batch, Execution, Forward
-from titan_async.pipelining.inputs import Agreement, Signature, check_alike, signature_of
+from titan_async.pipelining.inputs import Shapes, Signature, signatures_of
 from titan_async.pipelining.recording import Kind, Recorder
 from titan_async.pipelining.versions import Gradient, Versions
 
@@ -144,8 +144,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         self._delivered = 0  # gradients
         self._behind = 0  # how many of these the weights of the next batch lack: 1 after a drain
         self._delay = 0
-        self._made_for: tuple[int, Signature] = (0, {})  # microbatches, and what each of them brings
-        self._agreement: Agreement | None = None
+        self._shapes = Shapes(stage)
         self._batches: dict[int, Batch] = {}
         self._complete: dict[int, Gradient] = {}  # batch -> its gradient, not yet delivered
         self._gradient_ready = False
@@ -269,7 +268,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         if not self._has_backward and self._number:
             raise RuntimeError("batches are in flight; call drain() and apply its gradient before eval()")
 
-        signatures = _signatures(arg_mbs, kwarg_mbs, target_mbs, free_sizes=not whole)
+        signatures = signatures_of(arg_mbs, kwarg_mbs, target_mbs, free_sizes=not whole)
         self._run_batch(signatures, arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
         stage = self._stage
         return self._merge_outputs(stage.output_chunks) if stage.is_last and return_outputs else None
@@ -413,7 +412,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-        signatures = _signatures(arg_mbs, kwarg_mbs, target_mbs, free_sizes=True)
+        signatures = signatures_of(arg_mbs, kwarg_mbs, target_mbs, free_sizes=True)
         self._run_batch(signatures, arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
 
     def _run_batch(
@@ -429,14 +428,15 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         stage = self._stage
         if self._has_backward:
             self._checked_versions()
-        self._refuse_unlike(signatures)
+        self._shapes.check(signatures, in_flight=self._number > 0)
         stage.has_backward = self._has_backward
         stage.output_chunks.clear()
         batch_losses: list[Tensor] = []
         forward = self._forward_of(args, kwargs, targets, batch_losses, return_outputs, loss_kwargs or {})
         with self._breaks_on_error():
             if not self._number:
-                self._note_shapes(signatures)
+                if self._shapes.note(signatures, is_initialized(self)):
+                    infer_anew(self)
                 target = targets[0] if targets else None
                 initialize_stage(self, args[0], kwargs[0], target, loss_kwargs)
                 self._execution.open(self._n_microbatches)
@@ -447,25 +447,6 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
                 reshard(stage.submod)
         if losses is not None and stage.is_last:
             losses[:] = batch_losses
-
-    def _refuse_unlike(self, signatures: list[Signature]) -> None:
-        if self._number:
-            check_alike(signatures, self._made_for[1], "drain() before a batch of other shapes")
-        else:
-            check_alike(signatures, signatures[0], "all microbatches of a batch must be alike")
-
-    def _note_shapes(self, signatures: list[Signature]) -> None:
-        """Let torch infer the shapes between stages anew if those of the inputs have changed on any rank.
-
-        What a rank is given does not tell what reaches it, and under FSDP all ranks must infer together.
-        """
-        before, self._made_for = self._made_for, (len(signatures), signatures[0])
-        if not is_initialized(self):
-            return
-        if self._agreement is None:
-            self._agreement = Agreement(self._stage)
-        if self._agreement.any(before != self._made_for):
-            infer_anew(self)
 
     def _forward_of(
         self,
@@ -533,10 +514,3 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         self._delay = self._delivered - self._batches[number].updates
         self._delivered += 1
         self._gradient_ready = True
-
-
-def _signatures(args: list, kwargs: list, targets: list | None, free_sizes: bool) -> list[Signature]:
-    return [
-        signature_of(*each, free_sizes)
-        for each in zip(args, kwargs, targets or [None] * len(args), strict=True)
-    ]

@@ -24,7 +24,10 @@ __all__ = ["StorageTracker", "peak_of_training"]
 
 
 class StorageTracker(TorchDispatchMode):
-    """Use it as a context manager around everything that creates tensors, building the model included."""
+    """Use it as a context manager around everything that creates tensors, building the model included.
+
+    Tensors on the device `meta` hold nothing and are not counted.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +43,7 @@ class StorageTracker(TorchDispatchMode):
             return NotImplemented  # has no storage; the operators on its local tensors come here in turn
         result = func(*args, **(kwargs or {}))
         for leaf in tree_iter(result):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
                 self._see(leaf.untyped_storage())
         return result
 
