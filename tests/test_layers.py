@@ -56,6 +56,7 @@ PRIVATE_NAMES_ALLOWED = {
     "pipelining/clipping.py": {"_PipelineStageBase"},
     "pipelining/execution.py": {"_PipelineStageBase"},
     "pipelining/gradient_norm.py": {"_PipelineStageBase", "_foreach_mul_", "_foreach_norm"},
+    "pipelining/inputs.py": {"_PipelineStageBase"},
     "pipelining/messages.py": {"_PipelineStageBase"},
     "pipelining/sharded_versions.py": {"_foreach_copy_"},
     "pipelining/weight_versions.py": {"_foreach_copy_"},

@@ -16,6 +16,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from titan_async.local_tensors import local_part
 
@@ -23,6 +24,7 @@ __all__ = [
     "ParameterWatch",
     "allocate_buffers",
     "assignment",
+    "check_microbatches",
     "expected_outputs",
     "group_of",
     "has_hooks",
@@ -31,11 +33,14 @@ __all__ = [
     "initialize_stage",
     "is_fully_sharded",
     "is_initialized",
+    "keystr",
     "own_sent",
     "prepare_buffers",
     "release_buffers",
     "reshard",
     "split_microbatches",
+    "tree_flatten_with_path",
+    "tree_leaves",
     "unsupported_wrapper",
 ]
 
@@ -96,8 +101,15 @@ def split_microbatches(
         for index, each in enumerate(microbatches or ()):
             if not isinstance(each, kind):
                 raise TypeError(f"{name}[{index}] must be a {kind.__name__} but is a {type(each).__name__}")
-    arg_mbs, kwarg_mbs = schedule._check_inputs(arg_mbs, kwarg_mbs, target_mbs)
+    arg_mbs, kwarg_mbs = check_microbatches(schedule, arg_mbs, kwarg_mbs, target_mbs)
     return arg_mbs, kwarg_mbs, target_mbs
+
+
+def check_microbatches(
+    schedule: PipelineScheduleSingle, arg_mbs: list | None, kwarg_mbs: list | None, target_mbs: list | None
+) -> tuple[list, list]:
+    """Check that there is an entry for each microbatch, and put empty ones where nothing is given."""
+    return schedule._check_inputs(arg_mbs, kwarg_mbs, target_mbs)
 
 
 def prepare_buffers(stage: _PipelineStageBase, slots: int) -> None:

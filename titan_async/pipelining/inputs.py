@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.stage import _PipelineStageBase
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from titan_async.pipelining._torch_internals import keystr, tree_flatten_with_path
 from titan_async.pipelining.gradient_norm import connect_ranks
 
 __all__ = ["Shapes", "Signature", "signatures_of"]

@@ -14,15 +14,16 @@ from torch import Tensor
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
-from torch.utils._pytree import tree_leaves
 
 from titan_async.local_tensors import local_part
 from titan_async.pipelining._torch_internals import (
+    check_microbatches,
     infer_anew,
     initialize_stage,
     is_initialized,
     reshard,
     split_microbatches,
+    tree_leaves,
     unsupported_wrapper,
 )
 from titan_async.pipelining.actions import Instruction, drain_program, in_flight, step_program
@@ -411,7 +412,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        arg_mbs, kwarg_mbs = check_microbatches(self, arg_mbs, kwarg_mbs, target_mbs)
         signatures = signatures_of(arg_mbs, kwarg_mbs, target_mbs, free_sizes=True)
         self._run_batch(signatures, arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
 
