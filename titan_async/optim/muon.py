@@ -63,9 +63,9 @@ class Muon(Optimizer):
     the same order.
 
     **What is skipped.** A parameter without a gradient, be it on one rank only, is left alone: no decay, no
-    change of its momentum, and its error feedback starts anew. If any gradient is not finite on any rank, be it
-    the sum of one that ranks hold in parts, the step changes nothing at all, and `step_was_skipped` is true;
-    every other gradient, from zero to the largest number of its dtype, leaves all finite. The ranks that agree on it are those of the
+    change of its momentum, and its error feedback starts anew. If any gradient is not finite on any rank, or
+    not once its partial sums are added up, the step changes nothing at all, and `step_was_skipped` is true;
+    finite ones of any size leave weights and state finite. The ranks that agree on it are those of the
     parameters' meshes; the stages of a pipeline agree by `ScheduleAsync2BW.clip_grad_norm_`.
 
     **Error feedback** of strength ``error_feedback`` corrects for updates that come one step late, exactly as
