@@ -52,7 +52,7 @@ PRIVATE_NAMES_ALLOWED = {
         "_optimizer_state_dict_post_hooks",
         "_optimizer_state_dict_pre_hooks",
     },
-    "optim/lion.py": {"_foreach_add_", "_foreach_lerp", "_foreach_lerp_", "_foreach_mul_", "_foreach_sign_"},
+    "optim/lion.py": {"_foreach_add_", "_foreach_mul", "_foreach_mul_", "_foreach_sign_"},
     "pipelining/clipping.py": {"_PipelineStageBase"},
     "pipelining/execution.py": {"_PipelineStageBase"},
     "pipelining/gradient_norm.py": {"_PipelineStageBase", "_foreach_mul_", "_foreach_norm"},

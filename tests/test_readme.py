@@ -139,6 +139,36 @@ def test_the_files_and_commands_they_name_exist():
             assert verb in VERBS, f"{page} names titan-async {verb}"
 
 
+def test_the_results_in_the_readme_are_those_on_record():
+    def rows(text):
+        cells = (line.strip("|").split("|") for line in text.splitlines() if line.startswith("|"))
+        return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in cells}
+
+    studied = rows(PAGES["docs/study.md"].partition("<!-- end -->")[0])
+    told = rows(README.partition("the comparison that matters")[2].partition("\n## ")[0])
+    for optimizer in ("AdamW", "Muon"):
+        assert told[optimizer] == studied[optimizer][1:4]
+    recipe = (ROOT / "recipes" / "debug.py").read_text(encoding="utf-8")
+    for loss in re.search(r"(\d\.\d+) against (\d\.\d+) nats a token", README).groups():
+        assert loss in recipe
+
+    # Of stages that sleep, and at the lookahead of each column.
+    benchmark = PAGES["docs/benchmarks.md"]
+    slept, shown = rows(benchmark.partition("## Lookahead")[0]), rows(README.partition("## Two commands")[0])
+    others = [row for name, row in slept.items() if name not in ("", "---", "1F1B", "Async2BW")]
+    best = [max(cell for cell in column if cell != "-") for column in zip(*others, strict=True)]
+    for name, found in (
+        ("1F1B", slept["1F1B"]),
+        ("best other schedule of torch", best),
+        ("Async2BW", slept["Async2BW"]),
+    ):
+        for rounded, exact in zip(shown[name], found, strict=True):
+            assert abs(float(rounded) - float(exact)) <= 0.00501
+    assert re.search(r"`lookahead` 0, 0, (\d), 0 and (\d)", benchmark).groups() == (
+        re.search(r"`lookahead` of (\d) and (\d)", README).groups()
+    )
+
+
 def anchors(text: str) -> set[str]:
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from titan_async.optim import Muon
+from titan_async.optim import ErrorFeedback, Lion, Muon
 
 SHAPES = [(24, 24), (48, 16), (16, 48)]
 
@@ -203,6 +203,75 @@ def test_bad_options_are_named(options, words):
         Muon([parameter(2, 3)], **options)
     with pytest.raises(ValueError, match=words):
         Muon([{"params": [parameter(2, 3)], **options}])
+
+
+@pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw", "spectral_unclamped"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_takes_the_spelling_of_torch(shape, adjust_lr_fn):
+    """As an argument, by position too, and in a group, where it goes before the argument."""
+    torch.manual_seed(10)
+    start, grad = torch.randn(shape), torch.randn(shape)
+    theirs, *ours = (torch.nn.Parameter(start.clone()) for _ in range(4))
+    positions = (0.02, 0.1, 0.9, True, (3.4445, -4.7750, 2.0315), 1e-7, 5)
+    optimizers = [
+        torch.optim.Muon([theirs], *positions, adjust_lr_fn),
+        Muon([ours[0]], *positions, adjust_lr_fn, ns_form="standard"),
+        Muon([ours[1]], *positions, adjust_lr_fn=adjust_lr_fn, ns_form="standard"),
+        Muon(
+            [{"params": [ours[2]], "adjust_lr_fn": adjust_lr_fn}],
+            *positions,
+            ns_form="standard",
+            adjust_lr="match_rms_adamw",
+        ),
+    ]
+    for param, optimizer in zip((theirs, *ours), optimizers, strict=True):
+        param.grad = grad.clone()
+        optimizer.step()
+    for param in ours:
+        assert (param - theirs).abs().max() <= 1e-6 * theirs.abs().max()
+
+
+def test_two_spellings_that_differ_are_refused():
+    with pytest.raises(ValueError, match="adjust_lr_fn.*'spectral_unclamped'.*adjust_lr .'original'"):
+        Muon([parameter(2, 3)], adjust_lr="original", adjust_lr_fn="spectral_unclamped")
+    with pytest.raises(ValueError, match="adjust_lr_fn"):
+        Muon([{"params": [parameter(2, 3)], "adjust_lr": "original", "adjust_lr_fn": "match_rms_adamw"}])
+    with pytest.raises(ValueError, match="unknown adjust_lr 'unclamped'"):
+        Muon([parameter(2, 3)], adjust_lr_fn="unclamped")
+
+
+@pytest.mark.parametrize(
+    ("name", "build"),
+    {
+        "Muon": Muon,
+        "Lion": Lion,
+        "SGD": lambda params: ErrorFeedback(torch.optim.SGD(params, 0.1)),
+    }.items(),
+)
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_that_is_given_twice_is_refused(name, build):
+    one, two = parameter(2, 3), parameter(4, 4)
+    with pytest.raises(ValueError, match=rf"{name} was given a parameter of shape \[2, 3\] twice"):
+        build([one, two, one])
+    with pytest.raises(ValueError, match=rf"{name} was given parameter 'tied' of shape \[2, 3\] twice"):
+        build([("first", one), ("tied", one)])
+    optimizer = build(iter([one]))
+    before = copy.deepcopy(optimizer.state_dict())
+    for params in ([one], [two, two]):
+        with pytest.raises(ValueError, match="twice"):
+            optimizer.add_param_group({"params": params})
+        assert len(optimizer.param_groups) == 1 and str(optimizer.state_dict()) == str(before)
+    optimizer.add_param_group({"params": two})
+
+
+@pytest.mark.filterwarnings("error")
+def test_of_two_groups_with_one_parameter_the_second_is_refused():
+    for build in (Muon, Lion):
+        param = parameter(2, 3)
+        with pytest.raises(ValueError, match="twice"):
+            build([{"params": [param]}, {"params": [parameter(4, 4), param]}])
+        with pytest.raises(ValueError, match="twice"):
+            build([param, param])
 
 
 def test_refuses_complex_parameters_and_sparse_gradients():

@@ -664,7 +664,7 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_changes():
         optimizer.load_state_dict({**saved, "param_groups": saved["param_groups"] * 2})
 
 
-@pytest.mark.parametrize("adjust_lr", [None, "original", "match_rms_adamw"])
+@pytest.mark.parametrize("adjust_lr", [None, "original", "match_rms_adamw", "spectral_unclamped"])
 @pytest.mark.parametrize("make", [Muon, lambda params, **options: around(params, "update", **options)])
 def test_state_of_torch_muon_loads(make, adjust_lr):
     shapes = [(6, 4), (3, 5)]
@@ -678,7 +678,10 @@ def test_state_of_torch_muon_loads(make, adjust_lr):
     optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
     group = optimizer.param_groups[0]
     assert {key: group[key] for key in options} == options
-    assert group["adjust_lr"] == (adjust_lr or "original")
+    assert group["adjust_lr"] == {None: "original", "spectral_unclamped": "spectral"}.get(
+        adjust_lr, adjust_lr
+    )
+    assert "adjust_lr_fn" not in group
     for their, our in zip(theirs, ours, strict=True):
         our.data.copy_(their.data)
         momenta = optimizer.state[our]["momentum_buffer"], reference.state[their]["momentum_buffer"]

@@ -410,6 +410,59 @@ def test_gradients_placed_unlike_their_parameters(pool, layout, gradient, name):
     assert_all_close(pool.run(4, train_with_other_gradients, layout, gradient, name), params)
 
 
+def train_with_sums_that_overflow(rank, group, layout, name):
+    """One of two parameters gets its gradient in parts; in step 2 these are finite and their sum is not."""
+    mesh_shape, placements = layout
+    place, mesh = placed(layout), meshes["line" if len(mesh_shape) == 1 else "grid"]
+    params = parameters(place, [(8, 4), (6, 10)], torch.float32)
+    optimizer = MAKE[name](params)
+    report = []
+    for step in range(4):
+        give_gradients(params, place, step)
+        share = params[0].grad.full_tensor() / 4 if step != 2 else torch.full((8, 4), 2e38)
+        params[0].grad = DTensor.from_local(share, mesh, [Partial()] * mesh.ndim)
+        before = local_bits(params, optimizer)
+        optimizer.step()
+        report.append((skipped(optimizer), same_bits(before, local_bits(params, optimizer))))
+    return report, full(params)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("name", ["plain", "inside update", "inside gradient", "around update"])
+@pytest.mark.parametrize("layout", [((4,), [S0]), ((4,), [R]), ((2, 2), [R, S0])], ids=str)
+def test_parts_whose_sum_overflows_are_a_bad_gradient(pool, layout, name):
+    params = parameters(whole, [(8, 4), (6, 10)], torch.float32)
+    optimizer = MAKE[name](params)
+    for step in (0, 1, 3):
+        give_gradients(params, whole, step)
+        optimizer.step()
+    for report, weights in pool.run(4, train_with_sums_that_overflow, layout, name):
+        assert report == [(False, False), (False, False), (True, True), (False, False)]
+        assert_close(weights, full(params), 1e-2)
+
+
+def finite_on_one_rank_only(rank, group):
+    """Whether all agree where a sum overflows on the rank alone that holds the row."""
+    mesh = meshes["line"]
+    param = torch.nn.Parameter(distribute(torch.zeros(8, 4), mesh, [S0]))
+    other = torch.nn.Parameter(distribute(torch.zeros(8, 4), mesh, [S0]))
+    optimizer = Muon([param, other], 0.1)
+    share = torch.ones(8, 4)
+    share[7] = 2e38
+    param.grad = DTensor.from_local(share, mesh, [Partial()])
+    # A sum that is finite although its parts are large: 3e38 - 2e38.
+    other.grad = DTensor.from_local(torch.full((8, 4), [1e38, 1e38, 1e38, -2e38][rank]), mesh, [Partial()])
+    optimizer.step()
+    first = optimizer.step_was_skipped, bool(param.to_local().any()), bool(other.to_local().any())
+    param.grad = None
+    optimizer.step()
+    return *first, optimizer.step_was_skipped, bool(other.to_local().any())
+
+
+def test_all_ranks_skip_the_sum_that_overflows_on_one(pool):
+    assert pool.run(4, finite_on_one_rank_only) == [(True, False, False, False, True)] * 4
+
+
 def place_on_several_meshes():
     """Each parameter in another way: rows, blocks, replicas, an inner mesh, a turned mesh, or plain."""
     line, grid, turned = (meshes[name] for name in ("line", "grid", "turned"))

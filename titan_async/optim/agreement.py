@@ -17,6 +17,9 @@ from titan_async.optim.tensors import at_least_float32
 
 __all__ = ["Agreement", "agree", "gradients_are_zero"]
 
+_LARGE = 1e18
+"""Above it the squares in a norm may overflow in float32, and entries be near the largest of its numbers."""
+
 
 class Agreement(NamedTuple):
     """What all ranks have found."""
@@ -27,6 +30,10 @@ class Agreement(NamedTuple):
     """Whether all gradients are, on every rank."""
     zero: bool
     """Whether all of them are zero; False if that was not asked for."""
+    large: bool
+    """Whether any of them may be so large that a difference of two such numbers overflows, or rounding."""
+    placed: dict[Tensor, Tensor]
+    """The local gradients of moving parameters whose gradients were placed in another way than they are."""
 
 
 def agree(
@@ -37,40 +44,77 @@ def agree(
 ) -> Agreement:
     """Agree with all ranks that share any of the parameters; they call it with the same sequence.
 
-    One all-reduce of an integer a parameter for each dimension of the mesh. Waits for the device.
+    One all-reduce of an integer a parameter for each dimension of the mesh. Waits for the device. Gradients
+    that are placed unlike their parameters are then placed like them, for their sums may overflow.
 
     Args:
         corrections: the history and the strength with which error feedback at level "gradient" corrects a
             parameter's gradient, which then has to be finite after that as well.
     """
+    corrections = corrections or {}
     groups = list(_groups(params))
-    grads = [local_part(param.grad) for param in params if param.grad is not None]
-    corrected = [
-        (local_part(param.grad), *corrections[param])
-        for param in params
-        if param.grad is not None
-        and corrections
-        and param in corrections
-        # A gradient that is placed in another way is not summed up yet.
-        and local_part(param.grad).shape == corrections[param][0].shape
-    ]
     device = params[0].device if params else torch.device("cpu")
-    missing = torch.tensor([param.grad is None for param in params], dtype=torch.int32).to(device)
-    nonzero = not _are_zero(grads) if ask_for_zero else True
+    given = {param: local_part(param.grad) for param in params if param.grad is not None}
+    misplaced = {param for param in given if _is_misplaced(param)}
+    nonzero = not _are_zero(list(given.values())) if ask_for_zero else True
+    flags = [*(param.grad is None for param in params), nonzero, bool(misplaced)]
+    # What is not summed up yet cannot be corrected yet.
+    settled = {param: each for param, each in corrections.items() if param not in misplaced}
+    found, finite, large = _agree_on_size(given, settled, flags, groups, device)
+    *absent, moved, any_misplaced = found
+    moving = [not flag for flag in absent]
+    placed: dict[Tensor, Tensor] = {}
+    if finite and any_misplaced:
+        placed = {
+            param: _placed_like(param)
+            for param, moves in zip(params, moving, strict=True)
+            if moves and param in misplaced  # in the order that all ranks share
+        }
+        _, finite, larger = _agree_on_size(placed, corrections, [], groups, device)
+        large = large or larger
+    return Agreement(moving, finite, not moved, large, placed)
+
+
+def _agree_on_size(
+    grads: Mapping[Tensor, Tensor],
+    corrections: Mapping[Tensor, tuple[Tensor, float]],
+    flags: Sequence[bool],
+    groups: Sequence[dist.ProcessGroup],
+    device: torch.device,
+) -> tuple[list[Any], bool, bool]:
+    """``flags`` that are true on any rank, whether all gradients are finite, and whether any may be large."""
+    corrected = [(grad, *corrections[param]) for param, grad in grads.items() if param in corrections]
     # Norms take one pass, but overflow for entries that are finite.
-    fine = [_norms(grads).isfinite().all().to(device)] if grads else []
+    norms = _norms(list(grads.values())).to(device)
+    doubts, large = [], [~(norms < _LARGE).all()]
     for grad, history, strength in corrected:
         bounds = _norms([grad, history]) * torch.tensor([1 + strength, strength], device=device)
-        fine.append(bounds.sum() <= torch.finfo(grad.dtype).max)
-    doubtful = ~torch.stack(fine).all() if fine else torch.tensor(False, device=device)
-    verdicts = torch.stack([doubtful, torch.tensor(nonzero, device=device)])
-    *absent, not_finite, moved = _maximum(torch.cat([missing, verdicts.to(torch.int32)]), groups)
-    if not_finite:
-        finite = all(bool(grad.isfinite().all()) for grad in grads) and all(
+        doubts.append(~(bounds.sum() <= torch.finfo(grad.dtype).max))
+        large.append(~(bounds.sum() < _LARGE))
+    verdicts = torch.stack([torch.stack(large + doubts).any(), torch.stack(large).any()])
+    known = torch.tensor(flags, dtype=torch.int32).to(device)
+    *found, doubtful, is_large = _maximum(torch.cat([known, verdicts.to(torch.int32)]), groups)
+    finite = True
+    if doubtful:
+        finite = all(bool(grad.isfinite().all()) for grad in grads.values()) and all(
             _is_finite_corrected(*each) for each in corrected
         )
         [not_finite] = _maximum(torch.tensor([not finite], dtype=torch.int32, device=device), groups)
-    return Agreement([not flag for flag in absent], not not_finite, not moved)
+        finite = not not_finite
+    return found, finite, bool(is_large)
+
+
+def _is_misplaced(param: Tensor) -> bool:
+    """Whether a parameter's gradient is placed in another way than the parameter."""
+    dtensor, grad = as_dtensor(param), None if param.grad is None else as_dtensor(param.grad)
+    return dtensor is not None and grad is not None and grad.placements != dtensor.placements
+
+
+def _placed_like(param: Tensor) -> Tensor:
+    """The local part of a parameter's gradient, after placing it like the parameter."""
+    dtensor, grad = as_dtensor(param), param.grad
+    assert grad is not None
+    return local_part(as_dtensor(grad).redistribute(dtensor.device_mesh, dtensor.placements))
 
 
 def gradients_are_zero(params: Sequence[Tensor]) -> bool:
@@ -94,7 +138,7 @@ def _norms(tensors: Sequence[Tensor]) -> Tensor:
         for dtype, each in by_dtype.items()
         for norm in torch._foreach_norm(each, 2, dtype=dtype)
     ]
-    return torch.stack(norms)
+    return torch.stack(norms) if norms else torch.zeros(0)
 
 
 def _is_finite_corrected(grad: Tensor, history: Tensor, strength: float) -> bool:

@@ -16,7 +16,7 @@ from titan_async.local_tensors import as_dtensor, local_part
 from titan_async.optim.boxes import Box
 from titan_async.optim.coefficients import resolve_coefficients
 from titan_async.optim.exchange import Exchange
-from titan_async.optim.muon_options import DTYPES, logical_matrices
+from titan_async.optim.muon_options import DTYPES, logical_matrices, state_dtype, update_dtype
 from titan_async.optim.orthogonalization import orthogonalization_cost, orthogonalize_all
 from titan_async.optim.placement import Mesh, placed_on
 from titan_async.optim.work import Item, Task, divide
@@ -126,12 +126,13 @@ class Distribution:
         placed = {number: placed_on(param) for number, (param, _) in moving.items()}
         for number, (param, group) in moving.items():
             mesh, _ = placed[number]
-            together.setdefault((mesh, group["compute_dtype"], param.device), []).append(number)
+            dtype = DTYPES[group["compute_dtype"]]
+            scaled = update_dtype(group, state_dtype(group["momentum_dtype"], param)) != dtype
+            together.setdefault((mesh, dtype, scaled, param.device), []).append(number)
         # Meshes of the same ranks share the work; what others do is not known to all of a mesh.
         loads: dict[tuple[int, ...], dict[int, float]] = {}
         exchanges = []
-        for (mesh, dtype_name, device), numbers in together.items():
-            dtype = DTYPES[dtype_name]
+        for (mesh, dtype, scaled, device), numbers in together.items():
             of_ranks = loads.setdefault(tuple(sorted(mesh.ranks)), dict.fromkeys(mesh.ranks, 0.0))
             in_order = [of_ranks[rank] for rank in mesh.ranks]
             items = [_item(number, moving[number], placed[number][1]) for number in numbers]
@@ -147,7 +148,7 @@ class Distribution:
             peers, network = self._group(mesh, tasks, moving[numbers[0]][0])
             for bucket in buckets:
                 held = {number: placed[number][1][mesh.here] for number in bucket.items}
-                exchanges.append(Exchange(bucket, mesh.here, held, peers, network, dtype, device))
+                exchanges.append(Exchange(bucket, mesh.here, held, peers, network, dtype, scaled, device))
         return exchanges
 
     def _group(

@@ -11,6 +11,7 @@ The paper's correction is level "update" with strength s = 1, which makes two up
 x[t+1] = x[t] - 2 u(g[t-1]) + u(g[t-2]).
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, overload
@@ -29,6 +30,8 @@ from titan_async.optim.correction import (
     history_key,
     snapshot,
 )
+from titan_async.optim.lion import Lion
+from titan_async.optim.rates import check_duplicates
 from titan_async.optim.tensors import at_least_float32, named
 
 __all__ = ["ErrorFeedback"]
@@ -38,6 +41,12 @@ _PREFIX = "error_feedback_"
 
 class ErrorFeedback(Optimizer):
     """An optimizer that corrects the updates of the optimizer it wraps.
+
+    It is meant for optimizers that average gradients, whose next update resembles the last one: Muon, AdamW,
+    SGD with momentum. Others it does more harm than good, as measured, and a warning says so: those that
+    average none (Adagrad; RMSprop without momentum; Adam and Lion with a first beta of 0), and NAdam, which
+    looks ahead by itself. For Lion it helped in some measurements and not in others (docs/delay.md,
+    docs/study.md).
 
     Level "update" lets the wrapped optimizer step, measures by how much it moved each parameter
     (learning rate and decoupled weight decay included), and adds ``strength`` times the difference from
@@ -120,6 +129,14 @@ class ErrorFeedback(Optimizer):
             raise TypeError(f"ErrorFeedback wraps a torch.optim.Optimizer, not a {type(optimizer).__name__}")
         if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
             raise TypeError(f"the history of error feedback needs a floating-point dtype, not {dtype!r}")
+        for number, group in enumerate(optimizer.param_groups):
+            check_duplicates(optimizer, optimizer.param_groups[:number], group)
+        if strength and _is_harmed(optimizer):
+            warnings.warn(
+                f"error feedback around {type(optimizer).__name__} with these options was measured to be "
+                f"worse than none: leave it out, or wrap an optimizer that averages gradients, such as AdamW",
+                stacklevel=2,
+            )
         # Optimizer.__init__ would make groups and state of its own. This is the way in which unpickling
         # makes an optimizer around groups and state that exist: it adds hooks, and nothing else.
         super().__setstate__(
@@ -260,6 +277,7 @@ class ErrorFeedback(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer; its parameters' first update is uncorrected."""
+        check_duplicates(self.optimizer, self.param_groups, param_group)
         self.optimizer.add_param_group(param_group)
         if self._has_state:
             self._make_histories()
@@ -379,6 +397,15 @@ class _MergedState(Mapping[Tensor, Any]):
 
     def __contains__(self, key: object) -> bool:
         return key in self._owner.optimizer.state or key in self._history
+
+
+def _is_harmed(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is one around which feedback was measured to be worse than none."""
+    if isinstance(optimizer, torch.optim.RMSprop):
+        return not any(group["momentum"] for group in optimizer.param_groups)
+    if isinstance(optimizer, (torch.optim.Adam, Lion)):
+        return not any(group["betas"][0] for group in optimizer.param_groups)
+    return isinstance(optimizer, (torch.optim.Adagrad, torch.optim.NAdam))
 
 
 def _parameters(groups: list[dict[str, Any]]) -> Iterable[Tensor]:

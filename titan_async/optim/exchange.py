@@ -18,6 +18,9 @@ from titan_async.optim.work import Bucket, Part, Task
 
 __all__ = ["Exchange"]
 
+_ON_NO_SCALE = -1104
+"""In place of the exponent of zeros: below all others, and a number in every dtype."""
+
 
 class _Route(NamedTuple):
     """A part that travels: the other rank, the number of its task in the bucket, and the part."""
@@ -50,6 +53,8 @@ class Exchange:
         peers: for each rank of the mesh that is in `group`, its rank there.
         group: over which parts travel, or None if none do.
         dtype: in which they do, and in which results come.
+        scaled: whether each part travels with a scale of its own, because its exponents may be beyond those
+            of ``dtype``.
         device: of the parameters.
     """
 
@@ -61,6 +66,7 @@ class Exchange:
         peers: Mapping[int, int],
         group: dist.ProcessGroup | None,
         dtype: torch.dtype,
+        scaled: bool,
         device: torch.device,
     ) -> None:
         self.items = bucket.items
@@ -95,9 +101,7 @@ class Exchange:
             for part in task.targets
             if part.rank == rank
         )
-        # The exponents of float16 do not reach from the smallest gradients to the largest: each part
-        # travels with a scale of its own.
-        self._header = 1 if dtype == torch.float16 else 0
+        self._header = 1 if scaled else 0
 
     def _routes(self, routes: Iterable[_Route]) -> list[_Route]:
         """In the order in which an all-to-all takes them, on the sender's side as on the receiver's."""
@@ -181,16 +185,20 @@ class Exchange:
         return matrix
 
     def _packed(self, piece: Tensor) -> Tensor:
-        """A part as it travels: for float16 flat, divided by a power of two, with its exponent in front."""
+        """A part as it travels: if scaled flat, divided by a power of two, with its exponent in front."""
         if not self._header:
             return piece
         piece = piece.to(at_least_float32(piece.dtype))
         largest = piece.abs().amax()
+        exponent = torch.frexp(largest).exponent.to(piece.dtype)
+        if self._dtype == torch.bfloat16:
+            exponent = (exponent / 8).ceil() * 8  # such numbers it holds exactly
         # The power of two itself must not overflow, nor its inverse. Zeros are on no scale.
-        exponent = torch.frexp(largest).exponent.clamp(-126, 126)
-        exponent = torch.where(largest == 0, -1100, exponent)
-        mantissas = torch.ldexp(piece, -exponent.clamp(min=-126))
-        return torch.cat([exponent.to(piece.dtype).reshape(1), mantissas.flatten()]).to(self._dtype)
+        most = 120 if piece.dtype == torch.float32 else 1016
+        exponent = exponent.clamp(-most, most)
+        mantissas = torch.ldexp(piece, -exponent)
+        exponent = torch.where(largest == 0, _ON_NO_SCALE, exponent)
+        return torch.cat([exponent.reshape(1), mantissas.flatten()]).to(self._dtype)
 
     def _start(
         self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, int]]
@@ -214,7 +222,7 @@ class Exchange:
 
 
 def _on_one_scale(parts: Sequence[tuple[Box, Tensor]]) -> list[tuple[Box, Tensor]]:
-    """Bring packed float16 parts to the scale of the largest."""
+    """Bring packed parts to the scale of the largest."""
     largest = torch.stack([piece[0] for _, piece in parts]).amax()
     return [(box, piece[1:] * torch.exp2(piece[0] - largest)) for box, piece in parts]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from titan_async.local_tensors import local_part
-from titan_async.optim.rates import check_rates
+from titan_async.optim.rates import check_duplicates, check_rates
 from titan_async.optim.tensors import at_least_float32, named
 
 __all__ = ["Lion"]
@@ -47,7 +47,8 @@ class Lion(Optimizer):
         weight_decay: decoupled weight decay. About ten times AdamW's, so that lr weight_decay is alike.
 
     Raises:
-        ValueError: a parameter that is not real and floating-point, or an option out of its range.
+        ValueError: a parameter that is not real and floating-point, or that is given twice, or an option out
+            of its range.
         RuntimeError: a sparse gradient or one placed unlike its parameter, in `step`, before any change.
 
     Examples:
@@ -69,6 +70,7 @@ class Lion(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; raises as the constructor does, and then leaves no trace."""
+        check_duplicates(self, self.param_groups, param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -183,13 +185,16 @@ def _update(params: list[Tensor], momenta: list[Tensor], group: dict[str, Any]) 
         for param, momentum in zip(params, momenta, strict=True)
         if param.grad is not None
     ]
-    update = torch._foreach_lerp(momenta, grads, 1 - beta1)
+    # Not by lerp: it takes the difference of a gradient and the momentum, which overflows for large ones.
+    update = torch._foreach_mul(momenta, beta1)
+    torch._foreach_add_(update, grads, alpha=1 - beta1)
     torch._foreach_sign_(update)
     # -1, 0 and 1 are exact in every dtype, and operations on lists are fast in one.
     signs = [sign.to(weight.dtype) for sign, weight in zip(update, weights, strict=True)]
     torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
     torch._foreach_add_(weights, signs, alpha=-lr)
-    torch._foreach_lerp_(momenta, grads, 1 - beta2)
+    torch._foreach_mul_(momenta, beta2)
+    torch._foreach_add_(momenta, grads, alpha=1 - beta2)
 
 
 def _check_gradient(param: Tensor) -> None:

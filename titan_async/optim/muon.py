@@ -5,6 +5,7 @@ Sources: Keller Jordan, "Muon: An optimizer for hidden layers in neural networks
 ``torch.optim.Muon`` where that has one, and with ``ns_form="standard"`` so do the bits on float32 matrices.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from titan_async.local_tensors import as_dtensor, local_part
-from titan_async.optim.agreement import agree
+from titan_async.local_tensors import local_part
+from titan_async.optim.agreement import Agreement, agree
 from titan_async.optim.boxes import Box, relative
 from titan_async.optim.coefficients import STANDARD_COEFFICIENTS, Coefficients
 from titan_async.optim.correction import (
@@ -25,13 +26,15 @@ from titan_async.optim.correction import (
 )
 from titan_async.optim.distribution import Distribution
 from titan_async.optim.muon_options import (
-    DTYPES,
     adapted_groups,
     check_options,
     check_parameter,
     scale,
     state_dtype,
+    translated,
+    update_dtype,
 )
+from titan_async.optim.rates import check_duplicates
 from titan_async.optim.tensors import fits, named
 from titan_async.optim.tiles import tiles
 
@@ -60,8 +63,9 @@ class Muon(Optimizer):
     the same order.
 
     **What is skipped.** A parameter without a gradient, be it on one rank only, is left alone: no decay, no
-    change of its momentum, and its error feedback starts anew. If any gradient is not finite on any rank, the
-    step changes nothing at all, and `step_was_skipped` is true. The ranks that agree on it are those of the
+    change of its momentum, and its error feedback starts anew. If any gradient is not finite on any rank, or
+    not once its partial sums are added up, the step changes nothing at all, and `step_was_skipped` is true;
+    finite ones of any size leave weights and state finite. The ranks that agree on it are those of the
     parameters' meshes; the stages of a pipeline agree by `ScheduleAsync2BW.clip_grad_norm_`.
 
     **Error feedback** of strength ``error_feedback`` corrects for updates that come one step late, exactly as
@@ -84,7 +88,8 @@ class Muon(Optimizer):
         eps: guards the normalization of a zero matrix; see `orthogonalize`.
         ns_steps: number of iterations.
         adjust_lr: how the update is scaled to the matrix. ``"original"`` (also ``None``):
-            sqrt(max(1, outputs / inputs)). ``"spectral"``: sqrt(outputs / inputs) (arXiv 2310.17813).
+            sqrt(max(1, outputs / inputs)). ``"spectral"``, in torch ``"spectral_unclamped"``:
+            sqrt(outputs / inputs) (arXiv 2310.17813).
             ``"match_rms_adamw"``: 0.2 sqrt(max(rows, cols)), which makes the root mean square of the
             update about that of AdamW (arXiv 2502.16982, section 2.2).
         compute_dtype: dtype of the iterations and of what ranks send each other: ``"bfloat16"``,
@@ -105,10 +110,11 @@ class Muon(Optimizer):
         momentum_dtype: dtype of the momentum, likewise.
         bucket_mb: megabytes (2^20 bytes) of matrices in ``compute_dtype`` that travel together, over all
             ranks.
+        adjust_lr_fn: ``adjust_lr`` by the name that it has in ``torch.optim.Muon``, here as in a group.
 
     Raises:
-        ValueError: a parameter that is no real, dense matrix or stack of matrices, or an option out of its
-            range.
+        ValueError: a parameter that is no real, dense matrix or stack of matrices, or that is given twice, or
+            an option out of its range.
         NotImplementedError: a DTensor with a partial placement, or one whose shards are no blocks.
         RuntimeError: a sparse gradient, in `step`.
 
@@ -160,6 +166,7 @@ class Muon(Optimizer):
         error_feedback_dtype: torch.dtype | str | None = None,
         momentum_dtype: torch.dtype | str | None = None,
         bucket_mb: float = 32,
+        adjust_lr_fn: str | None = None,
     ) -> None:
         if not bucket_mb > 0:
             raise ValueError(f"bucket_mb must be above zero, not {bucket_mb!r}")
@@ -172,7 +179,7 @@ class Muon(Optimizer):
             "ns_coefficients": ns_coefficients,
             "eps": eps,
             "ns_steps": ns_steps,
-            "adjust_lr": adjust_lr,
+            **translated({"adjust_lr": adjust_lr, "adjust_lr_fn": adjust_lr_fn}),
             "compute_dtype": compute_dtype,
             "ns_form": ns_form,
             "cautious_weight_decay": cautious_weight_decay,
@@ -192,7 +199,8 @@ class Muon(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; raises as the constructor does, and then leaves no trace."""
-        super().add_param_group(param_group)
+        check_duplicates(self, self.param_groups, param_group)
+        super().add_param_group(translated(param_group))
         group = self.param_groups[-1]
         try:
             check_options(group)
@@ -264,7 +272,7 @@ class Muon(Optimizer):
         for param, group in still:
             self._clear_history(param, group)
         self.left_alone = frozenset(param for param, _ in still)
-        self._distribution.run(moving, self._update_of, self._apply)
+        self._distribution.run(moving, functools.partial(self._update_of, agreement), self._apply)
         return loss
 
     def _may_be_void(self) -> bool:
@@ -293,22 +301,25 @@ class Muon(Optimizer):
             if self._has_history(param, group) and self._history(param, group)[1]
         }
 
-    def _update_of(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+    def _update_of(self, agreement: Agreement, param: Tensor, group: dict[str, Any]) -> Tensor:
         """What is to be orthogonalized: the local part of U. Moves the momentum."""
         momentum = local_part(self.state[param]["momentum_buffer"])
-        grad = _local_gradient(param)
+        placed = agreement.placed.pop(param, None)
+        grad = local_part(param.grad) if placed is None else placed
+        assert grad is not None
         if group["error_feedback_level"] == "gradient" and self._has_history(param, group):
             history, valid = self._history(param, group)
+            if agreement.large:
+                grad = _within(grad, torch.finfo(history.dtype).max)
             corrected = grad.clone()
             correct_gradients_([corrected], [grad], [history], [bool(valid)], group["error_feedback"])
             history.copy_(grad)
             valid.fill_(True)
             grad = corrected
-        # In the dtype in which it will travel, unless that has fewer exponents: then it first needs a scale.
-        dtype = DTYPES[group["compute_dtype"]]
-        if torch.finfo(dtype).tiny > torch.finfo(momentum.dtype).tiny:
-            dtype = momentum.dtype
-        update = torch.empty_like(momentum, dtype=dtype)
+        if agreement.large:
+            # Up to half the largest number, neither a difference (in lerp) nor rounding overflows.
+            grad = _within(grad, torch.finfo(momentum.dtype).max / 2)
+        update = torch.empty_like(momentum, dtype=update_dtype(group, momentum.dtype))
         for grad_tile, momentum_tile, update_tile in tiles(grad, momentum, update):
             grad_tile = grad_tile.to(momentum.dtype)
             momentum_tile.lerp_(grad_tile, 1 - group["momentum"])
@@ -425,6 +436,11 @@ class Muon(Optimizer):
                 yield param, group, loaded["state"].get(index, {})
 
 
+def _within(grad: Tensor, most: float) -> Tensor:
+    most = min(most, torch.finfo(grad.dtype).max)  # torch refuses bounds that the dtype does not hold
+    return grad.clamp(-most, most)
+
+
 def _move(weight: Tensor, update: Tensor, factor: float, group: dict[str, Any]) -> None:
     """Decay a weight, and add the orthogonalized update."""
     lr, decay = float(group["lr"]), float(group["weight_decay"])
@@ -433,11 +449,3 @@ def _move(weight: Tensor, update: Tensor, factor: float, group: dict[str, Any]) 
     else:
         weight.mul_(1 - lr * decay)
     weight.add_(update, alpha=-lr * factor)
-
-
-def _local_gradient(param: Tensor) -> Tensor:
-    assert param.grad is not None
-    dtensor, grad = as_dtensor(param), as_dtensor(param.grad)
-    if dtensor is not None and grad is not None and grad.placements != dtensor.placements:
-        return local_part(grad.redistribute(dtensor.device_mesh, dtensor.placements))
-    return local_part(param.grad)

@@ -23,6 +23,8 @@ __all__ = [
     "logical_matrices",
     "scale",
     "state_dtype",
+    "translated",
+    "update_dtype",
 ]
 
 ADJUST_LR_CHOICES = ("original", "match_rms_adamw", "spectral")
@@ -72,6 +74,8 @@ def check_options(group: dict[str, Any]) -> None:
         raise ValueError(f"momentum must be at least 0 and below 1, not {group['momentum']!r}")
     if group["adjust_lr"] is None:
         group["adjust_lr"] = "original"
+    elif group["adjust_lr"] == "spectral_unclamped":  # in torch
+        group["adjust_lr"] = "spectral"
     for key, choices in (("adjust_lr", ADJUST_LR_CHOICES), ("ns_form", FORMS)):
         if group[key] not in choices:
             raise ValueError(f"unknown {key} {group[key]!r}: choose {', '.join(map(repr, choices))}")
@@ -159,6 +163,32 @@ def state_dtype(declared: str, param: Tensor) -> torch.dtype:
     return at_least_float32(param.dtype) if declared == "auto" else DTYPES[declared]
 
 
+def update_dtype(group: dict[str, Any], momentum: torch.dtype) -> torch.dtype:
+    """The dtype of what is to be orthogonalized.
+
+    It is that in which it will travel, unless that has fewer exponents: then it first needs a scale.
+    """
+    dtype = DTYPES[group["compute_dtype"]]
+    return momentum if torch.finfo(dtype).tiny > torch.finfo(momentum).tiny else dtype
+
+
+def translated(group: dict[str, Any]) -> dict[str, Any]:
+    """A group with ``adjust_lr``, where it has ``adjust_lr_fn``, the name in ``torch.optim.Muon``.
+
+    Raises:
+        ValueError: it has both, and they differ.
+    """
+    if "adjust_lr_fn" not in group:
+        return group
+    group = dict(group)
+    theirs, ours = group.pop("adjust_lr_fn"), group.get("adjust_lr")
+    if None not in (theirs, ours) and theirs != ours:
+        raise ValueError(
+            f"adjust_lr_fn ({theirs!r}) is torch's name for adjust_lr ({ours!r}): give one of the two"
+        )
+    return {**group, "adjust_lr": ours if theirs is None else theirs}
+
+
 def adapted_groups(loaded: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Groups of a state dict with all options that Muon knows, those of ``torch.optim.Muon`` translated."""
     if len(loaded) != len(groups):
@@ -167,9 +197,7 @@ def adapted_groups(loaded: list[dict[str, Any]], groups: list[dict[str, Any]]) -
     for new, own in zip(loaded, groups, strict=True):
         options = {key: value for key, value in own.items() if key not in ("params", "param_names")}
         kept = {key: options[key] for key in _OF_THIS_RUN}
-        group = {**options, **new, **kept}
-        if "adjust_lr_fn" in group:
-            group["adjust_lr"] = group.pop("adjust_lr_fn")
+        group = {**options, **translated(new), **kept}
         check_options(group)
         adapted.append(group)
     return adapted

@@ -90,7 +90,8 @@ def orthogonalize(
         x = x.mT
     # Both norms are the same number up to rounding; the one of torch.optim.Muon gives its very bits.
     norm = x.norm() if x.ndim == 2 else torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    x.div_(norm.clamp(min=eps))
+    # Of a matrix that is not zero it is above a half, so that only what eps rounds to could be zero here.
+    x.div_(norm.clamp(min=max(eps, torch.finfo(compute_dtype).tiny)))
 
     if form == "auto":
         rows, cols = x.shape[-2:]
@@ -226,6 +227,7 @@ def _scaled_to_one(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     # mantissa / largest is exactly 2^-exponent. It is subnormal for the very largest numbers, and
     # would be flushed to zero on some devices: hence the clamp.
     power_of_two = (torch.frexp(largest).mantissa / largest).clamp(min=tiny)
-    if torch.finfo(dtype).tiny <= torch.finfo(matrices.dtype).tiny:
+    # float16 holds its own smallest numbers, but not the powers of two that they are to be multiplied by.
+    if dtype != torch.float16 and torch.finfo(dtype).tiny <= torch.finfo(matrices.dtype).tiny:
         return matrices.to(dtype, copy=True).mul_(power_of_two.to(dtype))
     return (matrices.to(largest.dtype) * power_of_two).to(dtype)

@@ -187,6 +187,7 @@ def _factors(largest: Tensor, tau: float, groups: int) -> Tensor:
     largest = largest.to(at_least_float32(largest.dtype))
     too_large = (largest > tau) & largest.isfinite()
     wanted = torch.where(too_large, tau / largest, torch.ones_like(largest)).view(groups, -1)
+    wanted = wanted.clamp(min=torch.finfo(wanted.dtype).tiny)  # so that it can be divided by
     key = wanted.amin(dim=1).sqrt()
     return torch.cat([(wanted / key[:, None]).flatten(), key, key.new_ones(1)])
 

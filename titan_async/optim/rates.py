@@ -1,11 +1,41 @@
-"""The check of what all optimizers of this layer have in common: learning rate and weight decay."""
+"""The checks of what all optimizers of this layer have in common: parameters, learning rate, weight decay."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
-__all__ = ["check_rates"]
+from titan_async.optim.tensors import named
+
+__all__ = ["check_duplicates", "check_rates"]
+
+
+def check_duplicates(
+    optimizer: Optimizer, groups: Sequence[dict[str, Any]], param_group: dict[str, Any]
+) -> None:
+    """Check that a group has no parameter twice, nor one of ``groups``; its parameters become a list.
+
+    Raises:
+        ValueError: it has.
+    """
+    if isinstance(param_group["params"], (Tensor, set)):  # a single one, or what torch refuses
+        return
+    if not isinstance(param_group["params"], list):
+        param_group["params"] = list(param_group["params"])
+    names = param_group.get("param_names") or [None] * len(param_group["params"])
+    seen = {param for group in groups for param in group["params"]}
+    for name, param in zip(names, param_group["params"], strict=False):
+        if isinstance(param, tuple):
+            name, param = param[:2]
+        if isinstance(param, Tensor) and param in seen:
+            raise ValueError(
+                f"{type(optimizer).__name__} was given {named(param, name)} twice, and would update it twice "
+                f"in a step: list each parameter once, also one that two modules share"
+            )
+        if isinstance(param, Tensor):
+            seen.add(param)
 
 
 def check_rates(group: dict[str, Any]) -> None:
