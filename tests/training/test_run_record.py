@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -188,14 +189,18 @@ def test_one_stage_records_whole_passes(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_without_its_record(tmp_path: Path) -> None:
-    """A folder that cannot be made is a line on stderr."""
+    """A folder that cannot be made is a line on stderr; a model that cannot be exported one on stdout."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "events").write_text("no folder")
+    (tmp_path / "mixed.toml").write_text('recipe = "tiny_mixed"')
     blocked = train(
         tmp_path, "--training.steps", 1, "--parallelism.pipeline_parallel_degree", 1,
-        "--validator.no-enable", "--checkpoint.no-enable",
+        "--validator.no-enable", "--module", "tests.support.recipes", recipe="mixed.toml",
     )  # fmt: skip
-    assert (blocked.status, blocked.steps) == (0, [1])
+    assert (blocked.status, blocked.steps) == (0, [1]), blocked.err
+    assert re.search(
+        r"^the model .* has no form .*; titan-async convert will refuse its.*\nstep 1/1", blocked.out, re.M
+    )
     assert blocked.err.count("rank 0 no longer records events") == 1
     assert (tmp_path / "run" / "events").is_file()
 

@@ -13,10 +13,11 @@ from titan_async.checkpoint.folders import new_folder
 from titan_async.checkpoint.safetensors_files import write_folder
 from titan_async.checkpoint.tensors import TensorInfo
 from titan_async.errors import UserError
-from titan_async.huggingface.architecture import KEPT_TYPE, describe
+from titan_async.huggingface.architecture import KEPT_TYPE
 from titan_async.huggingface.model_card import model_card
 from titan_async.huggingface.saved_model import SavedModel
 from titan_async.huggingface.tokenizer_files import copy_tokenizer, special_tokens
+from titan_async.training.hf_architecture import describe
 from titan_async.training.saved_recipe import RECIPE, recipe_text
 
 __all__ = ["Converted", "convert"]

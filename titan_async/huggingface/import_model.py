@@ -17,8 +17,9 @@ from titan_async.checkpoint.safetensors_files import SafetensorsFolder
 from titan_async.checkpoint.tensors import TensorInfo
 from titan_async.config.recipe_file import Resolved, resolve_recipe
 from titan_async.errors import UserError
-from titan_async.huggingface.architecture import check_same, describe, read_description
+from titan_async.huggingface.architecture import check_same, read_description
 from titan_async.huggingface.layout import Layout, layout_of
+from titan_async.training.hf_architecture import describe
 from titan_async.training.saved_recipe import RECIPE, recipe_text
 
 __all__ = ["import_model"]

@@ -39,6 +39,7 @@ from titan_async.training.checkpoint import (
 )
 from titan_async.training.data import TextDataLoader, plain_worker_errors
 from titan_async.training.ema import EmaConfig, WeightAverage
+from titan_async.training.hf_architecture import export_warning
 from titan_async.training.metrics import AsyncMetrics, share_loss
 from titan_async.training.monitor_config import MonitorConfig
 from titan_async.training.not_finite import Search
@@ -96,6 +97,7 @@ class AsyncTrainer(Trainer):
 
     def __init__(self, config: Config) -> None:
         self.delayed = delays_gradients(config.parallelism)
+        self._export_warning = export_warning(config)
         config = cpu.adapt_config(config)
         model_spec = balance_model_spec(config.model_spec, config.pipeline)
         config = dataclasses.replace(config, model_spec=adapt_model_spec(model_spec, config.pipeline))
@@ -385,6 +387,8 @@ class AsyncTrainer(Trainer):
             f"training {spec.name} {spec.flavor} on {how if stages > 1 else 'one stage'}"
             f" for {self.config.training.steps} steps{resumed}"
         )
+        if self._export_warning:
+            self.reporter.warn(self._export_warning)
         self.reporter.start(self._first_step or 0)
 
     def state_dict(self) -> dict[str, Any]:
