@@ -133,22 +133,6 @@ def test_the_files_beside_the_weights(run_dir: Path, tmp_path: Path) -> None:
     assert resolve_recipe([str(out / "recipe.toml")]).config.training.seq_len == 128
 
 
-def test_auto_tokenizer_encodes_as_the_training_does(run_dir: Path, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    tokenizer_dir = Path(resolve_recipe([str(DENSE)]).config.hf_assets_path)
-    for kept in (("tokenizer.json", "tokenizer_config.json"), ("tokenizer.json",)):
-        source, out = tmp_path / f"of{len(kept)}", tmp_path / f"hf{len(kept)}"
-        source.mkdir()
-        for name in kept:
-            shutil.copy(tokenizer_dir / name, source)
-        assert main(["convert", str(run_dir), str(out), "--hf_assets_path", str(source)]) == 0
-        ours = transformers.AutoTokenizer.from_pretrained(tokenizer_dir)
-        theirs = transformers.AutoTokenizer.from_pretrained(out)
-        text = "ROMEO: Whät's here?\n"
-        assert theirs(text).input_ids == ours(text).input_ids
-        assert theirs.decode(theirs(text).input_ids) == text
-
-
 def test_the_script_does_the_same(run_dir: Path, tmp_path: Path) -> None:
     done = forks.run([sys.executable, ROOT / "tools/convert_checkpoint.py", run_dir, tmp_path / "hf"])
     assert (done.returncode, done.stderr) == (0, "")

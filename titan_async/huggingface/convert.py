@@ -16,7 +16,7 @@ from titan_async.errors import UserError
 from titan_async.huggingface.architecture import KEPT_TYPE
 from titan_async.huggingface.model_card import model_card
 from titan_async.huggingface.saved_model import SavedModel
-from titan_async.huggingface.tokenizer_files import copy_tokenizer, special_tokens
+from titan_async.huggingface.tokenizer_files import export_tokenizer, special_tokens
 from titan_async.training.hf_architecture import describe
 from titan_async.training.saved_recipe import RECIPE, recipe_text
 
@@ -73,7 +73,7 @@ def convert(
         _check_room(folder, total, out)
         _write_json(folder / "config.json", description)
         _write_json(folder / "generation_config.json", {"_from_model_config": True, **tokens})
-        copy_tokenizer(config.hf_assets_path, folder)
+        export_tokenizer(config.hf_assets_path, folder)
         (folder / RECIPE).write_text(recipe, encoding="utf-8")
         card = model_card(saved, description, recipe, parameters)
         (folder / "README.md").write_text(card, encoding="utf-8")
