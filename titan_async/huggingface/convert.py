@@ -18,7 +18,7 @@ from titan_async.huggingface.model_card import model_card
 from titan_async.huggingface.saved_model import SavedModel
 from titan_async.huggingface.tokenizer_files import export_tokenizer, special_tokens
 from titan_async.training.hf_architecture import describe
-from titan_async.training.saved_recipe import RECIPE, recipe_text
+from titan_async.training.saved_recipe import RECIPE
 
 __all__ = ["Converted", "convert"]
 
@@ -68,7 +68,7 @@ def convert(
         **tokens,
         "torch_dtype": str(main_type).removeprefix("torch."),
     }
-    recipe = recipe_text(saved.resolved)
+    recipe = saved.resolved.to_toml(portable=True)
     with new_folder(out) as folder:
         _check_room(folder, total, out)
         _write_json(folder / "config.json", description)
