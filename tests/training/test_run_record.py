@@ -30,7 +30,8 @@ class Recorded(NamedTuple):
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     """Eight delayed steps, then four synchronous ones from their checkpoint, in the same folder."""
     folder = tmp_path_factory.mktemp("recorded")
-    common = ("--metrics.enable_tensorboard", "--metrics.log_freq", 2, "--checkpoint.interval", 4)
+    common = ("--metrics.enable_tensorboard", "--metrics.log_freq", 2, "--checkpoint.interval", 4,
+              "--training.gc_freq", 3)  # fmt: skip
     delayed = train(folder, "--training.steps", 8, "--validator.freq", 8, *common)
     synchronous = train(
         folder, "--training.steps", 12, "--validator.no-enable", *common,
@@ -75,6 +76,19 @@ def test_the_spans_of_a_delayed_run(recorded: Recorded, rank: int) -> None:
     for kind in (Kind.DATA, Kind.GATHER, Kind.REDUCE):
         assert len(of(records, kind)) == 8, kind
     assert len(of(records, Kind.RECEIVE)) == 8 * MICROBATCHES
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_garbage_collection_is_no_gap(recorded: Recorded, rank: int) -> None:
+    records = records_of(runs_in(recorded.folder)[0], rank)
+    collections, steps = of(records, Kind.GARBAGE_COLLECTION), of(records, Kind.STEP)
+    assert collections["batch"].tolist() == [3, 6] and set(collections["depth"]) == {0}
+    for span in collections:
+        before, after = (steps[steps["batch"] == span["batch"] + n][0] for n in (-1, 0))
+        assert before["end"] <= span["start"] < span["end"] <= after["start"]
+    # A run that goes on records from its first step on, which is step 9 here.
+    later = records_of(runs_in(recorded.folder)[1], rank)
+    assert of(later, Kind.GARBAGE_COLLECTION)["batch"].tolist() == [12]
 
 
 @pytest.mark.parametrize("run", [0, 1], ids=["delayed", "synchronous"])

@@ -23,6 +23,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.validate import Validator
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.moe import MoE
+from torchtitan.tools.utils import GarbageCollection
 from torchtitan.trainer import Trainer
 
 from titan_async._group_internals import set_joint_timeout
@@ -124,6 +125,7 @@ class AsyncTrainer(Trainer):
         self._limit_waits(config.comm.init_timeout_seconds)
         self.recording = Recording()
         self._passing: Passing = no_spans
+        self.gc_handler.collect = self._collect_garbage
         self.reporter = Reporter(speaks=dist.get_rank() == 0, steps=config.training.steps)
         if isinstance(self.metrics_processor, AsyncMetrics):
             self.metrics_processor.reporter = self.reporter
@@ -370,6 +372,11 @@ class AsyncTrainer(Trainer):
             device=self.device,
         )
         return metrics | ({"pipeline/delay": self.pp_schedule.delay} if self.delayed else {})
+
+    def _collect_garbage(self, reason: str, generation: int = 1) -> None:
+        """In the place of torchtitan's function of the same arguments, which it calls between steps."""
+        with self.recording.span(Kind.GARBAGE_COLLECTION, self.step):
+            GarbageCollection.collect(reason, generation)
 
     def _start(self) -> None:
         self.recording, self._passing = record(self, first_step=self._first_step or 0)

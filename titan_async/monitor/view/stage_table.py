@@ -42,6 +42,7 @@ _DOING = {
     Kind.DATA: "data",
     Kind.SAVE: "saves",
     Kind.VALIDATE: "validates",
+    Kind.GARBAGE_COLLECTION: "collects",
 }
 
 _LEAST_STRIP = 8  # characters

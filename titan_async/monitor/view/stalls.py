@@ -34,6 +34,7 @@ _DOES = {
     Kind.DATA: "waits for the texts of {which}",
     Kind.SAVE: "saves a checkpoint",
     Kind.VALIDATE: "validates",
+    Kind.GARBAGE_COLLECTION: "collects garbage before {which}",
 }
 
 
