@@ -8,6 +8,7 @@ import pty
 import re
 import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -21,11 +22,12 @@ import pytest
 from tests.support.events import write_run
 from tests.support.selection import slow
 from tests.support.waiting import MOST_SECONDS, times_waited, until
-from tests.support.watching import going_on, write_now
+from tests.support.watching import change_info, going_on, write_now
 from titan_async.cli.main import main
 from titan_async.monitor.journal import Journal
 from titan_async.monitor.view.watch import STOPPING
 from titan_async.pipelining.recording import Kind
+from titan_async.training.run_lock import announced
 
 COMMAND = [sys.executable, "-m", "titan_async.cli", "watch"]
 PATIENT = """
@@ -223,8 +225,9 @@ def test_an_error_leaves_the_terminal_in_order(run_dir: Path) -> None:
     with terminal(run_dir, "--following", str(os.getpid())) as view:
         view.wait_for("the training processes start")
         # A run of a later version of this project.
-        folder = write_run(run_dir, "29990101-000000-bbbb", closed=False)
+        folder = write_run(run_dir / "elsewhere", "29990101-000000-bbbb", closed=False)
         (folder / "run.json").write_text('{"format": 99}')
+        folder.rename(run_dir / "events" / folder.name)
         assert view.status() == 2
         view.assert_left_in_order()
         assert "its format is 99, and this version reads 1" in view.written.split(LEAVE)[1]
@@ -342,6 +345,39 @@ def test_lines_of_a_run_that_is_waited_for(tmp_path: Path) -> None:
             "step 2/2  loss  5.4545",
         ]
         assert process.wait(MOST_SECONDS) == 0
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_lines_of_a_run_that_is_about_to_begin(tmp_path: Path, earlier: bool) -> None:
+    if earlier:
+        with subprocess.Popen(["true"]) as gone:
+            gone.wait()
+        change_info(write_run(tmp_path, stages=2), host=socket.gethostname(), pid=gone.pid)
+    pipe = subprocess.PIPE
+    with (
+        announced(tmp_path),
+        subprocess.Popen([*COMMAND, str(tmp_path)], stdout=pipe, stderr=pipe, text=True) as process,
+    ):
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stderr.readline() == f"a run starts in {tmp_path}; Ctrl-C leaves it alone\n"
+        write_run(tmp_path, "20270101-000000-aaaa", stages=3, steps=2)
+        assert process.stdout.read().splitlines() == [
+            "training llama3 tiny on 3 stages under Async2BW",
+            "step 2/2  loss  5.4545",
+        ]
+        assert process.wait(MOST_SECONDS) == 0
+
+
+def test_a_run_that_ends_before_it_begins_is_not_waited_for(tmp_path: Path) -> None:
+    pipe = subprocess.PIPE
+    with announced(tmp_path):
+        process = subprocess.Popen([*COMMAND, str(tmp_path)], stdout=pipe, stderr=pipe, text=True)
+        assert process.stderr is not None and "a run starts" in process.stderr.readline()
+    assert process.communicate(timeout=MOST_SECONDS) == (
+        "",
+        f"{tmp_path} holds no events of a run: give the dump_folder of a run that recorded them\n",
+    )
+    assert process.returncode == 2
 
 
 def test_a_dumb_terminal_gets_lines(run_dir: Path) -> None:
