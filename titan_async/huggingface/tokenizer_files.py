@@ -88,9 +88,9 @@ def _with_special_tokens(
 def _config(file: Path, *, begins: bool) -> dict[str, Any]:
     """A `tokenizer_config.json` with all that the one in `file` has, for the exported `tokenizer.json`."""
     config = read_json(file) if file.is_file() else {}
-    return {key: value for key, value in config.items() if key not in _OF_A_MACHINE} | {
-        # Which reads tokenizer.json as training does: other classes replace parts of it by their own.
-        "tokenizer_class": "PreTrainedTokenizerFast",
+    # Where none is named, transformers 4 would take the class of the model's family, with its own tokens.
+    named = {"tokenizer_class": "PreTrainedTokenizerFast"} | config
+    return {key: value for key, value in named.items() if key not in _OF_A_MACHINE} | {
         # The models take no token types, which transformers 4 would give them.
         "model_input_names": ["input_ids", "attention_mask"],
         "add_bos_token": begins,
