@@ -33,7 +33,7 @@ WITH_AN_EXAMPLE = {
     ],
     "data": ["DocumentEncoder", "PackedDataset", "open_documents", "prepare_tokens", "train_tokenizer"],
     "checkpoint.safetensors_files": ["plan_shards", "write_folder"],
-    "huggingface.architecture": ["describe"],
+    "training.hf_architecture": ["describe"],
     "planning.hardware": ["cluster_of"],
     "planning.layout": ["layout_of"],
     "training.balance": ["balanced_split"],

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torchtitan.trainer import Trainer
 
 from tests.support.saved_runs import logits
 from tests.support.transformers_models import DENSE, EXPERTS, LENGTH, MODELS, VOCAB, build
@@ -18,10 +19,11 @@ from titan_async.checkpoint.distributed import SavedTensors
 from titan_async.config.recipe_file import Resolved
 from titan_async.data import shakespeare_tokenizer_folder
 from titan_async.errors import UserError
-from titan_async.huggingface.architecture import check_same, describe, read_description
+from titan_async.huggingface.architecture import check_same, read_description
 from titan_async.huggingface.convert import convert
 from titan_async.huggingface.layout import layout_of
 from titan_async.huggingface.saved_model import SavedModel
+from titan_async.training.hf_architecture import describe, export_warning
 
 
 def changed(spec: Any, **attention: Any) -> Any:
@@ -155,12 +157,15 @@ def wrong_models() -> dict[str, Any]:
     layers.model.layers[1].attention_norm.eps = layers.model.layers[1].ffn_norm.eps = 1e-6
     softmax.model.layers[0].moe.router.score_func = "softmax"
     unbalanced.model.layers[0].moe.load_balance_coeff = None
+    biased = copy.deepcopy(DENSE)
+    biased.model.layers[1].feed_forward.w1.bias = biased.model.layers[0].feed_forward.w1.bias = True
     yarn = dataclasses.replace(DENSE.model.layers[0].attention.rope, scaling="yarn")
     return {
         "embedding and head are one weight": tied,
         "its norms have different epsilons": layers,
         "not those of dots.llm1": softmax,
         "layers are not those of dots": unbalanced,
+        "its projections have biases": biased,
         "scaled by yarn": changed(DENSE, rope=yarn),
         "its positions are CosSinRoPE": changed(DENSE, rope=EXPERTS.model.layers[0].attention.rope),
         "its family is not": dataclasses.replace(DENSE, state_dict_adapter=None),
@@ -171,6 +176,19 @@ def wrong_models() -> dict[str, Any]:
 def test_what_transformers_cannot_compute_is_refused(why: str) -> None:
     with pytest.raises(UserError, match=f"has no form in Hugging Face's format here: .*{why}"):
         describe(wrong_models()[why], LENGTH)
+    config = Trainer.Config(model_spec=wrong_models()[why])
+    assert export_warning(config) is None  # it saves nothing
+    config.checkpoint.enable = True
+    warning = export_warning(config)
+    assert warning is not None and why in warning
+    assert warning.endswith("; titan-async convert will refuse its checkpoints")
+
+
+@MODELS
+def test_nothing_is_said_of_other_models(spec: Any, described: Any) -> None:
+    config = Trainer.Config(model_spec=spec)
+    config.checkpoint.enable = True
+    assert export_warning(config) is None
 
 
 def test_a_tensor_without_a_place_is_refused() -> None:

@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageWriter
 
 from tests.support import forks
 from tests.support.saved_runs import DENSE, MOE, random_weights, save_run
+from tests.support.selection import slow
 from titan_async.checkpoint.distributed import SavedTensors
 from titan_async.cli.main import main
 from titan_async.config.recipe_file import resolve_recipe
@@ -133,20 +134,48 @@ def test_the_files_beside_the_weights(run_dir: Path, tmp_path: Path) -> None:
     assert resolve_recipe([str(out / "recipe.toml")]).config.training.seq_len == 128
 
 
-def test_auto_tokenizer_encodes_as_the_training_does(run_dir: Path, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    tokenizer_dir = Path(resolve_recipe([str(DENSE)]).config.hf_assets_path)
-    for kept in (("tokenizer.json", "tokenizer_config.json"), ("tokenizer.json",)):
-        source, out = tmp_path / f"of{len(kept)}", tmp_path / f"hf{len(kept)}"
-        source.mkdir()
-        for name in kept:
-            shutil.copy(tokenizer_dir / name, source)
-        assert main(["convert", str(run_dir), str(out), "--hf_assets_path", str(source)]) == 0
-        ours = transformers.AutoTokenizer.from_pretrained(tokenizer_dir)
-        theirs = transformers.AutoTokenizer.from_pretrained(out)
-        text = "ROMEO: Whät's here?\n"
-        assert theirs(text).input_ids == ours(text).input_ids
-        assert theirs.decode(theirs(text).input_ids) == text
+def test_no_file_names_a_folder_of_the_machine(tmp_path: Path) -> None:
+    run, text = tmp_path / "run", tmp_path / "private" / "letters.txt"
+    save_run(
+        run, DENSE, "--dump_folder", str(run), "--dataloader.dataset_path", str(text),
+        "--validator.dataloader.dataset_path", str(text), "--checkpoint.initial_load_path", str(tmp_path),
+    )  # fmt: skip
+    out = tmp_path / "hf"
+    assert main(["convert", str(run), str(out)]) == 0
+    assert str(tmp_path) in (run / "recipe.toml").read_text()
+    for file in out.iterdir():
+        content = file.read_bytes()
+        assert str(tmp_path).encode() not in content and str(ROOT).encode() not in content, file.name
+    # What is left resolves, and names the text, which an import otherwise would take for that of the recipe.
+    config = resolve_recipe([str(out / "recipe.toml")]).config
+    assert config.dataloader.dataset_path == config.validator.dataloader.dataset_path == "letters.txt"
+    assert config.checkpoint.initial_load_path is None
+    assert config.dump_folder == resolve_recipe([str(DENSE)]).base.dump_folder
+    assert (out / "recipe.toml").read_text().rstrip() in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("recipe", [pytest.param(DENSE, id="dense"), slow(MOE, id="moe")])
+def test_a_last_save_in_hugging_faces_format(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As torchtitan writes it with `checkpoint.last_save_in_hf`: weights alone, in a checkpoint's place."""
+    run, last = tmp_path / "run", tmp_path / "run" / "checkpoint" / "step-9"
+    save_run(run, recipe)
+    weights = expected(recipe, random_weights(recipe, seed=9))
+    writer = HuggingFaceStorageWriter(str(last), save_distributed=True, enable_consolidation=True)
+    dcp.save(weights, storage_writer=writer, no_dist=True)
+    assert main(["convert", str(run), str(tmp_path / "hf")]) == 0
+    assert "newest weights of step 9 in float32" in capsys.readouterr().out
+    assert same(written(tmp_path / "hf"), weights)
+    assert main(["convert", str(run / "checkpoint/step-7"), str(tmp_path / "before")]) == 0
+    assert same(written(tmp_path / "before"), expected(recipe, random_weights(recipe, seed=7)))
+    capsys.readouterr()
+    assert main(["convert", str(run), str(tmp_path / "stale"), "--weights", "stale"]) == 2
+    assert "no last save of the model alone: use --weights newest" in capsys.readouterr().err
+    next(last.glob("*.safetensors")).unlink()
+    capsys.readouterr()
+    assert main(["convert", str(run), str(tmp_path / "damaged")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_the_script_does_the_same(run_dir: Path, tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.events import write_run
+from tests.support.watching import change_info
 from titan_async.errors import UserError
 from titan_async.monitor.event_files import EventWriter
 from titan_async.monitor.events import (
@@ -123,6 +125,23 @@ def test_summaries_come_back_whole(tmp_path: Path) -> None:
     assert np.array_equal(reader.summaries(), row)
 
 
+def test_files_of_format_1_know_no_garbage_collection(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, stages=2, microbatches=4)
+    now = [RankReader(folder, rank).summaries() for rank in range(2)]
+    # What a version without it has written: sixteen kinds, in a row of 90 bytes.
+    change_info(folder, format=1)
+    kept = np.dtype([(name, SUMMARY[name]) for name in SUMMARY.names[:-1]] + [("seconds", "<f4", (16,))])
+    for rank, rows in enumerate(now):
+        old = np.zeros(len(rows), kept)
+        for name in kept.names:
+            old[name] = rows[name][:, :16] if name == "seconds" else rows[name]
+        assert old.itemsize == 90
+        summary_path(folder, rank).write_bytes(old.tobytes())
+    for rank, rows in enumerate(now):
+        assert len(rows) and np.array_equal(RankReader(folder, rank).summaries(), rows)
+    assert read_info(folder).stages == 2
+
+
 def test_utilization_leaves_out_what_is_outside_of_steps() -> None:
     rows = np.zeros(3, SUMMARY)
     rows["stage"] = [0, 4, 0]
@@ -130,6 +149,7 @@ def test_utilization_leaves_out_what_is_outside_of_steps() -> None:
     rows["seconds"][0, Kind.IDLE], rows["seconds"][0, Kind.VALIDATE] = 3, 100
     rows["seconds"][1, Kind.BACKWARD_WEIGHT], rows["seconds"][1, Kind.BACKWARD_INPUT] = 2, 1
     rows["seconds"][2, Kind.OPTIMIZER], rows["seconds"][2, Kind.SAVE] = 1, 50
+    rows["seconds"][0, Kind.GARBAGE_COLLECTION] = 10
     assert utilization_of(rows) == pytest.approx({0: 0.3, 4: 0.3})
     assert utilization_of(rows[:0]) == {}
 
@@ -163,8 +183,8 @@ def test_runs_of_a_folder(tmp_path: Path) -> None:
     assert [folder.name for folder in runs_in(tmp_path)] == ["20260101-000000-bbbb", "20260102-000000-aaaa"]
     assert read_info(runs_in(tmp_path)[-1]) == info
     assert {path.name for path in folder.iterdir()} == {"run.json"}
-    (folder / "run.json").write_text('{"format": 2}')
-    with pytest.raises(UserError, match="its format is 2"):
+    (folder / "run.json").write_text('{"format": 3}')
+    with pytest.raises(UserError, match="its format is 3, and this version reads 1 and 2"):
         read_info(folder)
     with pytest.raises(UserError, match="holds no run.json"):
         read_info(tmp_path)

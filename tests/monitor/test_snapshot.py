@@ -1,5 +1,6 @@
 """What a view finds in a run's files: finished, going on, stalled, stopped dead, half-written."""
 
+import dataclasses
 import re
 import subprocess
 from pathlib import Path
@@ -39,7 +40,13 @@ def test_a_finished_run(tmp_path: Path) -> None:
     shares = [busy / spans[-1].end for busy, spans in zip(run.busy, run.timelines, strict=True)]
     assert [row.average_utilization for row in seen.rows] == pytest.approx(shares, abs=1e-5)
     assert seen.bubble == pytest.approx(1 - sum(shares) / 3, abs=1e-5)
-    assert seen.bubble_of_1f1b is not None and seen.bubble_of_1f1b > seen.bubble
+    free = dataclasses.replace(timing, latency=0.0)
+    for schedule, bubble in (
+        ("Async2BW", seen.simulated_bubble), ("1F1B", seen.simulated_bubble_of_1f1b)
+    ):  # fmt: skip
+        assert bubble == pytest.approx(
+            1 - simulate(schedule_programs(schedule, 3, 6, 8), free).utilization, abs=5e-3
+        )
     assert [row.version for row in seen.rows] == [6, 6, 6]
     assert [row.in_flight for row in seen.rows] == [0, 0, 0]
     assert max(seen.rows, key=lambda row: row.busy_seconds).stage == 1
@@ -150,7 +157,7 @@ def test_a_stage_on_several_ranks(tmp_path: Path) -> None:
 
 def test_a_run_without_a_pipeline(tmp_path: Path) -> None:
     seen = look(write_run(tmp_path, schedule="GPipe", stages=1, microbatches=1))
-    assert len(seen.rows) == 1 and seen.bubble_of_1f1b is None and seen.bubble is not None
+    assert len(seen.rows) == 1 and seen.simulated_bubble is None and seen.bubble is not None
     assert seen.rows[0].average_utilization == pytest.approx(0.06 / 0.073, abs=1e-5)
 
 

@@ -1,5 +1,6 @@
 """What a view says of stages: against simulated schedules, whose truth is known, and a few spans by hand."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from tests.support.events import write_run
 from titan_async.monitor.events import RECORD, RankReader
-from titan_async.monitor.view.bubble import bubble_of_1f1b, stage_seconds
+from titan_async.monitor.view.bubble import StageSeconds, simulated_bubble, stage_seconds
 from titan_async.monitor.view.stages import RankFigures, own_seconds
 from titan_async.monitor.view.strip import Doing, strip
 from titan_async.pipelining.programs import schedule_programs
@@ -208,8 +209,11 @@ def test_a_strip_leaves_out_what_lies_between_steps() -> None:
     assert strip([], 4) == () and strip(list(figures.stages[0].spans), 0) == ()
 
 
-def test_the_bubble_of_1f1b_is_that_of_a_run_under_1f1b(tmp_path: Path) -> None:
-    """Measured under one schedule, simulated under the other: one stage is slower than the rest."""
+@pytest.mark.parametrize(("schedule", "least", "most"), [("1F1B", 0.3, 0.5), ("Async2BW", 0.2, 0.3)])
+def test_a_simulated_bubble_is_that_of_a_run_under_that_schedule(
+    tmp_path: Path, schedule: str, least: float, most: float
+) -> None:
+    """Measured under one schedule, simulated under either: one stage is slower than the rest."""
     folder = write_run(tmp_path, schedule="Async2BW", stages=4, microbatches=8, slow_stage=2)
     seconds = [stage_seconds([figures_of(folder, rank, (rank,)).stages[rank]]) for rank in range(4)]
     assert [each.forward for each in seconds if each] == pytest.approx([0.02, 0.02, 0.03, 0.02], rel=1e-4)
@@ -218,13 +222,48 @@ def test_the_bubble_of_1f1b_is_that_of_a_run_under_1f1b(tmp_path: Path) -> None:
     free = Timing(
         truth.forward, truth.backward, gather=truth.gather, reduction=truth.reduction, update=truth.update
     )
-    run = simulate(schedule_programs("1F1B", 4, 8, 12), free)
-    found = bubble_of_1f1b([each for each in seconds if each], 8)
+    run = simulate(schedule_programs(schedule, 4, 8, 12), free)
+    found = simulated_bubble(schedule, [each for each in seconds if each], 8)
     assert found == pytest.approx(1 - run.utilization, abs=0.005)
-    assert 0.3 < 1 - run.utilization < 0.5
+    assert least < 1 - run.utilization < most
 
 
-def test_no_bubble_of_1f1b_where_it_cannot_run() -> None:
+def test_what_else_the_machine_does_is_in_no_simulated_bubble() -> None:
+    """Two ranks that are computing for a half of each step, and wait for the processor in the other."""
+    seconds = []
+    for rank in range(2):
+        figures = RankFigures((rank,))
+        for step in range(1, 4):
+            begin = step * 2000
+            figures.add(
+                records(
+                    *(
+                        (begin + 500 * i, begin + 500 * i + 100, step, i, 0, rank, Kind.FORWARD, 1)
+                        for i in range(4)
+                    ),
+                    *(
+                        (begin + 500 * i + 200, begin + 500 * i + 350, step, i, 0, rank, Kind.BACKWARD, 1)
+                        for i in range(4)
+                    ),
+                    (begin, begin + 2000, step, -1, -1, rank, Kind.STEP, 0),
+                )
+            )
+        assert figures.stages[rank].average_utilization == 0.5
+        seconds.append(stage_seconds([figures.stages[rank]]))
+    known = [each for each in seconds if each]
+    assert simulated_bubble("Async2BW", known, 4) == pytest.approx(0, abs=1e-9)
+    assert simulated_bubble("1F1B", known, 4) == pytest.approx(0.2, abs=1e-9)  # (2 - 1) / (4 + 2 - 1)
+
+
+def test_two_versions_of_the_weights_are_swapped() -> None:
+    swapping = StageSeconds(forward=1, backward=1, gather=0, reduction=0, update=0, swap=2)
+    assert simulated_bubble("Async2BW", [swapping] * 2, 4) == pytest.approx(0.2)
+    assert simulated_bubble("1F1B", [swapping] * 2, 4) == simulated_bubble(
+        "1F1B", [dataclasses.replace(swapping, swap=0)] * 2, 4
+    )
+
+
+def test_no_simulated_bubble_where_a_schedule_cannot_run() -> None:
     figures = RankFigures((0,))
     assert stage_seconds([figures.stages[0]]) is None
     figures.add(
@@ -236,5 +275,7 @@ def test_no_bubble_of_1f1b_where_it_cannot_run() -> None:
     )
     seconds = stage_seconds([figures.stages[0]])
     assert seconds is not None and (seconds.forward, seconds.backward) == (1, 1)
-    assert bubble_of_1f1b([seconds] * 4, 3) is None
-    assert bubble_of_1f1b([seconds] * 64, 1024) is None
+    assert simulated_bubble("1F1B", [seconds] * 4, 3) is None
+    assert simulated_bubble("1F1B", [seconds] * 64, 1024) is None
+    assert simulated_bubble("Interleaved1F1B", [seconds] * 4, 8) is None
+    assert simulated_bubble("none", [seconds], 8) is None

@@ -135,6 +135,13 @@ def test_who_waits_for_texts_is_the_cause() -> None:
     assert len(texts(rank(0, Kind.DATA, 8, microbatch=-1), stages=1)) == 1
 
 
+def test_garbage_that_is_collected_for_long_is_the_cause() -> None:
+    found = texts(
+        rank(0, Kind.GARBAGE_COLLECTION, 8, microbatch=-1), rank(1, Kind.RECEIVE, 7), stages=2
+    )  # fmt: skip
+    assert found[0] == "stage 0 collects garbage before step 40, since 14:03:12 (8 s)" and len(found) == 2
+
+
 def test_who_does_nothing_that_is_recorded_is_the_cause() -> None:
     found = texts(rank(0, Kind.RECEIVE, 8, held=True), rank(1, None, 8), stages=2)
     assert found[0] == "stage 1 is between two steps" and len(found) == 2

@@ -247,7 +247,9 @@ def test_checkpoints_and_validations_between_steps(tmp_path: Path) -> None:
 
     save = (110_000, 115_000, 1, -1, -1, 0, Kind.SAVE, 0)
     validate = (116_000, 119_000, 1, -1, -1, 0, Kind.VALIDATE, 0)
-    by_hand(folder, [[*step(1, 100_000), save, validate, *step(2, 120_000), *step(3, 130_000)]], [(0,)])
+    collection = (129_000, 130_000, 3, -1, -1, 0, Kind.GARBAGE_COLLECTION, 0)
+    third = [collection, *step(3, 130_000)]
+    by_hand(folder, [[*step(1, 100_000), save, validate, *step(2, 120_000), *third]], [(0,)])
     run = load_spans(folder)
 
     def kinds(first: int, last: int, what_follows: bool) -> list[int]:
@@ -258,6 +260,8 @@ def test_checkpoints_and_validations_between_steps(tmp_path: Path) -> None:
     assert kinds(1, 1, True) == [*one, Kind.SAVE, Kind.VALIDATE]
     assert kinds(1, 2, False) == [*one, Kind.SAVE, Kind.VALIDATE, *one]
     assert kinds(2, 2, True) == one
+    assert kinds(2, 3, False) == [*one, Kind.GARBAGE_COLLECTION, *one]
+    assert "garbage collection" in [e["name"] for e in trace_of(cut(run, range(2, 4)))[0]["traceEvents"]]
     trace = trace_of(cut(run, range(1, 2), what_follows=True))[0]
     check_format(json.loads(json.dumps(trace)))
     assert [(e["name"], e["ts"], e["dur"]) for e in trace["traceEvents"] if e["ph"] == "X"] == [

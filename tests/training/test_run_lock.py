@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.training import RECIPE
 from titan_async.errors import UserError
+from titan_async.monitor.view.following import is_starting
 from titan_async.training.run_lock import LOCK, locked, refuse_locked
 
 HOLDER = """
@@ -48,6 +50,7 @@ def test_another_run_is_refused_until_it_is_killed(tmp_path: Path) -> None:
             refuse_locked(folder)
         with pytest.raises(UserError, match=said), locked(folder):
             pass
+        assert is_starting(folder)
         process.kill()
         process.wait()
         # Its child is still there.
@@ -58,9 +61,21 @@ def test_another_run_is_refused_until_it_is_killed(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_run_is_free(tmp_path: Path) -> None:
     refuse_locked(tmp_path / "none")
-    assert not (tmp_path / "none").exists()
+    assert not (tmp_path / "none").exists() and not is_starting(tmp_path / "none")
+    assert not is_starting(tmp_path)
     with locked(tmp_path / "run"):
         assert (tmp_path / "run" / LOCK).is_file()
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cannot write .*file/\.lock: "), locked(tmp_path / "file"):
         pass
+
+
+def test_a_launcher_says_that_a_run_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds before rank 0 can, which has torch to import first."""
+    from titan_async.cli import launch
+
+    seen = []
+    monkeypatch.setattr(launch, "launch", lambda *args, **kwargs: seen.append(is_starting(tmp_path)) or 0)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which a launcher sets
+    assert launch.train([str(RECIPE), "--dump_folder", str(tmp_path)]) == 0
+    assert seen == [True] and not is_starting(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -29,7 +30,8 @@ class Recorded(NamedTuple):
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     """Eight delayed steps, then four synchronous ones from their checkpoint, in the same folder."""
     folder = tmp_path_factory.mktemp("recorded")
-    common = ("--metrics.enable_tensorboard", "--metrics.log_freq", 2, "--checkpoint.interval", 4)
+    common = ("--metrics.enable_tensorboard", "--metrics.log_freq", 2, "--checkpoint.interval", 4,
+              "--training.gc_freq", 3)  # fmt: skip
     delayed = train(folder, "--training.steps", 8, "--validator.freq", 8, *common)
     synchronous = train(
         folder, "--training.steps", 12, "--validator.no-enable", *common,
@@ -74,6 +76,19 @@ def test_the_spans_of_a_delayed_run(recorded: Recorded, rank: int) -> None:
     for kind in (Kind.DATA, Kind.GATHER, Kind.REDUCE):
         assert len(of(records, kind)) == 8, kind
     assert len(of(records, Kind.RECEIVE)) == 8 * MICROBATCHES
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_garbage_collection_is_no_gap(recorded: Recorded, rank: int) -> None:
+    records = records_of(runs_in(recorded.folder)[0], rank)
+    collections, steps = of(records, Kind.GARBAGE_COLLECTION), of(records, Kind.STEP)
+    assert collections["batch"].tolist() == [3, 6] and set(collections["depth"]) == {0}
+    for span in collections:
+        before, after = (steps[steps["batch"] == span["batch"] + n][0] for n in (-1, 0))
+        assert before["end"] <= span["start"] < span["end"] <= after["start"]
+    # A run that goes on records from its first step on, which is step 9 here.
+    later = records_of(runs_in(recorded.folder)[1], rank)
+    assert of(later, Kind.GARBAGE_COLLECTION)["batch"].tolist() == [12]
 
 
 @pytest.mark.parametrize("run", [0, 1], ids=["delayed", "synchronous"])
@@ -188,14 +203,18 @@ def test_one_stage_records_whole_passes(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_without_its_record(tmp_path: Path) -> None:
-    """A folder that cannot be made is a line on stderr."""
+    """A folder that cannot be made is a line on stderr; a model that cannot be exported one on stdout."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "events").write_text("no folder")
+    (tmp_path / "mixed.toml").write_text('recipe = "tiny_mixed"')
     blocked = train(
         tmp_path, "--training.steps", 1, "--parallelism.pipeline_parallel_degree", 1,
-        "--validator.no-enable", "--checkpoint.no-enable",
+        "--validator.no-enable", "--module", "tests.support.recipes", recipe="mixed.toml",
     )  # fmt: skip
-    assert (blocked.status, blocked.steps) == (0, [1])
+    assert (blocked.status, blocked.steps) == (0, [1]), blocked.err
+    assert re.search(
+        r"^the model .* has no form .*; titan-async convert will refuse its.*\nstep 1/1", blocked.out, re.M
+    )
     assert blocked.err.count("rank 0 no longer records events") == 1
     assert (tmp_path / "run" / "events").is_file()
 

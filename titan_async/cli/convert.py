@@ -18,9 +18,10 @@ _HELP = """\
 usage: titan-async convert RUN_DIR[/checkpoint/step-N] OUT_DIR [flags] [--section.key value ...]
 
 Write a checkpoint as a folder that transformers loads with from_pretrained: safetensors, config.json,
-generation_config.json, the tokenizer, the recipe and a model card to complete. One process without
-accelerators reads checkpoints of any parallel layout, a tensor at a time. RUN_DIR is the dump_folder of the
-run; its latest checkpoint is taken, or that of step N. OUT_DIR appears when it is whole.
+generation_config.json, the tokenizer, the recipe and a model card to complete, none with paths of this
+machine. One process without accelerators reads checkpoints of any parallel layout, a tensor at a time, and
+a last save with checkpoint.last_save_in_hf. RUN_DIR is the dump_folder of the run; its latest checkpoint is
+taken, or that of step N. OUT_DIR appears when it is whole.
 
 flags:
   --dtype TYPE            of the weights: float32, bfloat16 (bf16) or float16 (fp16); default: the

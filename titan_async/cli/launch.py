@@ -71,7 +71,9 @@ def train(argv: Sequence[str]) -> int:
         # Threads of several processes on the same few cores only get in each other's way.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     command = [sys.executable, "-m", "titan_async.training.worker", *argv]
-    return launch(nproc, command, watch=Path(resolved.config.dump_folder) if live else None)
+    folder = Path(resolved.config.dump_folder)
+    with run_lock.announced(folder):
+        return launch(nproc, command, watch=folder if live else None)
 
 
 def _gpu_count() -> int:

@@ -6,6 +6,7 @@ import io
 import os
 import re
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +20,8 @@ usage: titan-async watch RUN_DIR [flags]
 
 Show a run while it trains, or after the fact: what each stage does and how busy it is, loss, learning rate,
 speed, and who waits for whom. RUN_DIR is its dump_folder, on this machine or on a shared disk. The training
-is not touched. Without a terminal it prints what the run says, line by line, until the run ends.
+is not touched. Without a terminal it prints what the run says, line by line, until the run ends. Where a run
+is about to begin, it waits for it.
 
 keys: q quits, p pauses, s sorts by slowest stage, ? explains what is shown
 
@@ -36,6 +38,7 @@ examples:
   titan-async watch outputs --once --width 120
 """
 
+_PERIOD = 0.25
 _SIZE = (100, 30)
 _LARGEST = 1000
 
@@ -63,6 +66,8 @@ def run(argv: Sequence[str]) -> int:
 
     from titan_async.monitor.spans import folder_of
 
+    if pid is None and run_id is None:
+        _wait_for_start(run_dir)
     if once or svg is not None:
         _picture(folder_of(run_dir, run_id), svg, *size)
         return 0
@@ -82,6 +87,16 @@ def run(argv: Sequence[str]) -> int:
     from titan_async.monitor.view.watch import watch
 
     return watch(Console(), source)
+
+
+def _wait_for_start(run_dir: str) -> None:
+    """Waits for the events of a run that starts in the folder, as long as there are none and it goes on."""
+    from titan_async.monitor.view.following import is_starting
+
+    if is_starting(run_dir):
+        print(f"a run starts in {run_dir}; Ctrl-C leaves it alone", file=sys.stderr, flush=True)
+    while is_starting(run_dir):
+        time.sleep(_PERIOD)
 
 
 def _picture(folder: Path, svg: str | None, width: int | None, height: int | None) -> None:

@@ -15,8 +15,13 @@ from titan_async.config.values import NONE_WORD
 
 __all__ = ["dump_config"]
 
+_FOLDERS = (("dump_folder",), ("hf_assets_path",), ("checkpoint", "initial_load_path"))
+"""Where one machine has what a run reads and writes; another one has other folders."""
 
-def dump_config(config: Any, *, recipe: str, base: Any, module: str | None = None) -> str:
+
+def dump_config(
+    config: Any, *, recipe: str, base: Any, module: str | None = None, portable: bool = False
+) -> str:
     """Returns the text of a recipe file for `config`.
 
     What a recipe file cannot set (the model, code) is listed in comments. A None is written only
@@ -27,8 +32,9 @@ def dump_config(config: Any, *, recipe: str, base: Any, module: str | None = Non
         recipe: the name of the recipe that it was made from.
         base: what that recipe returns.
         module: the `--module` that the recipe comes from, if it is not one of the project's.
+        portable: for other machines: of absolute paths the names alone, and none of the run's folders.
     """
-    dump = _Dump()
+    dump = _Dump(portable)
     table = dump.table(config, base, ())
     # A table's own keys come before its sections, or TOML would count them to the last section.
     body = tomli_w.dumps({"recipe": recipe, **dict(sorted(table.items(), key=_is_section))})
@@ -45,14 +51,15 @@ def _is_section(item: tuple[str, Any]) -> bool:
 
 
 class _Dump:
-    def __init__(self) -> None:
+    def __init__(self, portable: bool) -> None:
+        self._portable = portable
         self.unwritten: list[tuple[tuple[str | int, ...], str]] = []
 
     def table(self, config: Any, base: Any, path: tuple[str | int, ...]) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for name, hint in field_types(type(config)).items():
             value, here = getattr(config, name), (*path, name)
-            if name.startswith("_"):
+            if name.startswith("_") or (here in _FOLDERS and self._is_of_machine(value)):
                 continue
             if name == "model_spec":
                 self.unwritten.append((here, _model_words(value)))
@@ -88,9 +95,9 @@ class _Dump:
             return NONE_WORD
         if isinstance(value, enum.Enum):
             return self._value(value.value, path)
-        if isinstance(value, Path):
-            return str(value)
-        if isinstance(value, bool | int | float | str):
+        if isinstance(value, Path | str):
+            return Path(value).name if self._is_of_machine(value) else str(value)
+        if isinstance(value, bool | int | float):
             return value
         if isinstance(value, list | tuple):
             return [self._value(item, (*path, index)) for index, item in enumerate(value)]
@@ -100,6 +107,10 @@ class _Dump:
                 self._put(result, str(key), item, (*path, str(key)))
             return result
         raise TypeError(f"TOML has no {type(value).__name__}")
+
+    def _is_of_machine(self, value: Any) -> bool:
+        """Whether it is a path that is to be kept from other machines."""
+        return self._portable and isinstance(value, str | Path) and str(value).startswith(("/", "~", "file:"))
 
 
 def _model_words(spec: Any) -> str:

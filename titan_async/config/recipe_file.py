@@ -48,11 +48,17 @@ class Resolved:
     module: str | None
     dry_run: bool
 
-    def to_toml(self) -> str:
-        """Returns a recipe file that resolves to the same configuration."""
+    def to_toml(self, *, portable: bool = False) -> str:
+        """Returns a recipe file that resolves to the same configuration.
+
+        Args:
+            portable: leave out the folders of this machine; of other absolute paths keep the names.
+        """
         from titan_async.config.dump import dump_config
 
-        return dump_config(self.config, recipe=self.recipe, base=self.base, module=self.module)
+        return dump_config(
+            self.config, recipe=self.recipe, base=self.base, module=self.module, portable=portable
+        )
 
 
 def resolve(argv: Sequence[str]) -> Trainer.Config:

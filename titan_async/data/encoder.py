@@ -74,6 +74,10 @@ class DocumentEncoder:
             for encoding in self._tokenizer.encode_batch_fast(list(texts))
         ]
 
+    def token_of(self, number: int) -> str:
+        """The text of a token of the vocabulary."""
+        return self._tokenizer.id_to_token(number)
+
     def _id_of(self, token: Any) -> int | None:
         content = _content(token)
         return None if content is None else self._tokenizer.token_to_id(content)

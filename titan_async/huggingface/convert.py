@@ -13,11 +13,12 @@ from titan_async.checkpoint.folders import new_folder
 from titan_async.checkpoint.safetensors_files import write_folder
 from titan_async.checkpoint.tensors import TensorInfo
 from titan_async.errors import UserError
-from titan_async.huggingface.architecture import KEPT_TYPE, describe
+from titan_async.huggingface.architecture import KEPT_TYPE
 from titan_async.huggingface.model_card import model_card
 from titan_async.huggingface.saved_model import SavedModel
-from titan_async.huggingface.tokenizer_files import copy_tokenizer, special_tokens
-from titan_async.training.saved_recipe import RECIPE, recipe_text
+from titan_async.huggingface.tokenizer_files import export_tokenizer, special_tokens
+from titan_async.training.hf_architecture import describe
+from titan_async.training.saved_recipe import RECIPE
 
 __all__ = ["Converted", "convert"]
 
@@ -67,12 +68,12 @@ def convert(
         **tokens,
         "torch_dtype": str(main_type).removeprefix("torch."),
     }
-    recipe = recipe_text(saved.resolved)
+    recipe = saved.resolved.to_toml(portable=True)
     with new_folder(out) as folder:
         _check_room(folder, total, out)
         _write_json(folder / "config.json", description)
         _write_json(folder / "generation_config.json", {"_from_model_config": True, **tokens})
-        copy_tokenizer(config.hf_assets_path, folder)
+        export_tokenizer(config.hf_assets_path, folder)
         (folder / RECIPE).write_text(recipe, encoding="utf-8")
         card = model_card(saved, description, recipe, parameters)
         (folder / "README.md").write_text(card, encoding="utf-8")

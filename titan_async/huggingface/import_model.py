@@ -14,17 +14,14 @@ from torchtitan.trainer import Trainer
 from titan_async.checkpoint.distributed import save_tensors
 from titan_async.checkpoint.folders import new_folder
 from titan_async.checkpoint.safetensors_files import SafetensorsFolder
-from titan_async.checkpoint.tensors import TensorInfo
 from titan_async.config.recipe_file import Resolved, resolve_recipe
 from titan_async.errors import UserError
-from titan_async.huggingface.architecture import check_same, describe, read_description
-from titan_async.huggingface.layout import Layout, layout_of
+from titan_async.huggingface.architecture import check_same, read_description
+from titan_async.huggingface.layout import layout_of, read_from, tensors_in
+from titan_async.training.hf_architecture import describe
 from titan_async.training.saved_recipe import RECIPE, recipe_text
 
 __all__ = ["import_model"]
-
-_NO_WEIGHT = ".rotary_emb.inv_freq"
-"""The ending of what old folders hold beside weights: it follows from `config.json`."""
 
 
 def import_model(
@@ -62,12 +59,12 @@ def import_model(
     ours = describe(config.model_spec, config.training.seq_len)
     check_same(description, ours, folder=folder, recipe=recipe or resolved.recipe)
     layout, files = layout_of(config), SafetensorsFolder(folder)
-    tensors = _tensors(layout, files)
+    tensors = tensors_in(files, layout)
     total, done = sum(info.nbytes for info in tensors.values()), 0
 
     def load(key: str) -> torch.Tensor:
         nonlocal done
-        value = layout.from_hf(key, {name: files.read(name) for name in layout.names[key]})
+        value = read_from(files, layout, key)
         done += tensors[key].nbytes
         progress(done, total)
         return value
@@ -91,35 +88,3 @@ def _resolve(folder: Path, run: str, recipe: str | None, flags: Sequence[str]) -
     if (folder / "tokenizer.json").is_file() and "__hf_assets_path" not in named:
         own += ["--hf_assets_path", os.path.abspath(folder)]
     return resolve_recipe([recipe or str(folder / RECIPE), *flags, *own])
-
-
-def _tensors(layout: Layout, files: SafetensorsFolder) -> dict[str, TensorInfo]:
-    """What the checkpoint will hold, of which every part is there and has the right shape."""
-    tensors = {}
-    for key, names in layout.names.items():
-        for name, shape in names.items():
-            found = files.tensors.get(name)
-            if found is None:
-                raise UserError(f"{files.folder} has no tensor {name}: fetch the whole model")
-            if found.shape != shape:
-                raise UserError(
-                    f"{name} in {files.folder} is {list(found.shape)}, where the recipe's model has "
-                    f"{list(shape)}: name a recipe of the same model"
-                )
-            if found.dtype.is_floating_point == (key in layout.whole):
-                raise UserError(
-                    f"{name} in {files.folder} is of the type {found.dtype}, which no such weights have: "
-                    "fetch the model again"
-                )
-        types = {files.tensors[name].dtype for name in names}
-        if len(types) > 1:
-            raise UserError(f"the parts of {key} in {files.folder} are of different types: give them one")
-        tensors[key] = TensorInfo(layout.shapes[key], types.pop())
-    known = {name for names in layout.names.values() for name in names}
-    for name in files.tensors:
-        if name not in known and not name.endswith(_NO_WEIGHT):
-            raise UserError(
-                f"{files.folder} has a tensor {name}, which the recipe's model does not have: name a recipe "
-                "of the same model"
-            )
-    return tensors

@@ -7,10 +7,15 @@ from typing import Any
 import torch
 from torchtitan.trainer import Trainer
 
+from titan_async.checkpoint.safetensors_files import SafetensorsFolder
+from titan_async.checkpoint.tensors import TensorInfo
 from titan_async.errors import UserError
 from titan_async.training.preflight import build_on_meta
 
-__all__ = ["Layout", "layout_of"]
+__all__ = ["Layout", "layout_of", "read_from", "tensors_in"]
+
+_NO_WEIGHT = ".rotary_emb.inv_freq"
+"""The ending of what old folders hold beside weights: it follows from `config.json`."""
 
 
 @dataclass(frozen=True)
@@ -62,3 +67,48 @@ def layout_of(config: Trainer.Config) -> Layout:
     shapes = {key: tuple(value.shape) for key, value in tensors.items()}
     whole = frozenset(key for key, value in tensors.items() if not value.is_floating_point())
     return Layout(shapes, names, buffers, whole, adapter)
+
+
+def tensors_in(files: SafetensorsFolder, layout: Layout) -> dict[str, TensorInfo]:
+    """The model's tensors that a folder in Hugging Face's format holds, by the model's own names.
+
+    Raises:
+        UserError: a part of one is missing or of the wrong shape, or there are others.
+    """
+    tensors = {}
+    for key, names in layout.names.items():
+        for name, shape in names.items():
+            found = files.tensors.get(name)
+            if found is None:
+                raise UserError(f"{files.folder} has no tensor {name}: fetch the whole model")
+            if found.shape != shape:
+                raise UserError(
+                    f"{name} in {files.folder} is {list(found.shape)}, where the recipe's model has "
+                    f"{list(shape)}: name a recipe of the same model"
+                )
+            if found.dtype.is_floating_point == (key in layout.whole):
+                raise UserError(
+                    f"{name} in {files.folder} is of the type {found.dtype}, which no such weights have: "
+                    "fetch the model again"
+                )
+        types = {files.tensors[name].dtype for name in names}
+        if len(types) > 1:
+            raise UserError(f"the parts of {key} in {files.folder} are of different types: give them one")
+        tensors[key] = TensorInfo(layout.shapes[key], types.pop())
+    known = {name for names in layout.names.values() for name in names}
+    for name in files.tensors:
+        if name not in known and not name.endswith(_NO_WEIGHT):
+            raise UserError(
+                f"{files.folder} has a tensor {name}, which the recipe's model does not have: name a recipe "
+                "of the same model"
+            )
+    return tensors
+
+
+def read_from(files: SafetensorsFolder, layout: Layout, key: str) -> torch.Tensor:
+    """Reads one of the model's tensors from a folder in Hugging Face's format.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    return layout.from_hf(key, {name: files.read(name) for name in layout.names[key]})

@@ -49,8 +49,8 @@ model = AutoModelForCausalLM.from_pretrained("PATH")
 tokenizer = AutoTokenizer.from_pretrained("PATH")
 ```
 
-In training each document began with the token `bos_token_id` of `config.json`, if there is one: begin a
-prompt with it too.
+In training each document began with the token `bos_token_id` of `config.json`, if there is one; the tokenizer
+begins each prompt with it.
 
 ## Recipe
 

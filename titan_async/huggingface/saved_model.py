@@ -10,10 +10,12 @@ import torch
 from torchtitan.trainer import Trainer
 
 from titan_async.checkpoint.distributed import SavedTensors
+from titan_async.checkpoint.safetensors_files import INDEX as HF_INDEX
+from titan_async.checkpoint.safetensors_files import SafetensorsFolder
 from titan_async.checkpoint.tensors import TensorInfo
 from titan_async.config.recipe_file import Resolved, resolve_recipe
 from titan_async.errors import UserError
-from titan_async.huggingface.layout import Layout, layout_of
+from titan_async.huggingface.layout import Layout, layout_of, read_from, tensors_in
 from titan_async.training.checkpoint import EMA_WEIGHTS, NEXT_WEIGHTS, complete_steps
 from titan_async.training.saved_recipe import RECIPE
 
@@ -27,11 +29,24 @@ WEIGHTS = {
 """The weights that a checkpoint may hold, and what their keys begin with."""
 
 _ABSENT = {
-    "stale": "only runs under Async2BW on several stages save them: use --weights newest",
+    "stale": "only runs under Async2BW on several stages save them, and no last save of the model alone: use "
+    "--weights newest",
     "ema": "set [ema] decay in the recipe and train again, or use --weights newest",
 }
 
 _OTHER_STATE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
+
+
+class _HfTensors:
+    """As `SavedTensors`, of a last save in Hugging Face's format (`checkpoint.last_save_in_hf`)."""
+
+    def __init__(self, folder: Path, layout: Layout) -> None:
+        self.folder = folder
+        self._files, self._layout = SafetensorsFolder(folder), layout
+        self.tensors = tensors_in(self._files, layout)
+
+    def read(self, key: str) -> torch.Tensor:
+        return read_from(self._files, self._layout, key)
 
 
 @dataclass(frozen=True)
@@ -43,7 +58,7 @@ class SavedModel:
     """Of the checkpoint."""
     step: int
     layout: Layout
-    saved: SavedTensors
+    saved: SavedTensors | _HfTensors
     weights: str
     """One of `WEIGHTS`."""
 
@@ -94,8 +109,8 @@ def open_saved(
     resolved = resolve_recipe([str(file), *flags])
     checkpoints = run / resolved.config.checkpoint.folder if step is None else Path(place).parent
     step = _existing_step(checkpoints, step)
-    saved = SavedTensors(checkpoints / f"step-{step}")
-    layout = layout_of(resolved.config)
+    folder, layout = checkpoints / f"step-{step}", layout_of(resolved.config)
+    saved = _HfTensors(folder, layout) if step in _steps_in_hf(checkpoints) else SavedTensors(folder)
     _check_recipe(saved, layout, "newest", resolved.recipe)
     if not any(key.startswith(WEIGHTS[weights]) for key in saved.tensors):
         raise UserError(f"{saved.folder} has no {weights} weights: {_ABSENT[weights]}")
@@ -112,7 +127,7 @@ def _split(place: Path) -> tuple[Path, int | None]:
 
 
 def _existing_step(folder: Path, step: int | None) -> int:
-    steps = complete_steps(folder)
+    steps = sorted({*complete_steps(folder), *_steps_in_hf(folder)})
     if not steps:
         raise UserError(f"{folder} has no whole checkpoint: train first, or name another folder")
     if step is None:
@@ -122,19 +137,25 @@ def _existing_step(folder: Path, step: int | None) -> int:
     return step
 
 
+def _steps_in_hf(folder: Path) -> list[int]:
+    """The steps of which `folder` holds weights in Hugging Face's format; their index is written last."""
+    found = (re.fullmatch(r"step-(\d+)", path.parent.name) for path in folder.glob(f"step-*/{HF_INDEX}"))
+    return [int(match[1]) for match in found if match]
+
+
 def _listed(steps: list[int]) -> str:
     *others, last = [str(step) for step in steps]
     return f"one of steps {', '.join(others)} and {last}" if others else f"step {last}"
 
 
-def _saved_key(saved: SavedTensors, layout: Layout, weights: str, key: str) -> str:
+def _saved_key(saved: SavedTensors | _HfTensors, layout: Layout, weights: str, key: str) -> str:
     """Under which key a checkpoint has one of the model's tensors."""
     kept = WEIGHTS[weights] + key
     # A buffer of which there is no average is there once.
     return key if key in layout.buffers and kept not in saved.tensors else kept
 
 
-def _check_recipe(saved: SavedTensors, layout: Layout, weights: str, recipe: str) -> None:
+def _check_recipe(saved: SavedTensors | _HfTensors, layout: Layout, weights: str, recipe: str) -> None:
     why = None
     for key, shape in layout.shapes.items():
         kept = _saved_key(saved, layout, weights, key)

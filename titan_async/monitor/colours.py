@@ -25,6 +25,7 @@ COLOURS: dict[Kind, str] = {
     Kind.DATA: "#c9b79c",
     Kind.SAVE: "#555555",
     Kind.VALIDATE: "#bfa5d9",
+    Kind.GARBAGE_COLLECTION: "#7f3b08",
 }
 """As #rrggbb."""
 

@@ -12,9 +12,9 @@ A ring file is a header, then room for `CAPACITY` records of 32 bytes (`RECORD`)
 at `HEADER_BYTES + 32 * (n % CAPACITY)`. The header is one `STATE`, which is written anew several times a
 second, after the records that it counts; between two headers there are at most `BURST` of them, so that a
 reader can rely on the `CAPACITY - BURST` records before those that the header counts. A summary file holds
-one `SUMMARY` after another. All numbers are little-endian. Times are nanoseconds since the epoch by the clock
-of the rank's host, which is read once when the run starts and counted on from there, so that they never go
-back within a file.
+one `SUMMARY` after another, which has fewer kinds in runs of format 1. All numbers are little-endian. Times
+are nanoseconds since the epoch by the clock of the rank's host, which is read once when the run starts and
+counted on from there, so that they never go back within a file.
 """
 
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from titan_async.monitor.run_folder import read_format
 from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
 
 __all__ = [
@@ -42,6 +43,9 @@ __all__ = [
 
 CAPACITY = 1 << 16
 """Records that a ring holds: 2 MiB."""
+
+_KINDS_OF_FORMAT = {1: 16, 2: len(Kind)}
+"""How many kinds of spans files had, by the format in their run's `run.json`."""
 
 BURST = 4096
 """Records that are written at most before the header says so."""
@@ -78,17 +82,22 @@ STATE = np.dtype(
 )
 """What a rank is doing now."""
 
-SUMMARY = np.dtype(
-    [
-        ("first_step", "<i4"),
-        ("last_step", "<i4"),
-        ("start", "<i8"),
-        ("end", "<i8"),
-        ("stage", "<u2"),
-        # By kind, without those of spans within; IDLE is what is left of steps.
-        ("seconds", "<f4", (len(Kind),)),
-    ]
-)
+
+def _summary_of(kinds: int) -> np.dtype[np.void]:
+    return np.dtype(
+        [
+            ("first_step", "<i4"),
+            ("last_step", "<i4"),
+            ("start", "<i8"),
+            ("end", "<i8"),
+            ("stage", "<u2"),
+            # By kind, without those of spans within; IDLE is what is left of steps.
+            ("seconds", "<f4", (kinds,)),
+        ]
+    )
+
+
+SUMMARY = _summary_of(len(Kind))
 """An interval of steps on one stage. What is no stage's own, such as the optimizer, counts for the rank's
 first."""
 
@@ -99,7 +108,7 @@ def utilization_of(rows: npt.NDArray[np.void]) -> dict[int, float]:
     Args:
         rows: `SUMMARY`s of the same rank, one for each of its stages and each interval.
     """
-    outside = [int(Kind.SAVE), int(Kind.VALIDATE)]
+    outside = [int(Kind.SAVE), int(Kind.VALIDATE), int(Kind.GARBAGE_COLLECTION)]
     seconds = rows["seconds"].astype(float)
     of_steps = seconds.sum() - seconds[:, outside].sum()
     busy = seconds[:, list(map(int, COMPUTE_KINDS))].sum(axis=1)
@@ -180,8 +189,14 @@ class RankReader:
             data = self._summary.read_bytes()
         except OSError:
             return np.empty(0, SUMMARY)
-        whole = len(data) // SUMMARY.itemsize * SUMMARY.itemsize
-        return np.frombuffer(data[:whole], SUMMARY)
+        kinds = _KINDS_OF_FORMAT[read_format(self._summary.parent)]
+        form = _summary_of(kinds)
+        written = np.frombuffer(data[: len(data) // form.itemsize * form.itemsize], form)
+        rows = np.zeros(len(written), SUMMARY)
+        for name in ("first_step", "last_step", "start", "end", "stage"):
+            rows[name] = written[name]
+        rows["seconds"][:, :kinds] = written["seconds"]
+        return rows
 
 
 def _read_ring(file: BinaryIO, first: int, end: int) -> npt.NDArray[np.void]:

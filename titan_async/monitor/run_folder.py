@@ -7,13 +7,23 @@ from typing import Any
 from titan_async.errors import UserError
 from titan_async.whole_files import read_json, write_json
 
-__all__ = ["EVENTS_FOLDER", "RunInfo", "RunShape", "events_folder", "read_info", "runs_in", "write_info"]
+__all__ = [
+    "EVENTS_FOLDER",
+    "RunInfo",
+    "RunShape",
+    "events_folder",
+    "read_format",
+    "read_info",
+    "runs_in",
+    "write_info",
+]
 
 EVENTS_FOLDER = "events"
 """In the `dump_folder` of a run."""
 
 _INFO = "run.json"
-_FORMAT = 1
+_FORMATS = (1, 2)
+"""Of the files of events, oldest first; the last is written. Those of format 1 know no garbage collection."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +48,7 @@ class RunShape:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo(RunShape):
-    """What a run is, from its start to its end. In `run.json`, with `"format": 1`."""
+    """What a run is, from its start to its end. In `run.json`, with `"format": 2`."""
 
     run_id: str
     started: float
@@ -61,7 +71,7 @@ def events_folder(run_dir: str | Path, run_id: str) -> Path:
 
 def write_info(folder: Path, info: RunInfo) -> None:
     """Write `run.json`, whole or not at all. Each node of a run may do it, to a disk that they share."""
-    write_json(folder / _INFO, {"format": _FORMAT} | asdict(info), shared=True)
+    write_json(folder / _INFO, {"format": _FORMATS[-1]} | asdict(info), shared=True)
 
 
 def read_info(folder: Path) -> RunInfo:
@@ -73,8 +83,8 @@ def read_info(folder: Path) -> RunInfo:
     path = folder / _INFO
     try:
         record: Any = read_json(path)
-        if record["format"] != _FORMAT:
-            raise ValueError(f"its format is {record['format']}, and this version reads {_FORMAT}")
+        if record["format"] not in _FORMATS:
+            raise ValueError(f"its format is {record['format']}, and this version reads 1 and 2")
         known = {field.name: _of_type(record[field.name], field.type) for field in fields(RunInfo)}
         known["ranks"] = tuple(tuple(map(int, stages)) for stages in known["ranks"])
     except FileNotFoundError:
@@ -82,6 +92,15 @@ def read_info(folder: Path) -> RunInfo:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({error}): use the version that wrote it") from None
     return RunInfo(**known)
+
+
+def read_format(folder: Path) -> int:
+    """The format of a run's files; the one that is written now where `run.json` names no other."""
+    try:
+        found = read_json(folder / _INFO)["format"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return _FORMATS[-1]
+    return found if found in _FORMATS else _FORMATS[-1]
 
 
 def _of_type(value: Any, wanted: Any) -> Any:

@@ -14,6 +14,7 @@ from titan_async.pipelining.actions import drain_actions, step_actions
 from titan_async.pipelining.simulation import Task
 
 __all__ = [
+    "ONE_STAGE",
     "V_SHAPED",
     "Norm",
     "async_programs",
@@ -25,6 +26,7 @@ __all__ = [
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 """Schedules whose stages run down the ranks and up again; others with several stages start over."""
 ONE_STAGE = ("GPipe", "1F1B", "Async2BW")
+"""Schedules with one stage a rank."""
 
 Norm = Literal["deferred", "end of step", "boundary"]
 """When Async2BW asks for the norm of a gradient: "deferred", as it does, sends its share as soon as the stage

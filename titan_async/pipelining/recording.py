@@ -24,7 +24,7 @@ class Kind(IntEnum):
     IDLE = 0
     """Nothing of the others, within a step. Never recorded: it is what spans leave over."""
     STEP = 1
-    """A training step, in which the others but for the last two lie."""
+    """A training step, in which the others but for the last three lie."""
     FORWARD = 2
     """Of one microbatch, on the last stage with its loss."""
     BACKWARD = 3
@@ -53,6 +53,8 @@ class Kind(IntEnum):
     """A checkpoint."""
     VALIDATE = 15
     """A validation."""
+    GARBAGE_COLLECTION = 16
+    """Python's, which torchtitan calls before every `training.gc_freq`-th step. Not in files of format 1."""
 
 
 BACKWARD_KINDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from titan_async.errors import UserError
 
-__all__ = ["LOCK", "locked", "refuse_locked"]
+__all__ = ["LOCK", "announced", "locked", "refuse_locked"]
 
 LOCK = ".lock"
 """The file in a run's folder that its rank 0 holds a lock on. It is left behind, and says nothing then."""
@@ -37,9 +37,27 @@ def locked(dump_folder: str | os.PathLike[str]) -> Iterator[None]:
         with contextlib.suppress(OSError):  # a full disk
             os.truncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        yield
+        with announced(dump_folder):
+            yield
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def announced(dump_folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Let `titan_async.monitor.view.following.is_starting` know of a run, launchers and ranks alike.
+
+    By a shared lock on the folder itself, which leaves nothing behind. Not where the file system knows none.
+    """
+    descriptor = None
+    try:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(dump_folder, os.O_RDONLY)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def refuse_locked(dump_folder: str | os.PathLike[str]) -> None:

@@ -23,6 +23,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.validate import Validator
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.moe import MoE
+from torchtitan.tools.utils import GarbageCollection
 from torchtitan.trainer import Trainer
 
 from titan_async._group_internals import set_joint_timeout
@@ -39,6 +40,7 @@ from titan_async.training.checkpoint import (
 )
 from titan_async.training.data import TextDataLoader, plain_worker_errors
 from titan_async.training.ema import EmaConfig, WeightAverage
+from titan_async.training.hf_architecture import export_warning
 from titan_async.training.metrics import AsyncMetrics, share_loss
 from titan_async.training.monitor_config import MonitorConfig
 from titan_async.training.not_finite import Search
@@ -96,6 +98,7 @@ class AsyncTrainer(Trainer):
 
     def __init__(self, config: Config) -> None:
         self.delayed = delays_gradients(config.parallelism)
+        self._export_warning = export_warning(config)
         config = cpu.adapt_config(config)
         model_spec = balance_model_spec(config.model_spec, config.pipeline)
         config = dataclasses.replace(config, model_spec=adapt_model_spec(model_spec, config.pipeline))
@@ -122,6 +125,7 @@ class AsyncTrainer(Trainer):
         self._limit_waits(config.comm.init_timeout_seconds)
         self.recording = Recording()
         self._passing: Passing = no_spans
+        self.gc_handler.collect = self._collect_garbage
         self.reporter = Reporter(speaks=dist.get_rank() == 0, steps=config.training.steps)
         if isinstance(self.metrics_processor, AsyncMetrics):
             self.metrics_processor.reporter = self.reporter
@@ -369,6 +373,11 @@ class AsyncTrainer(Trainer):
         )
         return metrics | ({"pipeline/delay": self.pp_schedule.delay} if self.delayed else {})
 
+    def _collect_garbage(self, reason: str, generation: int = 1) -> None:
+        """In the place of torchtitan's function of the same arguments, which it calls between steps."""
+        with self.recording.span(Kind.GARBAGE_COLLECTION, self.step):
+            GarbageCollection.collect(reason, generation)
+
     def _start(self) -> None:
         self.recording, self._passing = record(self, first_step=self._first_step or 0)
         self.reporter.journal = self.recording.journal
@@ -385,6 +394,8 @@ class AsyncTrainer(Trainer):
             f"training {spec.name} {spec.flavor} on {how if stages > 1 else 'one stage'}"
             f" for {self.config.training.steps} steps{resumed}"
         )
+        if self._export_warning:
+            self.reporter.warn(self._export_warning)
         self.reporter.start(self._first_step or 0)
 
     def state_dict(self) -> dict[str, Any]:

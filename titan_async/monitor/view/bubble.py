@@ -1,4 +1,8 @@
-"""How much of the time a pipeline stands still, and would under 1F1B with what its stages measured."""
+"""How much of the time a pipeline would stand still under a schedule if nothing but its stages took time.
+
+A measured bubble has more in it, such as messages and other work of the machine. So the bubble of 1F1B, which
+is simulated from what the stages of a run take, stands beside that of a simulation of the run's own schedule.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,13 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan_async.monitor.view.stages import StageFigures
-from titan_async.pipelining.programs import schedule_programs
+from titan_async.pipelining.programs import ONE_STAGE, schedule_programs
 from titan_async.pipelining.recording import BACKWARD_KINDS, Kind
 from titan_async.pipelining.simulation import Timing, simulate
 
-__all__ = ["StageSeconds", "bubble_of_1f1b", "stage_seconds"]
+__all__ = ["StageSeconds", "simulated_bubble", "stage_seconds"]
 
-_BATCHES = 3  # of which the last two are steady
+_BATCHES = 4  # of which the last two are steady
 _MOST_TASKS = 100_000  # about a second of simulation
 
 
@@ -27,6 +31,7 @@ class StageSeconds:
     """Of one batch, as the following."""
     reduction: float
     update: float
+    swap: float
 
 
 def stage_seconds(stages: Sequence[StageFigures]) -> StageSeconds | None:
@@ -42,23 +47,30 @@ def stage_seconds(stages: Sequence[StageFigures]) -> StageSeconds | None:
         forward += seconds[Kind.FORWARD] / forwards
         backward += seconds[list(BACKWARD_KINDS)].sum() / backwards
         by_kind += seconds / len(stage.steps)
-    gather, reduction, update = by_kind[[Kind.GATHER, Kind.REDUCE, Kind.OPTIMIZER]]
-    return StageSeconds(float(forward), float(backward), float(gather), float(reduction), float(update))
+    of_batch = by_kind[[Kind.GATHER, Kind.REDUCE, Kind.OPTIMIZER, Kind.SWAP]]
+    return StageSeconds(float(forward), float(backward), *map(float, of_batch))
 
 
-def bubble_of_1f1b(ranks: Sequence[StageSeconds], microbatches: int) -> float | None:
+def simulated_bubble(
+    schedule: str, ranks: Sequence[StageSeconds], microbatches: int, lookahead: int = 0
+) -> float | None:
     """The share of a rank's time in which it would not compute, the mean over ranks.
 
-    Messages are taken to need no time. None where 1F1B needs more microbatches, or for so many that the
-    simulation would take long.
+    Messages and texts are taken to need no time. None for schedules of several stages a rank, where there
+    must be more microbatches, or for so many that the simulation would take long.
     """
-    if microbatches < len(ranks) or 2 * len(ranks) * microbatches * _BATCHES > _MOST_TASKS:
+    if schedule not in ONE_STAGE or 2 * len(ranks) * microbatches * _BATCHES > _MOST_TASKS:
         return None
     timing = Timing(
         forward=[each.forward for each in ranks],
         backward=[each.backward for each in ranks],
-        gather=[each.gather for each in ranks],
+        # Only a schedule with two versions of the weights swaps them.
+        gather=[each.gather + (each.swap if schedule == "Async2BW" else 0.0) for each in ranks],
         reduction=[each.reduction for each in ranks],
         update=[each.update for each in ranks],
     )
-    return 1 - simulate(schedule_programs("1F1B", len(ranks), microbatches, _BATCHES), timing).utilization
+    try:
+        programs = schedule_programs(schedule, len(ranks), microbatches, _BATCHES, lookahead)
+    except ValueError:
+        return None
+    return 1 - simulate(programs, timing).utilization

@@ -1,12 +1,14 @@
-"""The runs that a launcher starts while a view waits for them."""
+"""Runs that start while a view waits for them."""
 
+import fcntl
+import os
 import time
 from pathlib import Path
 
-from titan_async.monitor.run_folder import runs_in
-from titan_async.monitor.view.processes import is_alive
+from titan_async.monitor.run_folder import read_info, runs_in
+from titan_async.monitor.view.processes import has_gone, is_alive
 
-__all__ = ["Launched"]
+__all__ = ["Launched", "is_starting"]
 
 _AFTER_FAILURE = 5.0  # seconds in which a failed run may be started again
 
@@ -41,3 +43,21 @@ class Launched:
             self._failed_at = time.monotonic()
         waited = self._failed_at is not None and time.monotonic() - self._failed_at > _AFTER_FAILURE
         return waited or end in ("finished", "stopped") or not is_alive(self._pid)
+
+
+def is_starting(run_dir: str | Path) -> bool:
+    """Whether a run on this machine is under way in a `dump_folder`, and has no events there yet."""
+    try:
+        descriptor = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:  # launcher and rank 0 share a lock: see `titan_async.training.run_lock.announced`
+        runs = runs_in(run_dir)
+        return not runs or has_gone(read_info(runs[-1]))
+    except OSError:  # no locks here
+        return False
+    finally:
+        os.close(descriptor)
+    return False

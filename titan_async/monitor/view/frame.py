@@ -37,8 +37,8 @@ _HELP = (
     ("in flight", "microbatches that have gone forward and not yet backward, of the most in the last step"),
     ("weights", "updates that the weights in use have seen"),
     ("slowest", "the rank that computes longest, where several hold the stage; the shares are their mean"),
-    ("bubble", "share of the time that ranks do not compute; in parentheses what a simulated 1F1B has with "
-     "stages that take as long"),
+    ("bubble", "share of the time that ranks do not compute; in parentheses the same in simulations of this "
+     "schedule and of 1F1B, in which stages take as long as they do here, and nothing else takes time"),
     ("red, !", "a stage that is at one thing for more than 5 s and 5 steps, lets others wait, or is silent"),
     ("Ctrl-C", "where the training was started: it stops after this step and saves; again, at once. "
      "Elsewhere: as q"),
@@ -193,8 +193,9 @@ def _figures(run: Snapshot, history: History) -> list[Text]:
     figures = [Text(f"{rate} tokens/s"), Text(f"MFU {mfu}")]
     if run.bubble is not None:
         figures.append(Text(f"bubble {run.bubble:.1%}"))
-        if run.bubble_of_1f1b is not None:
-            figures[-1].append(f" (1F1B {run.bubble_of_1f1b:.1%})", "dim")
+        simulated = (("", run.simulated_bubble), ("1F1B ", run.simulated_bubble_of_1f1b))
+        if words := [f"{name}{bubble:.1%}" for name, bubble in simulated if bubble is not None]:
+            figures[-1].append(f" (simulated: {', '.join(words)})", "dim")
     last = "" if history.checkpoint is None else f", last {history.checkpoint:,}"
     figures.append(Text(_count(history.checkpoints, "checkpoint") + last))
     figures.append(Text(f"{_count(history.skipped, 'update')} skipped", "yellow" if history.skipped else ""))

@@ -1,5 +1,6 @@
 """What a run looks like now, from files that are read as they grow."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,7 +9,7 @@ from pathlib import Path
 from titan_async.monitor.events import RankReader, RankState
 from titan_async.monitor.journal import JournalReader
 from titan_async.monitor.run_folder import RunInfo, read_info
-from titan_async.monitor.view.bubble import bubble_of_1f1b, stage_seconds
+from titan_async.monitor.view.bubble import simulated_bubble, stage_seconds
 from titan_async.monitor.view.history import History
 from titan_async.monitor.view.processes import has_gone, is_here
 from titan_async.monitor.view.stages import RankFigures, StepSpans
@@ -17,7 +18,7 @@ from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
 
 __all__ = ["RunWatch", "Snapshot", "StageRow"]
 
-_COMPARE_EVERY = 30.0  # seconds between two simulations of 1F1B, which take a second at most
+_SIMULATE_EVERY = 30.0  # seconds between two simulations of a schedule, which take a second at most
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class StageRow:
     """On the first of its ranks."""
     microbatch: int
     """The one that it is about; -1 for none."""
+    neighbour: int
+    """The stage for whose message it waits, or that it sends to; -1 for none."""
     stalled: bool
     step: int
     """The last that it has ended."""
@@ -68,9 +71,11 @@ class Snapshot:
     remaining: int | None
     """Seconds that the rest will take; None if not known."""
     bubble: float | None
-    """The share of the ranks' time in which they do not compute, lately."""
-    bubble_of_1f1b: float | None
-    """What it would be under 1F1B, by simulation."""
+    """The share of the ranks' time in which they do not compute, lately: measured."""
+    simulated_bubble: float | None
+    """The same by simulation of the run's schedule, with what its stages take; None if that cannot be had."""
+    simulated_bubble_of_1f1b: float | None
+    """And of 1F1B; None too where that is the run's schedule."""
     rows: tuple[StageRow, ...]
     stalls: tuple[Stall, ...]
     entries: int
@@ -99,7 +104,8 @@ class RunWatch:
         self._heard: list[float | None] = [None] * len(self._readers)  # by the clock of this process
         self._since = time.monotonic()
         self._is_here = is_here(self.info)
-        self._compared: tuple[float, float | None] | None = None  # when, with what result
+        self._simulated: tuple[float | None, float | None] = (None, None)  # of the schedule, and of 1F1B
+        self._simulated_at = -math.inf
 
     def poll(self) -> None:
         """Read what is new."""
@@ -131,6 +137,7 @@ class RunWatch:
         stalls = [] if over or dead else find_stalls(going, self.info.stages)
         by_all = min((now.figures.step for now in ranks), default=0)
         step = max(self.history.step, self.info.first_step, by_all)
+        simulated, simulated_of_1f1b = self._simulate()
         return Snapshot(
             info=self.info,
             status=self._status(going, over, dead, bool(stalls)),
@@ -139,7 +146,8 @@ class RunWatch:
             elapsed=self._elapsed(),
             remaining=None if over or dead else self._remaining(step),
             bubble=self._bubble(),
-            bubble_of_1f1b=self._compare(),
+            simulated_bubble=simulated,
+            simulated_bubble_of_1f1b=simulated_of_1f1b,
             rows=tuple(self._row(stage, ranks, stalls) for stage in range(self.info.stages)),
             stalls=tuple(stalls),
             entries=self._entries,
@@ -204,18 +212,19 @@ class RunWatch:
             busy += [sum(known)] if len(known) == len(shares) else []
         return 1 - sum(busy) / len(busy) if busy else None
 
-    def _compare(self) -> float | None:
-        now = time.monotonic()
-        if self.info.schedule == "1F1B" or (self._compared and now - self._compared[0] < _COMPARE_EVERY):
-            return self._compared[1] if self._compared else None
+    def _simulate(self) -> tuple[float | None, float | None]:
+        now, info = time.monotonic(), self.info
+        if now - self._simulated_at < _SIMULATE_EVERY:
+            return self._simulated
         # One rank for each of the pipeline.
-        of_pipeline = dict(zip(self.info.ranks, self._figures, strict=True))
-        seconds = [stage_seconds(tuple(rank.stages.values())) for _, rank in sorted(of_pipeline.items())]
-        if len(seconds) < 2 or any(each is None for each in seconds):
-            return None
-        result = bubble_of_1f1b([each for each in seconds if each is not None], self.info.microbatches)
-        self._compared = now, result
-        return result
+        of_pipeline = dict(zip(info.ranks, self._figures, strict=True))
+        measured = [stage_seconds(tuple(rank.stages.values())) for _, rank in sorted(of_pipeline.items())]
+        seconds = [each for each in measured if each is not None]
+        if 2 <= len(seconds) == len(measured):
+            own = simulated_bubble(info.schedule, seconds, info.microbatches, info.lookahead)
+            others = None if info.schedule == "1F1B" else simulated_bubble("1F1B", seconds, info.microbatches)
+            self._simulated, self._simulated_at = (own, others), now
+        return self._simulated
 
     def _row(self, stage: int, ranks: Sequence[RankNow], stalls: Sequence[Stall]) -> StageRow:
         holding = [now for now in ranks if stage in now.figures.stages]
@@ -238,6 +247,7 @@ class RunWatch:
             memory_limit=max((now.state.memory_limit for now in holding), default=0),
             doing=kind,
             microbatch=microbatch,
+            neighbour=_neighbour(holding[0], self.info.stages) if kind in (Kind.RECEIVE, Kind.SEND) else -1,
             stalled=any(stage in stall.stages for stall in stalls),
             step=figures[slowest].steps[-1].step if figures and figures[slowest].steps else 0,
             spans=tuple(figures[slowest].spans) if figures else (),
@@ -250,6 +260,12 @@ def _doing(now: RankNow, stage: int) -> tuple[Kind | None, int]:
     if kind is None or current["stage"] != stage:
         return None, -1
     return kind, int(current["microbatch"]) if kind in COMPUTE_KINDS else -1
+
+
+def _neighbour(now: RankNow, stages: int) -> int:
+    """With whom a rank exchanges a message; -1 where its span is about several."""
+    other = now.neighbour
+    return other if now.state.current["microbatch"] >= 0 and 0 <= other < stages else -1
 
 
 def _in_flight(now: RankNow, stage: int) -> int:

@@ -32,7 +32,7 @@ _DOING = {
     Kind.BACKWARD: "backward",
     Kind.BACKWARD_INPUT: "backward",
     Kind.BACKWARD_WEIGHT: "weights",
-    Kind.RECEIVE: "receives",
+    Kind.RECEIVE: "waits",
     Kind.SEND: "sends",
     Kind.SWAP: "swaps",
     Kind.GATHER: "gathers",
@@ -42,6 +42,7 @@ _DOING = {
     Kind.DATA: "data",
     Kind.SAVE: "saves",
     Kind.VALIDATE: "validates",
+    Kind.GARBAGE_COLLECTION: "collects",
 }
 
 _LEAST_STRIP = 8  # characters
@@ -61,10 +62,10 @@ _COLUMNS = (
     _Column("mean", 4, 0),
     _Column("strip", 0, 24),  # takes what the others leave
     _Column("in flight", 9, 48),
-    _Column("weights", 8, 56),
-    _Column("memory", 10, 66),
-    _Column("now", 12, 100),
-    _Column("slowest", 9, 72),
+    _Column("weights", 8, 92),
+    _Column("memory", 10, 74),
+    _Column("now", 12, 60),
+    _Column("slowest", 9, 80),
 )
 
 
@@ -153,9 +154,16 @@ def _fields(row: StageRow) -> dict[str, Text | str]:
         "in flight": f"{row.in_flight} of {row.most_in_flight}",
         "weights": f"v{row.version}" if row.version >= 0 else "-",
         "memory": _memory(row),
-        "now": does + (f" {row.microbatch}" if row.microbatch >= 0 else ""),
+        "now": does + _of_what(row),
         "slowest": f"rank {row.slowest_rank}" if row.slowest_rank is not None else "",
     }
+
+
+def _of_what(row: StageRow) -> str:
+    """Of which microbatch, or for or to which stage."""
+    if row.neighbour >= 0:
+        return f" {'to' if row.doing is Kind.SEND else 'for'} {row.neighbour}"
+    return f" {row.microbatch}" if row.microbatch >= 0 else ""
 
 
 def _share(share: float | None) -> str:

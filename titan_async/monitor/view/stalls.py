@@ -34,6 +34,7 @@ _DOES = {
     Kind.DATA: "waits for the texts of {which}",
     Kind.SAVE: "saves a checkpoint",
     Kind.VALIDATE: "validates",
+    Kind.GARBAGE_COLLECTION: "collects garbage before {which}",
 }
 
 
@@ -52,6 +53,20 @@ class RankNow:
         """What it does; None between steps."""
         current = self.state.current
         return Kind(int(current["kind"])) if current["start"] else None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the microbatch that it is about has gone forward there and not yet backward."""
+        current = self.state.current
+        stage = self.figures.stages[int(current["stage"])]
+        return stage.holds(int(current["batch"]), int(current["microbatch"]))
+
+    @property
+    def neighbour(self) -> int:
+        """The stage whose message it waits for, or to which it sends."""
+        stage = int(self.state.current["stage"])
+        # What it holds waits for the gradient, or is an output to send.
+        return stage + 1 if self.holds else stage - 1
 
     @property
     def seconds(self) -> float:
@@ -129,10 +144,7 @@ def describe(now: RankNow, total_stages: int) -> str:
     which = f"step {batch}" if microbatch < 0 else f"microbatch {microbatch} of step {batch}"
     if kind not in (Kind.RECEIVE, Kind.SEND):
         return _DOES.get(kind, f"is in {which}").format(which=which)
-    stage = int(current["stage"])
-    # What has gone forward here and not backward: it waits for the gradient, or has an output to send.
-    held = now.figures.stages[stage].holds(batch, microbatch)
-    other = stage + 1 if held else stage - 1
+    held, other = now.holds, now.neighbour
     if kind is Kind.SEND:
         return f"waits to send {which} to stage {other}"
     source = f" from stage {other}" if 0 <= other < total_stages else ""
