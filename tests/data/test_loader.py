@@ -304,16 +304,22 @@ def test_data_that_have_changed_are_refused_or_accepted(
 
 @pytest.mark.parametrize(("ending", "more"), [("jsonl", "jsonl"), ("parquet", "parquet"), ("parquet", "txt")])
 @pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("added", [True, False])
 def test_another_file_is_a_change_too(
-    tokenizer: HuggingFaceTokenizer, tmp_path: Path, ending: str, more: str, shuffle: bool
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path, ending: str, more: str, shuffle: bool, added: bool
 ) -> None:
     fields = {**write_data(tmp_path, ending, TEXTS), "shuffle": shuffle}
+    if not added:
+        write_data(tmp_path, more, TEXTS[:3], name="b")
     loader = build(tokenizer, **fields)
     batches = iter(loader)
     for _ in range(5):
         next(batches)
     state = loader.state_dict()
-    write_data(tmp_path, more, TEXTS[:3], name="b")
+    if added:
+        write_data(tmp_path, more, TEXTS[:3], name="b")
+    else:
+        (tmp_path / f"b.{more}").unlink()
     with pytest.raises(UserError, match=REFUSED % f"b.{more}"):
         build(tokenizer, **fields).load_state_dict(state)
     accepting = build(tokenizer, accept_changed_data=True, **fields)
