@@ -11,7 +11,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from titan_async.data import PackedDataset, TextSource, open_documents
+from titan_async.data import (
+    PackedDataset,
+    TextSource,
+    open_documents,
+    prepare_tokens,
+    shakespeare_tokenizer_folder,
+)
 from titan_async.errors import UserError
 
 LINES = b'{"text": "one"}\n{"text": "two"}\n'
@@ -34,6 +40,55 @@ def test_every_ending_and_folders_below(tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "x.txt").write_text("not read")
     assert read(tmp_path) == ["plain\ntext\n", "one", "two", "one", "two", "three", "four"]
+
+
+def counted(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    """The counts of records without text that were logged, each with the name of the last file read."""
+    pattern = r"(\S+) records without text \(null or blank\) were skipped up to the end of .*/(\S+)"
+    found = [re.fullmatch(pattern, record.getMessage()) for record in caplog.records]
+    caplog.clear()
+    return [(match[1], match[2]) for match in found if match]
+
+
+def dataset(folder: Path, **options: object) -> PackedDataset:
+    split = options.pop("split", "train")
+    source = TextSource(dataset_path=str(folder), split=split, shuffle=False)  # type: ignore[arg-type]
+    return PackedDataset(source, lambda text: [0, *text.encode(), 0], seq_len=4, **options)  # type: ignore[arg-type]
+
+
+def test_records_without_text_are_counted_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    nothing = b'{"text": null}\n\n{"text": ""}\n{"text": " "}\n'
+    (tmp_path / "a.jsonl").write_bytes(LINES * 9 + nothing + LINES)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(LINES + b'{"text": null}\n'))
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": ["three", None, None, "four"]}), tmp_path / "c.parquet"
+    )
+    (tmp_path / "d.txt").write_bytes(b"\n\n")
+    everything = dataset(tmp_path, infinite=True)
+    samples = iter(everything)
+    for _ in range(100):  # several epochs
+        next(samples)
+    # Not of every file: as often as the count doubles.
+    assert counted(caplog) == [("3", "a.jsonl"), ("6", "c.parquet")]
+
+    for other in (dataset(tmp_path, split="validation"), dataset(tmp_path, rank=1, world_size=2)):
+        list(other)
+        assert counted(caplog) == []
+
+    for name in ("a.jsonl", "b.jsonl.gz", "d.txt"):
+        (tmp_path / name).unlink()
+    list(dataset(tmp_path))
+    assert counted(caplog) == [("2", "c.parquet")]
+
+
+def test_records_without_text_are_counted_when_tokens_are_prepared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(LINES + b'{"text": null}\n')
+    prepare_tokens(
+        TextSource(dataset_path=str(tmp_path)), shakespeare_tokenizer_folder(), tmp_path / "tokens"
+    )
+    assert counted(caplog) == [("1", "a.jsonl")]
 
 
 def test_long_text_is_cut_at_blank_lines(tmp_path: Path) -> None:

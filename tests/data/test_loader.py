@@ -5,17 +5,22 @@ import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tokenizers import Tokenizer
 
 from tests.data.conftest import jsonl_writer
-from titan_async.data import TextSource, plays, prepare_tokens, shakespeare_tokenizer_folder
+from tests.data.test_encoder import adds, make
+from titan_async.data import TextSource, plays, prepare_tokens, shakespeare_tokenizer_folder, sources
 from titan_async.errors import UserError
 
 pytest.importorskip("torchtitan")
@@ -233,3 +238,138 @@ def test_states_that_do_not_fit(tokenizer: HuggingFaceTokenizer) -> None:
     other.load_state_dict(state)
     with pytest.raises(UserError, match="stands in other data"):
         next(iter(other))
+
+
+ENDINGS = ["jsonl", "txt", "parquet", "tokens"]
+
+
+def write_data(folder: Path, ending: str, texts: list[str], name: str = "a") -> dict[str, object]:
+    """Write texts to a folder; gives the loader's fields for it."""
+    folder.mkdir(exist_ok=True)
+    if ending == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / f"{name}.parquet")
+    elif ending == "txt":
+        (folder / f"{name}.txt").write_text("\n\n".join(text.ljust(20_000, ".") for text in texts))
+    else:
+        jsonl_writer(folder)(f"{name}.jsonl", texts)
+    if ending != "tokens":
+        return {"dataset_path": str(folder)}
+    shutil.rmtree(folder / "tokens", ignore_errors=True)
+    prepare_tokens(TextSource(dataset_path=str(folder)), shakespeare_tokenizer_folder(), folder / "tokens")
+    return {"dataset": "tokens", "dataset_path": str(folder / "tokens")}
+
+
+TEXTS = [f"{number} " + "word " * 90 for number in range(40)]
+
+CHANGES: dict[str, list[str]] = {
+    "appended": [*TEXTS, "one more"],
+    "cut off": TEXTS[:-1],
+    "a document replaced": [*TEXTS[:20], TEXTS[20].replace("word", "verb"), *TEXTS[21:]],
+    "two documents exchanged": [TEXTS[10], *TEXTS[1:10], TEXTS[0], *TEXTS[11:]],
+}
+
+REFUSED = (
+    r"^The data have changed since the checkpoint was saved \(%s\), so that some documents would come again "
+    r"and others never: put the files back as they were, accept that with --dataloader.accept_changed_data,"
+)
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_data_that_have_changed_are_refused_or_accepted(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path, ending: str
+) -> None:
+    fields = write_data(tmp_path / "data", ending, TEXTS)
+    loader = build(tokenizer, **fields)
+    batches = iter(loader)
+    for _ in range(5):
+        next(batches)
+    state = loader.state_dict()
+    expected = list(itertools.islice(batches, 5))
+    name = "tokens-00000.safetensors" if ending == "tokens" else f"a.{ending}"
+    for texts in CHANGES.values():
+        write_data(tmp_path / "data", ending, texts)
+        with pytest.raises(UserError, match=REFUSED % name):
+            build(tokenizer, **fields).load_state_dict(state)
+        accepting = build(tokenizer, accept_changed_data=True, **fields)
+        accepting.load_state_dict(state)
+        assert len(list(itertools.islice(accepting, 20))) == 20
+    # As they were, and elsewhere.
+    write_data(tmp_path / "data", ending, TEXTS)
+    (tmp_path / "data").rename(tmp_path / "moved")
+    moved = str(tmp_path / "moved/tokens") if ending == "tokens" else str(tmp_path / "moved")
+    resumed = build(tokenizer, **{**fields, "dataset_path": moved})
+    resumed.load_state_dict(state)
+    assert equal(list(itertools.islice(resumed, 5)), expected)
+
+
+@pytest.mark.parametrize(("ending", "more"), [("jsonl", "jsonl"), ("parquet", "parquet"), ("parquet", "txt")])
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("added", [True, False])
+def test_another_file_is_a_change_too(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path, ending: str, more: str, shuffle: bool, added: bool
+) -> None:
+    fields = {**write_data(tmp_path, ending, TEXTS), "shuffle": shuffle}
+    if not added:
+        write_data(tmp_path, more, TEXTS[:3], name="b")
+    loader = build(tokenizer, **fields)
+    batches = iter(loader)
+    for _ in range(5):
+        next(batches)
+    state = loader.state_dict()
+    if added:
+        write_data(tmp_path, more, TEXTS[:3], name="b")
+    else:
+        (tmp_path / f"b.{more}").unlink()
+    with pytest.raises(UserError, match=REFUSED % f"b.{more}"):
+        build(tokenizer, **fields).load_state_dict(state)
+    accepting = build(tokenizer, accept_changed_data=True, **fields)
+    accepting.load_state_dict(state)
+    assert len(list(itertools.islice(accepting, 20))) == 20
+    # Other data or another order are none that have changed.
+    for other in ({"data_seed": 1, "shuffle": True}, {"validation_fraction": 0.5}):
+        wrong = build(tokenizer, accept_changed_data=True, **{**fields, **other})
+        wrong.load_state_dict(state)
+        with pytest.raises(UserError, match="stands in other data"):
+            next(iter(wrong))
+
+
+def test_other_plays_are_refused(tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = build(tokenizer).state_dict()
+    build(tokenizer).load_state_dict(state)
+    scenes = plays.play_scenes()
+    monkeypatch.setattr(sources, "play_scenes", lambda: scenes[:-1])
+    with pytest.raises(UserError, match=REFUSED % "shakespeare"):
+        build(tokenizer).load_state_dict(state)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_without_fingerprints_resumes(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path, workers: int
+) -> None:
+    fields = {**write_data(tmp_path, "jsonl", TEXTS), "num_workers": workers}
+    loader = build(tokenizer, **fields)
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    state.pop("files")
+    expected = list(itertools.islice(batches, 5))
+    resumed = build(tokenizer, **fields)
+    resumed.load_state_dict(state)
+    assert equal(list(itertools.islice(resumed, 5)), expected)
+
+
+def test_a_tokenizer_that_begins_documents_by_itself_ends_them_too(tmp_path: Path) -> None:
+    """As OPT's: one token begins and ends documents, and the tokenizer adds the first of the two."""
+    end = "<|endoftext|>"
+    folder = make(tmp_path / "made", {"bos_token": end, "eos_token": end}, adds(f"{end} $A", **{end: 0}))
+    fields = write_data(tmp_path / "data", "jsonl", [f"a {end} b", "word " * 400])
+    loader = build(
+        HuggingFaceTokenizer(tokenizer_path=str(folder)), shuffle=False, validation_fraction=0.0, **fields
+    )
+    inputs, labels = next(iter(loader))
+    (*first, last) = loader.dataset._encode(f"a {end} b")
+    # The letters are text, so that the token is at the beginning and at the end alone.
+    assert first[0] == last == 0 and 0 not in first[1:]
+    assert Tokenizer.from_file(str(folder / "tokenizer.json")).decode(first[1:]) == f"a {end} b"
+    assert inputs["input"][0, : len(first)].tolist() == first
+    assert labels[0, len(first) - 1] == last and inputs["input"][0, len(first)] == 0

@@ -328,6 +328,24 @@ def test_a_position_in_other_data_is_refused(source: TextSource, tmp_path: Path)
             TokenBatches(other, seq_len=8, batch_size=1).load_state_dict(state)
 
 
+@pytest.mark.parametrize("infinite", [True, False])
+def test_a_position_behind_what_is_left_of_the_data_goes_on_with_the_next(
+    source: TextSource, tmp_path: Path, infinite: bool
+) -> None:
+    fields = {"seq_len": 4, "batch_size": 1, "infinite": infinite}
+    long = TokenBatches(source, **fields)
+    left = iter(long)
+    while long.state_dict()["position"][1] == 0:  # to the end of the first eight files
+        state = long.state_dict()
+        next(left)
+    short = TokenBatches(write_tokens(tmp_path, some_shards(9, 4)), accept_changed_data=True, **fields)
+    short.load_state_dict(state)
+    epoch, window, used = state["position"]
+    assert (epoch, window) == (0, 0) and used > 8 * 4 * 4
+    next(iter(short))
+    assert short.state_dict()["position"] > [0, 1, 0]
+
+
 def test_a_token_outside_the_vocabulary_is_told(tmp_path: Path) -> None:
     source = write_tokens(tmp_path, [[[1, 2, 3], [4, 5, 6]]])
     index = json.loads((tmp_path / "index.json").read_text())

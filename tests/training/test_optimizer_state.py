@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torchtitan.components.optimizer import LRSchedulersContainer
 
-from tests.training.test_optimizer import Stage, build, train_a_step
+from tests.training.test_optimizer import Stage, build, train_a_step, unwrapped
 from titan_async.optim import ErrorFeedback, Muon
 from titan_async.training.optimizer import AsyncOptimizers
 
@@ -124,12 +125,88 @@ def test_error_feedback_is_this_runs_own(saved: str, now: str, tmp_path: Path) -
     assert differs == (now != "off")
 
 
-def test_how_muon_computes_is_this_runs_own_and_its_hyperparameters_are_loaded(tmp_path: Path) -> None:
-    optimizers = build("[optimizer.muon]\nmomentum = 0.9", tmp_path, Stage())
-    loaded = build('[optimizer.muon]\ncompute_dtype = "float32"\nns_form = "gram"', tmp_path, Stage())
+OF_GROUPS = """
+    [[optimizer.param_groups]]
+    pattern = 'norm'
+    optimizer_name = "Lion"
+    optimizer_kwargs = {{ lr = 0.01, betas = {0} }}
+
+    [[optimizer.param_groups]]
+    pattern = '.*'
+    optimizer_name = "AdamW"
+    optimizer_kwargs = {{ lr = 0.02, eps = {1} }}
+"""
+
+CHANGES = {
+    "muon": (
+        """
+        [optimizer.muon]
+        lr = 0.5
+        momentum = 0.9
+        weight_decay = 0.25
+        ns_steps = 4
+        adjust_lr = "spectral"
+        compute_dtype = "bfloat16"
+        [optimizer.adamw]
+        beta1 = 0.5
+        """,
+        "[optimizer.error_feedback]\nstrength = 0.5",
+        {
+            "optimizer.muon.lr 0.5 -> 0.01",
+            "optimizer.muon.momentum 0.9 -> 0.95",
+            "optimizer.muon.weight_decay 0.25 -> 0.1",
+            "optimizer.muon.ns_steps 4 -> 5",
+            'optimizer.muon.adjust_lr "spectral" -> "match_rms_adamw"',
+            'optimizer.muon.compute_dtype "bfloat16" -> "float32"',
+            "optimizer.error_feedback.strength 1.0 -> 0.5",
+            "optimizer.adamw.betas [0.5, 0.95] -> [0.9, 0.95]",
+        },
+    ),
+    "lion": (
+        '[optimizer]\nname = "lion"\n[optimizer.lion]\nweight_decay = 0.5',
+        '[optimizer]\nname = "lion"\n[optimizer.lion]\nlr = 0.5\nbeta2 = 0.5',
+        {
+            "optimizer.lion.lr 0.0003 -> 0.5",
+            "optimizer.lion.betas [0.9, 0.99] -> [0.9, 0.5]",
+            "optimizer.lion.weight_decay 0.5 -> 1.0",
+        },
+    ),
+    "sgd": (
+        '[optimizer]\nname = "sgd"\nimplementation = "for-loop"',
+        '[optimizer]\nname = "sgd"\n[optimizer.sgd]\nmomentum = 0.5',
+        {"optimizer.sgd.momentum 0.9 -> 0.5"},
+    ),
+    "groups": (
+        OF_GROUPS.format("[0.5, 0.5]", 1e-8),
+        OF_GROUPS.format("[0.5, 0.75]", 1e-6),
+        {
+            "optimizer.param_groups.0.optimizer_kwargs.betas [0.5, 0.5] -> [0.5, 0.75]",
+            "optimizer.param_groups.1.optimizer_kwargs.eps 1e-08 -> 1e-06",
+        },
+    ),
+    "nothing": ("", "", set()),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_options_are_those_of_the_recipe_and_what_differs_is_known(name: str, tmp_path: Path) -> None:
+    then, now, changed = CHANGES[name]
+    first, fresh = Stage(), Stage()
+    optimizers, loaded, unloaded = (
+        build(then, tmp_path, first),
+        build(now, tmp_path, Stage()),
+        build(now, tmp_path, fresh),
+    )
+    for each in (optimizers, loaded, unloaded):
+        LRSchedulersContainer.Config(warmup_steps=4).build(optimizers=each, training_steps=8)
+    train_a_step(first, optimizers, 1)
     written_and_read(optimizers, tmp_path / "checkpoint", loaded)
-    (group,) = loaded.optimizers[0].param_groups
-    assert (group["compute_dtype"], group["ns_form"], group["momentum"]) == ("float32", "gram", 0.9)
+    assert set(loaded.changed) == changed and len(loaded.changed) == len(changed)
+    for mine, wanted in zip(unwrapped(loaded), unwrapped(unloaded), strict=True):
+        for group, other in zip(mine.param_groups, wanted.param_groups, strict=True):
+            assert {k: v for k, v in group.items() if k != "params"} == {
+                k: v for k, v in other.items() if k != "params"
+            }
 
 
 class Old(AsyncOptimizers):

@@ -1,9 +1,13 @@
 """Data layer: documents to tokens, with those that mark their beginnings and ends.
 
-The same tokens as torchtitan's `HuggingFaceTokenizer.encode(text, add_bos=True, add_eos=True)` gives, for
-many documents at once and without torchtitan: `tokenizer_config.json` says which tokens begin and end a
-document, and one that the tokenizer adds by itself is not added twice. A tokenizer that was saved with a
-length at which it cuts texts off, or pads them, does neither here.
+`tokenizer_config.json` says which tokens begin and end a document, and one that the tokenizer adds there by
+itself is not added twice. Such tokens come from nowhere else: where a document's own text has the letters of
+one, such as `<|endoftext|>`, they are encoded as any other text. A tokenizer that was saved with a length at
+which it cuts texts off, or pads them, does neither here.
+
+Otherwise the tokens are those of torchtitan's `HuggingFaceTokenizer.encode(text, add_bos=True,
+add_eos=True)`, for many documents at once and without torchtitan. That takes such letters for the token, and
+adds none at the end where the tokenizer adds the same one at the beginning.
 """
 
 import hashlib
@@ -14,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
 
 from titan_async.data.tokenizer import load_tokenizer
 from titan_async.errors import UserError
 from titan_async.whole_files import read_json
 
-__all__ = ["DocumentEncoder"]
+__all__ = ["DocumentEncoder", "adds_marks", "encode_plainly"]
 
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
@@ -43,8 +47,7 @@ class DocumentEncoder:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._tokenizer = load_tokenizer(folder)
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        encode_plainly(self._tokenizer)
         config = _read_config(Path(folder) / "tokenizer_config.json")
         try:
             self._tokenizer.add_special_tokens(_special_tokens(config))
@@ -59,9 +62,9 @@ class DocumentEncoder:
         """The token that ends a document; None without one."""
         self.pad_id = self._id_of(config.get("pad_token"))
         """The token that fills short sequences up; None without one."""
-        of_nothing = self._tokenizer.encode("").ids
-        self._before = [] if self.bos_id is None or self.bos_id in of_nothing else [self.bos_id]
-        self._after = [] if self.eos_id is None or self.eos_id in of_nothing else [self.eos_id]
+        adds_bos, adds_eos = adds_marks(self._tokenizer, self.bos_id, self.eos_id)
+        self._before = [] if self.bos_id is None or adds_bos else [self.bos_id]
+        self._after = [] if self.eos_id is None or adds_eos else [self.eos_id]
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         """Entries that an embedding needs: one more than the highest token, whatever gaps there are."""
         self.sha256 = hashlib.sha256((Path(folder) / "tokenizer.json").read_bytes()).hexdigest()
@@ -81,6 +84,23 @@ class DocumentEncoder:
     def _id_of(self, token: Any) -> int | None:
         content = _content(token)
         return None if content is None else self._tokenizer.token_to_id(content)
+
+
+def encode_plainly(tokenizer: Tokenizer) -> None:
+    """Let a tokenizer encode all of a text, and letters as letters, even where they spell a special token."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+
+
+def adds_marks(tokenizer: Tokenizer, bos_id: int | None, eos_id: int | None) -> tuple[bool, bool]:
+    """Whether a tokenizer by itself begins a text with `bos_id`, and whether it ends one with `eos_id`."""
+    alone = tokenizer.encode("a", add_special_tokens=False).ids
+    ids = tokenizer.encode("a").ids
+    for start in range(len(ids)):
+        if alone and ids[start : start + len(alone)] == alone:
+            return bos_id in ids[:start], eos_id in ids[start + len(alone) :]
+    return bos_id in ids, eos_id in ids  # a vocabulary without that letter
 
 
 def _read_config(file: Path) -> dict[str, Any]:

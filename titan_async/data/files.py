@@ -10,7 +10,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -75,24 +75,27 @@ def find_files(path: str) -> list[Path]:
     return files
 
 
-def read_documents(file: Path, text_column: str, size: int | None = None) -> Iterator[str]:
+def read_documents(
+    file: Path, text_column: str, size: int | None = None, on_empty: Callable[[], None] = lambda: None
+) -> Iterator[str]:
     """Yield the documents of one file in their order, without those that are empty.
 
     Args:
         file: A file of one of the accepted endings.
         text_column: Name of the column or key that holds the text; unused for `.txt`.
         size: In bytes, if the file may not have changed since it had that size.
+        on_empty: Called for each record whose text is null, empty or blank.
 
     Raises:
         UserError: The file can't be read, is corrupt, has no text in that column, or has another size.
     """
     if size is None:
-        yield from _documents(file, text_column)
+        yield from _documents(file, text_column, on_empty)
         return
     # The last document is what is left of one if the file was cut meanwhile, so it has to wait.
     last: str | None = None
     try:
-        for document in _documents(file, text_column):
+        for document in _documents(file, text_column, on_empty):
             if last is not None:
                 yield last
             last = document
@@ -125,14 +128,14 @@ def _check_size(file: Path, size: int) -> None:
         )
 
 
-def _documents(file: Path, text_column: str) -> Iterator[str]:
+def _documents(file: Path, text_column: str, on_empty: Callable[[], None]) -> Iterator[str]:
     try:
         if file.name.endswith(".parquet"):
-            documents = _parquet_documents(file, text_column)
+            documents = _parquet_documents(file, text_column, on_empty)
         elif file.name.endswith(".txt"):
             documents = _pieces(file)
         else:
-            documents = _json_documents(file, text_column)
+            documents = _json_documents(file, text_column, on_empty)
         empty = 0
         for document in documents:
             if document and not document.isspace():
@@ -210,7 +213,7 @@ def _pieces(file: Path) -> Iterator[str]:
     yield "".join(piece)
 
 
-def _json_documents(file: Path, text_column: str) -> Iterator[str]:
+def _json_documents(file: Path, text_column: str, on_empty: Callable[[], None]) -> Iterator[str]:
     with _open_text(file) as opened:
         for number, line in enumerate(_lines(opened, file), start=1):
             if line.isspace():
@@ -229,33 +232,40 @@ def _json_documents(file: Path, text_column: str) -> Iterator[str]:
                 )
             if text_column not in record:
                 raise no_column(f"Line {number} of {file}", text_column, list(record))
-            text = text_of(record[text_column], f"line {number} of {file}", text_column)
+            text = text_of(record[text_column], f"line {number} of {file}", text_column, on_empty)
             # Half a surrogate pair, which JSON can escape, is a string that no tokenizer takes.
             yield text.encode("utf-8", "replace").decode() if "\\ud" in line.lower() else text
 
 
-def _parquet_documents(file: Path, text_column: str) -> Iterator[str]:
+def _parquet_documents(file: Path, text_column: str, on_empty: Callable[[], None]) -> Iterator[str]:
     # Imported here because it takes longer than everything else in this file and few runs need it.
     from titan_async.data.parquet import read_rows
 
     for _, value in read_rows(str(file), text_column, range):
-        yield text_of(value, str(file), text_column)
+        yield text_of(value, str(file), text_column, on_empty)
 
 
-def text_of(value: Any, place: str, text_column: str) -> str:
+def text_of(value: Any, place: str, text_column: str, on_empty: Callable[[], None]) -> str:
     """The text that a record has, empty where it has none.
+
+    Args:
+        value: Of the record's column.
+        place: Names the record or its file.
+        text_column: Name of the column.
+        on_empty: Called if the text is null, empty or blank.
 
     Raises:
         UserError: It is something else than text.
     """
-    if value is None:
-        return ""
-    if not isinstance(value, str):
+    text = "" if value is None else value
+    if not isinstance(text, str):
         raise UserError(
             f"The column {text_column!r} of {place} holds {type(value).__name__} instead of text: "
             "set text_column to a column of text."
         )
-    return value
+    if not text or text.isspace():
+        on_empty()
+    return text
 
 
 def no_column(place: str, text_column: str, names: list[str]) -> UserError:

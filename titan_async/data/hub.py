@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import get_worker_info
 
+from titan_async.data.empty_records import EmptyRecords
 from titan_async.data.files import no_column, text_of
 from titan_async.data.readers import DocumentReader, Position, order_of, share_of_worker
 from titan_async.data.sources import name_of_files
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["files_of_split", "open_hub_reader"]
 
 
-def open_hub_reader(source: TextSource, rank: int, world_size: int) -> tuple[DocumentReader, str]:
+def open_hub_reader(
+    source: TextSource, rank: int, world_size: int, empty: EmptyRecords
+) -> tuple[DocumentReader, str]:
     """Open a share of a hub dataset, and name the data.
 
     The validation split, where the dataset has none, are the documents whose text has a certain hash: that
@@ -57,9 +60,10 @@ def open_hub_reader(source: TextSource, rank: int, world_size: int) -> tuple[Doc
             is_wanted=lambda index, row, text: _is_wanted(text, fraction, source),
             rank=rank,
             world_size=world_size,
+            empty=empty,
         )
         return reader, title
-    return _open_stream(builder, name, source, fraction, rank, world_size), title
+    return _open_stream(builder, name, source, fraction, rank, world_size, empty), title
 
 
 def files_of_split(source: TextSource) -> list[str]:
@@ -95,7 +99,13 @@ def _is_wanted(text: str, fraction: float, source: TextSource) -> bool:
 
 
 def _open_stream(
-    builder: "DatasetBuilder", name: str, source: TextSource, fraction: float, rank: int, world_size: int
+    builder: "DatasetBuilder",
+    name: str,
+    source: TextSource,
+    fraction: float,
+    rank: int,
+    world_size: int,
+    empty: EmptyRecords,
 ) -> "_StreamReader":
     from datasets.distributed import split_dataset_by_node
 
@@ -106,16 +116,19 @@ def _open_stream(
         if source.text_column not in columns:
             raise no_column(f"The dataset {source.dataset!r}", source.text_column, columns)
         stream = stream.select_columns([source.text_column])
-    return _StreamReader(split_dataset_by_node(stream, rank, world_size), source, fraction)
+    return _StreamReader(split_dataset_by_node(stream, rank, world_size), source, fraction, empty)
 
 
 class _StreamReader:
     """Reads a dataset streamed by `datasets`; a position is the state that it gives itself."""
 
-    def __init__(self, stream: "IterableDataset", source: TextSource, fraction: float) -> None:
+    def __init__(
+        self, stream: "IterableDataset", source: TextSource, fraction: float, empty: EmptyRecords
+    ) -> None:
         self._stream = stream
         self._source = source
         self._fraction = fraction
+        self._empty = empty
 
     def read(self, epoch: int, position: Position) -> Iterator[tuple[str, Position]]:
         """Yield the documents from `position` on, each with the position that follows it.
@@ -129,17 +142,20 @@ class _StreamReader:
         stream = copy.deepcopy(self._stream)
         if position is not None:
             stream.load_state_dict(position)
+        self._empty.begin()
         with _plain_ends(self._source.dataset):
             for record in stream:
                 text = self._text_of(record)
                 if text and not text.isspace() and _is_wanted(text, self._fraction, self._source):
                     yield text, stream.state_dict()
+        self._empty.end(self._source.dataset)
 
     def _text_of(self, record: dict[str, Any]) -> str:
         place = f"{self._source.dataset!r}"
         if self._source.text_column not in record:
             raise no_column(f"The dataset {place}", self._source.text_column, list(record))
-        return text_of(record[self._source.text_column], place, self._source.text_column)
+        text_column = self._source.text_column
+        return text_of(record[text_column], place, text_column, self._empty.add)
 
     def _check_workers(self) -> None:
         worker = get_worker_info()

@@ -5,6 +5,7 @@ end to end and cut every `seq_len`. So a label is never a token of another docum
 from 0 at each document, and again where a sequence begins within one.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset
 
+from titan_async.data.readers import share_of_worker
 from titan_async.data.sources import DocumentStream, open_documents
 from titan_async.data.text_source import TextSource
 from titan_async.errors import UserError
@@ -21,6 +23,9 @@ __all__ = ["PackedDataset", "Sample", "check_data", "too_little"]
 
 Sample = tuple[dict[str, torch.Tensor], torch.Tensor]
 """({"input": tokens, "positions": positions}, labels), all int64 of shape (seq_len,)."""
+
+_LOCAL_FILES = re.compile(r"^\d+ (token )?files [0-9a-f]{8}")
+"""What an identity of local files begins with."""
 
 _Segment = tuple[npt.NDArray[np.int64], int, int]
 """The pairs from one index to another of a document's tokens."""
@@ -43,6 +48,7 @@ class PackedDataset(IterableDataset[Sample]):
         world_size: Number of data-parallel ranks.
         infinite: Whether to go on with the next epoch at an epoch's end.
         min_samples: A finite dataset of fewer sequences on each rank is an error.
+        accept_changed_data: Whether a position may be one in other files; see `check_data`.
 
     Raises:
         UserError: As `open_documents`; and while iterating, as `read_documents`, or when an epoch has
@@ -72,6 +78,7 @@ class PackedDataset(IterableDataset[Sample]):
         world_size: int = 1,
         infinite: bool = False,
         min_samples: int = 1,
+        accept_changed_data: bool = False,
     ) -> None:
         if seq_len < 1:
             raise UserError(f"The sequence length is {seq_len}: set training.seq_len to 1 or more.")
@@ -81,9 +88,12 @@ class PackedDataset(IterableDataset[Sample]):
         self._rank, self._world_size = rank, world_size
         self._infinite = infinite
         self._min_samples = min_samples
+        self._accept_changed_data = accept_changed_data
         # Opened here for its errors, and again in __iter__, which may run in a worker process.
         documents = self._open()
         self._identity = documents.identity
+        self.fingerprints = documents.fingerprints
+        """Gives the fingerprints of the files; see `titan_async.data.fingerprints`."""
         self._documents_state = documents.state_dict()
         self._pairs_done = 0
         self._produced = 0
@@ -103,13 +113,16 @@ class PackedDataset(IterableDataset[Sample]):
         Raises:
             UserError: The position is one in other data, or in another order of it.
         """
-        check_data(state_dict["data"], self._identity)
+        check_data(state_dict["data"], self._identity, self._accept_changed_data)
         self._documents_state = state_dict["documents"]
         self._pairs_done = state_dict["pairs_done"]
         self._produced = state_dict["produced"]
 
     def __iter__(self) -> Iterator[Sample]:
         documents = self._open()
+        # Of all ranks and workers one is enough, and validation reads the same files again and again.
+        is_first = self._rank == 0 and share_of_worker(0, 1)[0] == 0
+        documents.empty.logs = is_first and self._source.split != "validation"
         documents.load_state_dict(self._documents_state)
         if self._infinite:
             yield from self._samples(documents)
@@ -169,12 +182,19 @@ class PackedDataset(IterableDataset[Sample]):
         return too_little(self._source, self._seq_len, needed, self._world_size)
 
 
-def check_data(saved: str, configured: str) -> None:
+def check_data(saved: str, configured: str, accept_changed_data: bool) -> None:
     """Refuse a position in other data, or in another order of it.
+
+    Args:
+        saved: Identity of the data that the position is one in.
+        configured: Identity of those here.
+        accept_changed_data: Whether local files may have other names and be more or fewer.
 
     Raises:
         UserError: It is one.
     """
+    if accept_changed_data:
+        saved, configured = (_LOCAL_FILES.sub("files", identity) for identity in (saved, configured))
     if saved != configured:
         raise UserError(
             f"The checkpoint stands in other data ({saved}) than is configured ({configured}): choose "

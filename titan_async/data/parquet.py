@@ -20,6 +20,7 @@ from typing import IO, Any
 import pyarrow
 import pyarrow.parquet
 
+from titan_async.data.empty_records import EmptyRecords
 from titan_async.data.files import cannot_read, no_column, not_utf8, text_of
 from titan_async.errors import UserError
 
@@ -46,6 +47,7 @@ class ParquetReader:
         is_wanted: Whether the document of a file's index and a row, with that text, is of the split.
         rank: Which share.
         world_size: Number of shares.
+        empty: Counts the records without text.
     """
 
     def __init__(
@@ -57,12 +59,14 @@ class ParquetReader:
         is_wanted: Callable[[int, int, str], bool],
         rank: int,
         world_size: int,
+        empty: EmptyRecords,
     ) -> None:
         self._files = files
         self._text_column = text_column
         self._order = order
         self._is_wanted = is_wanted
         self._rank, self._world_size = rank, world_size
+        self._empty = empty
 
     def read(self, epoch: int, position: Position) -> Iterator[tuple[str, Position]]:
         """Yield the documents from `position` on, each with the position that follows it.
@@ -73,13 +77,16 @@ class ParquetReader:
         order = self._order(epoch)
         first = self._rank * len(order) // self._world_size
         behind = -(-(self._rank + 1) * len(order) // self._world_size)
-        place, row = position or (first, 0)
+        # In data that have changed, it may be a position of `FilesReader`, which means nothing here.
+        place, row = position if position and len(position) == 2 else (first, 0)
         for number in range(place, behind):
             index = order[number]
             file = self._files[index]
+            self._empty.begin()
             for following, text in self._documents(file, functools.partial(self._stretch, number), row):
                 if text and not text.isspace() and self._is_wanted(index, following - 1, text):
                     yield text, [number, following]
+            self._empty.end(file)
             row = 0
 
     def _stretch(self, number: int, rows: int) -> range:
@@ -94,7 +101,7 @@ class ParquetReader:
         while True:
             try:
                 for row, value in read_rows(file, self._text_column, stretch, start):
-                    yield row + 1, text_of(value, file, self._text_column)
+                    yield row + 1, text_of(value, file, self._text_column, self._empty.add)
                     start, attempts = row + 1, 0
                 return
             except Exception as error:

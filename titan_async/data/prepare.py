@@ -102,6 +102,7 @@ def prepare_tokens(
         )
     encoder = DocumentEncoder(tokenizer_folder)
     stream = open_documents(replace(source, shuffle=False, validation_fraction=0.0))
+    stream.empty.logs = True
     settings = {
         "format": FORMAT,
         "source": stream.identity,

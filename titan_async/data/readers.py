@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch.utils.data import get_worker_info
 
+from titan_async.data.empty_records import EmptyRecords
 from titan_async.data.files import read_documents, size_of
 from titan_async.data.text_source import TextSource
 
@@ -75,8 +76,11 @@ class FilesReader:
     A position is [files done, documents of the next file done, documents of the split so far].
     """
 
-    def __init__(self, files: list[Path], source: TextSource, rank: int, world_size: int) -> None:
+    def __init__(
+        self, files: list[Path], source: TextSource, rank: int, world_size: int, empty: EmptyRecords
+    ) -> None:
         self._files = files
+        self._empty = empty
         self._sizes = [size_of(file) for file in files]
         self._source = source
         self._rank, self._world_size = rank, world_size
@@ -84,9 +88,12 @@ class FilesReader:
     def read(self, epoch: int, position: Position) -> Iterator[tuple[str, Position]]:
         source = self._source
         wanted = source.split == "validation"
-        done, skip, count = position or (0, 0, 0)
+        # In data that have changed, it may be a position of `ParquetReader`, which means nothing here.
+        done, skip, count = position if position and len(position) == 3 else (0, 0, 0)
         for number, index in enumerate(order_of(len(self._files), source, epoch)[done:], start=done):
-            documents = read_documents(self._files[index], source.text_column, self._sizes[index])
+            file = self._files[index]
+            self._empty.begin()
+            documents = read_documents(file, source.text_column, self._sizes[index], self._empty.add)
             for document_index, document in enumerate(documents):
                 # Counting from the file's own index spreads the choice over many short files, and
                 # makes it independent of the order in which an epoch reads them.
@@ -97,6 +104,7 @@ class FilesReader:
                 count += 1
                 if (count - 1) % self._world_size == self._rank:
                     yield document, [number, document_index + 1, count]
+            self._empty.end(str(file))
             skip = 0
 
 

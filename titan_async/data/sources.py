@@ -5,12 +5,16 @@ stands a reader, of which there are four: plays in memory, local files, parquet 
 the Hugging Face hub), and other datasets of the hub.
 """
 
+import functools
+import hashlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_async.data.files import find_files
+from titan_async.data.empty_records import EmptyRecords
+from titan_async.data.files import find_files, size_of
+from titan_async.data.fingerprints import fingerprint_of, fingerprints_of_files
 from titan_async.data.plays import play_scenes
 from titan_async.data.readers import (
     DocumentReader,
@@ -34,10 +38,20 @@ class DocumentStream:
     Iterating gives what is left of the current epoch and leaves the stream at the start of the next.
     """
 
-    def __init__(self, reader: DocumentReader, identity: str) -> None:
+    def __init__(
+        self,
+        reader: DocumentReader,
+        identity: str,
+        fingerprints: Callable[[], list[str]] = list,
+        empty: EmptyRecords | None = None,
+    ) -> None:
         self._reader = reader
         self.identity = identity
         """Names the data and its order; positions are only worth loading where it is the same."""
+        self.fingerprints = fingerprints
+        """Gives the fingerprints of the files, or none of a hub's; see `titan_async.data.fingerprints`."""
+        self.empty = empty or EmptyRecords()
+        """Counts the records without text."""
         self.epoch = 0
         self._position: Position = None
 
@@ -90,22 +104,29 @@ def open_documents(source: TextSource, *, rank: int = 0, world_size: int = 1) ->
         raise UserError(
             f"The token files in {source.dataset_path} hold no text: name the text that they were made from."
         )
+    empty = EmptyRecords()
     if source.local_path is None and source.dataset != "shakespeare":
         from titan_async.data.hub import open_hub_reader
 
-        reader, name = open_hub_reader(source, rank, world_size)
-        return DocumentStream(shuffled(reader, source), identity_of(source, name))
+        reader, name = open_hub_reader(source, rank, world_size, empty)
+        return DocumentStream(shuffled(reader, source), identity_of(source, name), empty=empty)
 
     check_split(source)
     rank, world_size = share_of_worker(rank, world_size)
     if source.local_path is None:
         in_memory = MemoryReader(play_scenes(), source, rank, world_size)
-        return DocumentStream(in_memory, identity_of(source, "shakespeare"))
+        return DocumentStream(in_memory, identity_of(source, "shakespeare"), _fingerprints_of_plays)
     files = find_files(source.local_path)
     # Paths may move between saving and loading, the files in them may not change.
     name = name_of_files([file.name for file in files])
-    files_reader = _open_files(files, source, rank, world_size)
-    return DocumentStream(shuffled(files_reader, source), identity_of(source, name))
+    fingerprints = functools.partial(fingerprints_of_files, files, [size_of(file) for file in files])
+    files_reader = _open_files(files, source, rank, world_size, empty)
+    return DocumentStream(shuffled(files_reader, source), identity_of(source, name), fingerprints, empty)
+
+
+def _fingerprints_of_plays() -> list[str]:
+    text = "\0".join(play_scenes()).encode()
+    return [fingerprint_of("shakespeare", len(text), hashlib.blake2b(text, digest_size=8).hexdigest())]
 
 
 def name_of_files(names: Sequence[str]) -> str:
@@ -113,9 +134,11 @@ def name_of_files(names: Sequence[str]) -> str:
     return f"{len(names)} files {zlib.crc32(chr(10).join(names).encode()):08x}"
 
 
-def _open_files(files: list[Path], source: TextSource, rank: int, world_size: int) -> DocumentReader:
+def _open_files(
+    files: list[Path], source: TextSource, rank: int, world_size: int, empty: EmptyRecords
+) -> DocumentReader:
     if not all(file.name.endswith(".parquet") for file in files):
-        return FilesReader(files, source, rank, world_size)
+        return FilesReader(files, source, rank, world_size, empty)
     from titan_async.data.parquet import ParquetReader
 
     validation = source.split == "validation"
@@ -128,4 +151,5 @@ def _open_files(files: list[Path], source: TextSource, rank: int, world_size: in
         ),
         rank=rank,
         world_size=world_size,
+        empty=empty,
     )

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset
 
+from titan_async.data.fingerprints import fingerprint_of
 from titan_async.data.packing import Sample, check_data, too_little
 from titan_async.data.readers import order_of, share_of_worker
 from titan_async.data.text_source import TextSource, check_split, identity_of
@@ -48,6 +49,7 @@ class TokenBatches(IterableDataset[Sample]):
         rank: This data-parallel rank, from 0.
         world_size: Number of data-parallel ranks.
         infinite: Whether to go on with the next epoch at an epoch's end.
+        accept_changed_data: Whether a position may be one in other files; see `check_data`.
 
     Raises:
         UserError: As `TokenFiles`; and while iterating, when a file is corrupt, or when there is too little
@@ -63,6 +65,7 @@ class TokenBatches(IterableDataset[Sample]):
         rank: int = 0,
         world_size: int = 1,
         infinite: bool = False,
+        accept_changed_data: bool = False,
     ) -> None:
         if seq_len < 1:
             raise UserError(f"The sequence length is {seq_len}: set training.seq_len to 1 or more.")
@@ -72,11 +75,17 @@ class TokenBatches(IterableDataset[Sample]):
         self._seq_len, self._batch_size = seq_len, batch_size
         self._rank, self._world_size = rank, world_size
         self._infinite = infinite
+        self._accept_changed_data = accept_changed_data
         digests = "".join(shard.sha256 for shard in self._files.index.shards)
         self._identity = identity_of(
             source, f"{len(self._files.index.shards)} token files {zlib.crc32(digests.encode()):08x}"
         )
         self._start(epoch=0)
+
+    def fingerprints(self) -> list[str]:
+        """The fingerprints of the files, by their index; see `titan_async.data.fingerprints`."""
+        shards = self._files.index.shards
+        return [fingerprint_of(shard.name, shard.bytes, shard.sha256[:16]) for shard in shards]
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the batch yielded last, as JSON data of a fixed small size."""
@@ -88,7 +97,7 @@ class TokenBatches(IterableDataset[Sample]):
         Raises:
             UserError: The position is one in other data, or in another order of it.
         """
-        check_data(state_dict["data"], self._identity)
+        check_data(state_dict["data"], self._identity, self._accept_changed_data)
         self._position = state_dict["position"]
         self._taken = state_dict["taken"]
 
@@ -221,13 +230,14 @@ class _Pairs:
                 self._window = self._open()
                 if self._window is None:
                     break
-            step = min(count - done, self._window.pairs - self._used)
+            # In data that have changed, a position may lie behind the window's end.
+            step = max(0, min(count - done, self._window.pairs - self._used))
             if batch is not None and step:
                 batch.note(start + done, self.position)
                 self._window.copy(self._used, self._used + step, batch, start + done)
             self._used += step
             done += step
-            if self._used == self._window.pairs:
+            if self._used >= self._window.pairs:
                 self._number, self._used, self._window = self._number + 1, 0, None
         return done
 

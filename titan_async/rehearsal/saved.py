@@ -75,7 +75,7 @@ def expected_entries(config: Trainer.Config, world: int, *, divisor: int) -> Ent
         **weights,
         "optimizer": optimizers,
         "lr_scheduler": config.lr_scheduler.build(optimizers=optimizers, training_steps=1),
-        "dataloader": {**data, "world_size": 1, "num_workers": 0},
+        "dataloader": {**data, "world_size": 1, "num_workers": 0, "files": ""},
         "train_state": trainer,
     }
     return entries_of([plan_of(whole, rank=0)])

@@ -6,8 +6,9 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torchtitan.components.checkpointer import MODEL, AsyncMode, BaseCheckpointManager, CheckpointManager
+from torchtitan.components.checkpointer import (
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    AsyncMode,
+    BaseCheckpointManager,
+    CheckpointManager,
+)
+from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.tools.utils import GarbageCollection
 
 from titan_async.checkpoint._dcp_files_internals import (
@@ -30,7 +39,9 @@ from titan_async.errors import UserError
 from titan_async.pipelining.recording import Kind
 from titan_async.training._titan_internals import saves_at
 from titan_async.training.data import TextDataLoader
+from titan_async.training.optimizer import AsyncOptimizers
 from titan_async.training.recording import Recording
+from titan_async.training.reporter import Reporter
 
 __all__ = [
     "EMA_WEIGHTS",
@@ -66,8 +77,18 @@ class AsyncCheckpointer(CheckpointManager):
         pass
 
     recording: Recording = Recording()
+    reporter: Reporter | None = None
+    """Is told what does not count when a checkpoint is loaded."""
     _saving = Path()
     """The checkpoint that is being saved, or was last."""
+    _most = 0
+    """Checkpoints that are kept, or 0 for all."""
+
+    def __init__(self, config: Config, **parts: Any) -> None:
+        super().__init__(config, **parts)
+        if self.enable and "://" not in self.folder:
+            # torchtitan's own removal leaves a last save out, and counts folders that are no checkpoints.
+            self._most, self.keep_latest_k = self.keep_latest_k, 0
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:
         """See `BaseCheckpointManager`.
@@ -82,7 +103,36 @@ class AsyncCheckpointer(CheckpointManager):
             saved = super().save(curr_step, last_step)
         if saved:
             self.recording.write("checkpoint", step=curr_step, seconds=time.perf_counter() - start)
+            if self.save_future is None:
+                self._remove_old()
         return saved
+
+    def load(self, step: int = -1) -> bool:
+        """See `BaseCheckpointManager`. A collective.
+
+        Options of the optimizers and learning rates are those of this run, whatever the checkpoint holds.
+        """
+        there = complete_steps(Path(self.folder)) if self.enable else []
+        loaded = super().load(step)
+        if not loaded:
+            return False
+        if there and self.initial_load_path:
+            self._say(
+                f"checkpoint.initial_load_path is not read: {self.folder} has checkpoints, and the run goes "
+                f"on from step {there[-1] if step == -1 else step}"
+            )
+        schedulers, optimizers = self.states.get(LR_SCHEDULER), self.states.get(OPTIMIZER)
+        if isinstance(schedulers, LRSchedulersContainer):
+            _set_learning_rates(schedulers)
+        if isinstance(optimizers, AsyncOptimizers):
+            changed = _of_all_ranks(optimizers.changed)
+            if changed:
+                self._say(f"the recipe changes options of the checkpoint: {', '.join(changed)}")
+        return True
+
+    def _say(self, line: str) -> None:
+        if self.reporter is not None:
+            self.reporter.say(line)
 
     def maybe_wait_for_staging(self) -> None:
         """See `BaseCheckpointManager`.
@@ -94,6 +144,30 @@ class AsyncCheckpointer(CheckpointManager):
             with self._telling_of_disk():
                 self.maybe_wait_for_saving()
         super().maybe_wait_for_staging()
+
+    def maybe_wait_for_saving(self) -> None:
+        """See `BaseCheckpointManager`."""
+        is_saving = self.enable and self.save_future is not None
+        super().maybe_wait_for_saving()
+        if is_saving:
+            self._remove_old()
+
+    def _remove_old(self) -> None:
+        """Remove what is not to be kept: older checkpoints than the latest, and what killed saves have left.
+
+        The one just saved is kept in any case. The others stop being checkpoints at once; their files are
+        removed in the background.
+        """
+        if not self._most or dist.get_rank() != 0:
+            return
+        folder = Path(self.folder)
+        others = [path for step, path in _folders(folder) if path != self._saving]
+        whole = [path for path in others if _is_whole(path)]
+        for path in set(others) - set(whole[-(self._most - 1) :]):
+            if not path.is_symlink():  # what it leads to may be another run's
+                with contextlib.suppress(OSError):
+                    (path / INDEX).unlink(missing_ok=True)
+                self.purge_queue.put(str(path))
 
     @contextlib.contextmanager
     def _telling_of_disk(self) -> Iterator[None]:
@@ -137,6 +211,7 @@ class AsyncCheckpointer(CheckpointManager):
         loader, positions = state_dict.get("dataloader"), [key for key in keys if _POSITION in key]
         if isinstance(loader, TextDataLoader) and positions:
             loader.check_degree(len(positions))  # or there may be none of this rank
+            loader.resumes_files = "dataloader.files" in keys
         # A synchronous run has no older weights, so the next batch reads the newest; and no history
         # of updates, so the first one is not corrected. An average that was not kept starts from the
         # weights.
@@ -186,6 +261,22 @@ class AsyncCheckpointer(CheckpointManager):
         return saving
 
 
+def _set_learning_rates(schedulers: LRSchedulersContainer) -> None:
+    """Give the groups the rates of the schedule's step: a schedule that was loaded waits for its next one."""
+    for scheduler in schedulers:
+        for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+
+
+def _of_all_ranks(lines: Sequence[str]) -> list[str]:
+    """The lines of every rank, each once: a stage knows its own parameters only. A collective."""
+    if dist.get_backend() == "fake":
+        return list(lines)
+    everyone: list[Any] = [()] * dist.get_world_size()
+    dist.all_gather_object(everyone, lines)
+    return list(dict.fromkeys(chain.from_iterable(everyone)))
+
+
 def _cannot_save(folder: Path, error: OSError) -> UserError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     mend = "make room there" if full else "make that folder writable"
@@ -232,8 +323,18 @@ def check_index(folder: Path) -> None:
 
 def complete_steps(folder: Path) -> list[int]:
     """The steps of which `folder` holds a whole checkpoint, in ascending order."""
-    found = (re.fullmatch(r"step-(\d+)", path.parent.name) for path in folder.glob(f"step-*/{INDEX}"))
-    return sorted(int(match[1]) for match in found if match)
+    return [step for step, path in _folders(folder) if (path / INDEX).exists()]
+
+
+def _folders(folder: Path) -> list[tuple[int, Path]]:
+    """The folders of checkpoints in `folder`, whole or not, each behind its step, in ascending order."""
+    found = ((re.fullmatch(r"step-(\d+)", path.name), path) for path in folder.glob("step-*/"))
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def _is_whole(path: Path) -> bool:
+    # A last save in Hugging Face's format has an index of its own, which is written last, too.
+    return (path / INDEX).exists() or (path / "model.safetensors.index.json").exists()
 
 
 def save_for_resuming(checkpointer: BaseCheckpointManager, step: int) -> bool:

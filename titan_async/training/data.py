@@ -12,9 +12,11 @@ import torch
 from tokenizers import Tokenizer
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.components.dataloader import ParallelAwareDataloader
-from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
 from titan_async.data import PackedDataset, TextSource, TokenBatches
+from titan_async.data.encoder import adds_marks, encode_plainly
+from titan_async.data.fingerprints import changed_files
 from titan_async.errors import UserError
 from titan_async.training.preemption import shield_data_worker
 
@@ -70,6 +72,10 @@ class TextDataLoader(ParallelAwareDataloader):
         data_seed: int = 0
         """Seed of the orders of all epochs."""
 
+        accept_changed_data: bool = False
+        """Resume where the checkpoint stopped although local files have changed since it was saved; some
+        documents may then come again, and others never."""
+
         def text_source(self) -> TextSource:
             """The part of this configuration that says which text to read.
 
@@ -87,6 +93,9 @@ class TextDataLoader(ParallelAwareDataloader):
                 shuffle=self.shuffle,
                 seed=self.data_seed,
             )
+
+    resumes_files: bool = True
+    """Whether the state includes the fingerprints of the files, which older checkpoints lack."""
 
     def __init__(
         self,
@@ -106,6 +115,7 @@ class TextDataLoader(ParallelAwareDataloader):
             "rank": dp_rank,
             "world_size": dp_world_size,
             "infinite": config.infinite,
+            "accept_changed_data": config.accept_changed_data,
         }
         dataset: PackedDataset | TokenBatches
         batching: dict[str, Any] = {"batch_size": local_batch_size, "drop_last": True}
@@ -114,6 +124,8 @@ class TextDataLoader(ParallelAwareDataloader):
             batching = {"batch_size": None}  # they are batches already
         else:
             dataset = PackedDataset(source, _encode_with(tokenizer), min_samples=local_batch_size, **common)
+        self._fingerprints = functools.cache(dataset.fingerprints)
+        self._accept_changed_data = config.accept_changed_data
         super().__init__(
             dataset,
             dp_rank=dp_rank,
@@ -136,11 +148,12 @@ class TextDataLoader(ParallelAwareDataloader):
     def state_dict(self) -> dict[str, Any]:
         """This rank's position as JSON text, and what it is valid for."""
         # The parent's would be a pickle, which runs code when it is loaded.
-        return {
+        state = {
             self._rank_id: json.dumps(StatefulDataLoader.state_dict(self)),
             "world_size": self.dp_world_size,
             "num_workers": self.num_workers,
         }
+        return state | ({"files": json.dumps(self._fingerprints())} if self.resumes_files else {})
 
     def check_degree(self, saved: int) -> None:
         """Refuse the positions of another number of data-parallel ranks.
@@ -156,10 +169,13 @@ class TextDataLoader(ParallelAwareDataloader):
         Raises:
             UserError: The position is of another number of ranks or workers, or of other data.
         """
+        self.resumes_files = True
         if not state_dict:
             return
         self.check_degree(state_dict["world_size"])
         _check("dataloader.num_workers", state_dict["num_workers"], self.num_workers)
+        if "files" in state_dict and not self._accept_changed_data:
+            _check_files(json.loads(state_dict["files"]), self._fingerprints())
         StatefulDataLoader.load_state_dict(self, json.loads(state_dict[self._rank_id]))
 
 
@@ -171,12 +187,26 @@ def _check(setting: str, saved: int, now: int) -> None:
         )
 
 
+def _check_files(saved: list[str], now: list[str]) -> None:
+    changed = changed_files(saved, now)
+    if changed:
+        others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise UserError(
+            f"The data have changed since the checkpoint was saved ({changed[0]}{others}), so that some "
+            "documents would come again and others never: put the files back as they were, accept that with "
+            "--dataloader.accept_changed_data, or begin the data anew with --checkpoint.exclude_from_loading "
+            "dataloader."
+        )
+
+
 def _encode_with(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
     backend = getattr(tokenizer, "tokenizer", None)
     if isinstance(backend, Tokenizer):
-        # Some were saved with a length at which they cut texts off, or pad them.
-        backend.no_truncation()
-        backend.no_padding()
+        encode_plainly(backend)
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            # torchtitan takes the token at the beginning for one at the end, where both are the same.
+            marks = adds_marks(backend, tokenizer.bos_id, tokenizer.eos_id)
+            tokenizer.hf_adds_bos, tokenizer.hf_adds_eos = marks
     return functools.partial(tokenizer.encode, add_bos=True, add_eos=True)
 
 

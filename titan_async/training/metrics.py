@@ -2,15 +2,18 @@
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.metrics import BaseLogger, MetricsProcessor
 from torchtitan.distributed import ParallelDims
 
+from titan_async.training.checkpoint import complete_steps
 from titan_async.training.recording import Recording
 from titan_async.training.reporter import Reporter, StepReport
+from titan_async.training.wandb_run import keep_run_id, run_id_file, wandb_continues
 
 __all__ = ["AsyncMetrics", "share_loss"]
 
@@ -36,6 +39,26 @@ class AsyncMetrics(MetricsProcessor):
     has_last_stage: bool = True
     validation_loss: float | None = None
     """The latest validation loss in nats a token, on every rank."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dump_folder: str = "./outputs",
+        config_dict: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        options |= {"dump_folder": dump_folder, "config_dict": config_dict}
+        if not config.enable_wandb:
+            super().__init__(config, **options)
+            return
+        checkpoint = (config_dict or {}).get("checkpoint", {"enable": False})
+        file = run_id_file(dump_folder, dist.get_rank() if config.save_for_all_ranks else None)
+        resumes = checkpoint["enable"] and bool(complete_steps(Path(dump_folder, checkpoint["folder"])))
+        with wandb_continues(file, resumes=resumes) as run_id:
+            super().__init__(config, **options)
+        if run_id and type(self.logger) is not BaseLogger:  # this rank logs
+            keep_run_id(file, run_id)
 
     def log(
         self,

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfi
 from titan_async.errors import UserError
 from titan_async.optim import ErrorFeedback, Lion, Muon
 from titan_async.optim.correction import history_key
+from titan_async.training.changed_options import changed_options
 from titan_async.training.optimizer_config import (
     AdamWConfig,
     ErrorFeedbackConfig,
@@ -102,8 +103,12 @@ class AsyncOptimizers(OptimizersContainer):
     saved: Collection[str] | None = None
     """While a checkpoint is being loaded, the names of what it holds; see `AsyncCheckpointer`."""
 
+    changed: Sequence[str] = ()
+    """The options that differ from those of the checkpoint loaded last; see `changed_options`."""
+
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         self._groups = config.resolved_groups()
+        self._is_named = not config.param_groups
         feedback = config.error_feedback
         self._feedback_key = history_key(feedback.level)
         strength = feedback.strength if feedback.enable else 0.0
@@ -166,10 +171,22 @@ class AsyncOptimizers(OptimizersContainer):
         return {key: value for key, value in state.items() if key in self.saved or not _may_lack(key)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        own = super().state_dict()
-        state_dict = {**{key: own[key] for key in own if _is_option(key, _NEW_OPTIONS)}, **state_dict}
-        super().load_state_dict(state_dict)
+        """Load the state of the parameters. Options stay those of this run, learning rates included."""
+        own = {key: value for key, value in super().state_dict().items() if key.startswith("param_groups.")}
+        self.changed = changed_options(state_dict, own, self._name_of)
+        super().load_state_dict({**state_dict, **own})
         self.saved = None
+
+    def _name_of(self, parameter: str, option: str) -> str:
+        """What the recipe calls an option of a parameter."""
+        index = match_group(parameter, self._groups)
+        optimizer = self._groups[index].optimizer_name
+        if optimizer == "Muon" and option in OF_THE_WHOLE_RUN:
+            return OF_THE_WHOLE_RUN[option]
+        option = option.removeprefix("initial_")  # as the schedule calls the rate that it starts from
+        if self._is_named:
+            return f"optimizer.{optimizer.lower()}.{option}"
+        return f"optimizer.param_groups.{index}.optimizer_kwargs.{option}"
 
     @property
     def step_was_skipped(self) -> bool:

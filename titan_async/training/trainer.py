@@ -130,6 +130,8 @@ class AsyncTrainer(Trainer):
         if isinstance(self.metrics_processor, AsyncMetrics):
             self.metrics_processor.reporter = self.reporter
             self.metrics_processor.has_last_stage = self._has_last_stage
+        if isinstance(self.checkpointer, AsyncCheckpointer):
+            self.checkpointer.reporter = self.reporter
         if config.validator.enable and isinstance(self.validator, AsyncValidator):
             self.validator.last_step = config.training.steps
 

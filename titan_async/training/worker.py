@@ -116,7 +116,7 @@ def _train(argv: list[str], until_end: contextlib.ExitStack) -> int:
     try:
         trainer = config.build()
         if config.checkpoint.create_seed_checkpoint:
-            trainer.checkpointer.save(curr_step=0, last_step=True)
+            _save_seed_checkpoint(trainer)
         else:
             trainer.train()
         if trainer.preemption.interrupted and failures.ERROR_DIR not in os.environ:
@@ -142,6 +142,17 @@ def _train(argv: list[str], until_end: contextlib.ExitStack) -> int:
     return status
 
 
+def _save_seed_checkpoint(trainer) -> None:
+    checkpoint = trainer.config.checkpoint
+    if not trainer.checkpointer.save(curr_step=0, last_step=True):
+        setting = "load_only" if checkpoint.enable else "no-enable"
+        raise UserError(
+            f"checkpoint.create_seed_checkpoint saves nothing because of checkpoint.{setting}: remove either"
+        )
+    folder = os.path.join(trainer.config.dump_folder, checkpoint.folder, "step-0")
+    trainer.reporter.say(f"saved the seed checkpoint: {folder}")
+
+
 def check_restarts() -> None:
     """Refuse a torchrun whose restarts fail.
 
@@ -160,9 +171,10 @@ def check_restarts() -> None:
 def _quiet() -> None:
     """Leave the terminal to the run's own lines: torchtitan logs to the root logger, on every rank."""
     speaks = os.environ.get("RANK", "0") == "0"
-    level = os.environ.get("TITAN_ASYNC_LOG", "ERROR").upper()
+    level = os.environ.get("TITAN_ASYNC_LOG", "").upper()
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger().setLevel(level if speaks else logging.ERROR)
+    logging.getLogger().setLevel((level or logging.ERROR) if speaks else logging.ERROR)
+    logging.getLogger("titan_async").setLevel((level or logging.WARNING) if speaks else logging.ERROR)
     # torchtitan advises to add the last stage's rank to LOG_RANK; here rank 0 prints its loss.
     os.environ.setdefault("LOG_RANK", ",".join(map(str, range(int(os.environ.get("WORLD_SIZE", "1"))))))
     for message in (  # of the libraries, about the libraries

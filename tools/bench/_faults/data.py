@@ -35,7 +35,7 @@ DATA = "data"
 FLAGS = (
     "--training.steps", STEPS, "--training.seq_len", 128, "--checkpoint.interval", INTERVAL,
     "--checkpoint.keep_latest_k", 0, "--lr_scheduler.warmup_steps", 3,
-    "--dataloader.no-shuffle", "--dataloader.validation_fraction", 0,
+    "--dataloader.no-shuffle", "--dataloader.validation_fraction", 0, "--dataloader.accept_changed_data",
 )  # fmt: skip
 TEXT, LINES, COMPRESSED, TABLE, LONG = "0.txt", "1.jsonl", "2.jsonl.gz", "3.parquet", "4.jsonl"
 """Each is read in a few steps, but for the last one, a single document of a megabyte."""
@@ -224,7 +224,11 @@ def _chain(
         starts.append(
             Start(
                 status,
-                "\n".join(line.text for line in run.err).replace(f"{DATA}{os.sep}", ""),
+                "\n".join(
+                    line.text
+                    for line in run.err
+                    if not line.text.startswith("WARNING ")  # of the documents of nothing
+                ).replace(f"{DATA}{os.sep}", ""),
                 next((int(found[1]) for found in resumed if found), 0),
                 run.steps(),
                 began,

@@ -1,0 +1,72 @@
+"""What a training process says beside its steps, in this one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from titan_async.errors import UserError
+from titan_async.training import worker
+from titan_async.training.reporter import Reporter
+
+
+@pytest.fixture
+def loggers() -> Iterator[None]:
+    there = [logging.getLogger(name) for name in (None, "titan_async", "torch.utils.cpp_extension")]
+    levels = [logger.level for logger in there]
+    yield
+    for logger, level in zip(there, levels, strict=True):
+        logger.setLevel(level)
+
+
+@pytest.mark.parametrize(
+    ("rank", "wanted", "own", "others"),
+    [
+        ("0", None, True, False),
+        ("1", None, False, False),
+        ("0", "ERROR", False, False),
+        ("0", "info", True, True),
+    ],
+)
+def test_warnings_of_our_own_are_shown_once(
+    rank: str, wanted: str | None, own: bool, others: bool, loggers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.delenv("TITAN_ASYNC_LOG", raising=False)
+    if wanted:
+        monkeypatch.setenv("TITAN_ASYNC_LOG", wanted)
+    worker._quiet()
+    assert logging.getLogger("titan_async.data.empty_records").isEnabledFor(logging.WARNING) == own
+    assert logging.getLogger("torchtitan").isEnabledFor(logging.WARNING) == others
+
+
+@pytest.mark.parametrize(
+    ("enable", "load_only", "said"),
+    [(True, False, None), (False, False, "no-enable"), (True, True, "load_only")],
+)
+def test_a_seed_checkpoint_is_announced(
+    enable: bool, load_only: bool, said: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = []
+
+    def save(curr_step: int, last_step: bool) -> bool:
+        saved.append((curr_step, last_step))
+        return enable and not load_only
+
+    checkpoint = SimpleNamespace(enable=enable, load_only=load_only, folder="checkpoint")
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(checkpoint=checkpoint, dump_folder=str(tmp_path)),
+        checkpointer=SimpleNamespace(save=save),
+        reporter=Reporter(speaks=True, steps=9),
+    )
+    if said is None:
+        worker._save_seed_checkpoint(trainer)
+        assert capsys.readouterr().out == f"saved the seed checkpoint: {tmp_path}/checkpoint/step-0\n"
+    else:
+        with pytest.raises(UserError, match=f"saves nothing because of checkpoint.{said}: remove either"):
+            worker._save_seed_checkpoint(trainer)
+    assert saved == [(0, True)]

@@ -1,0 +1,48 @@
+"""Which options of the optimizers a run sets otherwise than the one that saved its checkpoint."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from titan_async.config.values import show
+
+__all__ = ["changed_options"]
+
+_OPTION = re.compile(r"param_groups\.(?P<parameter>.+)\.(?P<option>[^.]+)")
+
+_NOT_COMPARED = {"lr", "fused", "foreach", "capturable"}
+"""The learning rate of a step follows from `initial_lr` and the schedule; the others choose a kernel."""
+
+
+def changed_options(
+    saved: Mapping[str, Any], own: Mapping[str, Any], name_of: Callable[[str, str], str]
+) -> list[str]:
+    """The options that differ, as "optimizer.muon.momentum 0.9 -> 0.95": the checkpoint's value, this run's.
+
+    Args:
+        saved: a checkpoint's options of each parameter, as "param_groups.PARAMETER.OPTION". One that it lacks
+            does not differ.
+        own: this run's.
+        name_of: what the recipe calls an option of a parameter.
+    """
+    found: dict[str, tuple[list[str], str]] = {}
+    for key, value in own.items():
+        match = _OPTION.fullmatch(key)
+        if match is None or match["option"] in _NOT_COMPARED or key not in saved:
+            continue
+        before, now = _plain(saved[key]), _plain(value)
+        if before != now:
+            # Parameters of one group may have been in several.
+            befores, _ = found.setdefault(name_of(match["parameter"], match["option"]), ([], show(now)))
+            if show(before) not in befores:
+                befores.append(show(before))
+    return [f"{name} {' or '.join(befores)} -> {now}" for name, (befores, now) in found.items()]
+
+
+def _plain(value: Any) -> Any:
+    """A value that can be compared and shown, whatever the checkpoint has made of it."""
+    if isinstance(value, Tensor):
+        return value.item()
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
