@@ -128,7 +128,7 @@ def test_learning_rate_and_batch_follow_the_law(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_schedule_of_the_learning_rate_is_the_papers(name: str) -> None:
     config = recipe(name)
-    assert config.lr_scheduler.warmup_steps == config.training.steps // 10
+    assert config.lr_scheduler.resolved_warmup_steps(config.training.steps) == config.training.steps // 10
     assert (config.lr_scheduler.decay_type, config.lr_scheduler.min_lr_factor) == ("cosine", 0.1)
     assert config.training.max_norm == 1.0
     assert config.optimizer.muon.weight_decay == config.optimizer.adamw.weight_decay == 0.1
