@@ -217,19 +217,27 @@ def _check_stages(config: Trainer.Config) -> None:
     layers = getattr(config.model_spec.model, "layers", None)
     if degree < 2 or parallelism.pipeline_parallel_schedule_csv:
         return
+    if measures_balance(config):  # counts no layers: `preflight` judges that split
+        if layers is None or count_stages(parallelism) <= len(layers) + 2:
+            _check_passes(config)
+        return
+    if layers is not None and parallelism.module_fqns_per_model_part is None:
+        _check_split(config, len(layers))
     _check_passes(config)
-    if layers is None or parallelism.module_fqns_per_model_part is not None or measures_balance(config):
-        return  # counts no layers: `preflight` judges such splits
+
+
+def _check_split(config: Trainer.Config, layers: int) -> None:
+    parallelism = config.parallelism
     first = parallelism.pipeline_parallel_first_stage_less_layers
     last = parallelism.pipeline_parallel_last_stage_less_layers
     stages = count_stages(parallelism)
     if parallelism.pipeline_parallel_layers_per_stage is not None:
-        stages = _stages_by_layers(config, len(layers) + first + last)
+        stages = _stages_by_layers(config, layers + first + last)
     try:
-        split_layers(stages, len(layers), first, last)
+        split_layers(stages, layers, first, last)
     except ValueError:
         raise UserError(
-            f"a model of {len(layers)} layers does not split into {stages} stages (the embedding counts as "
+            f"a model of {layers} layers does not split into {stages} stages (the embedding counts as "
             f"{first} layers and the head as {last}): lower parallelism.pipeline_parallel_degree"
         ) from None
 
