@@ -10,7 +10,6 @@ import dataclasses
 from typing import Any
 
 from torchtitan.components.loss import CrossEntropyLoss
-from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.configs import DebugConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
@@ -19,6 +18,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from titan_async.data import shakespeare_tokenizer_folder
 from titan_async.training.checkpoint import AsyncCheckpointer
 from titan_async.training.data import TextDataLoader
+from titan_async.training.lr_scheduler import AsyncLRSchedulers
 from titan_async.training.metrics import AsyncMetrics
 from titan_async.training.optimizer import AsyncOptimizers
 from titan_async.training.optimizer_config import AdamWConfig, MuonConfig
@@ -150,9 +150,7 @@ def _config(
         dump_folder=f"./outputs/{name}",
         loss=CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size),
         optimizer=AsyncOptimizers.Config(name="muon", muon=muon, adamw=AdamWConfig(lr=adamw_lr)),
-        lr_scheduler=LRSchedulersContainer.Config(
-            warmup_steps=training["steps"] // 10, decay_type="cosine", min_lr_factor=0.1
-        ),
+        lr_scheduler=AsyncLRSchedulers.Config(warmup_ratio=0.1, decay_type="cosine", min_lr_factor=0.1),
         training=TrainingConfig(
             max_norm=1.0,
             disable_cuda_graphs=True,  # torchtitan's do not support pipelines

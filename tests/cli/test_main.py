@@ -15,6 +15,7 @@ from tests.support import forks
 from tests.support.selection import slow
 from titan_async.cli import launch, main, train
 from titan_async.config.recipe_list import list_recipes, recipes_folder
+from titan_async.data import shakespeare_tokenizer_folder
 from titan_async.training import failures
 
 ROOT = Path(titan_async.__file__).parents[1]
@@ -71,6 +72,7 @@ def test_dry_run_prints_only_the_recipe_file(anew: bool, tmp_path: Path) -> None
     """Also if all modules are imported for it, whatever these may have to say."""
     Path(tmp_path, "x.toml").write_text(RECIPE + '[checkpoint]\nfolder = "ckpt \\"ü"\n', encoding="utf-8")
     command = [sys.executable, "-m", "titan_async.cli", "train", "x.toml", "--module", "llama3", "--dry-run"]
+    command += ["--hf_assets_path", str(shakespeare_tokenizer_folder())]
     env = {"PYTHONPATH": str(ROOT), "PATH": "", "PYTHONUTF8": "1"}
     if anew:
         result = subprocess.run(

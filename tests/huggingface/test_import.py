@@ -78,6 +78,7 @@ def test_the_recipe_of_the_run(models: Path, tmp_path: Path, monkeypatch: pytest
     assert main(["import", str(models / "dense"), "run", "--training.steps", "20"]) == 0
     config = resolve_recipe(["run/recipe.toml"]).config
     assert config.training.steps == 20
+    assert config.lr_scheduler.resolved_warmup_steps(20) == 2
     assert config.dump_folder == str(tmp_path / "run")
     assert config.hf_assets_path == str(models / "dense")
     other = resolve_recipe([str(DENSE)]).config.hf_assets_path

@@ -23,7 +23,13 @@ LAYOUTS = [
     slow(4, 2, REPLICATED, id="HSDP"),
     pytest.param(4, 1, TENSOR, id="TP, spmd_types"),
     slow(4, 1, (*TENSOR, *DTENSOR), id="TP, partial_dtensor"),
-    pytest.param(4, 2, (*SHARDED, "--training.global_batch_size", 16), id="accumulation over FSDP"),
+    # One microbatch a pass, fewer than stages, which all passes together are not.
+    pytest.param(
+        4,
+        2,
+        (*SHARDED, "--training.local_batch_size", 1, "--training.global_batch_size", 16),
+        id="accumulation over FSDP",
+    ),
     slow(2, 1, ("--training.global_batch_size", 8), id="accumulation"),
     slow(2, 1, ("activation_checkpoint:selective",), id="selective checkpointing"),
     slow(2, 1, ("activation_checkpoint:full",), id="full checkpointing"),

@@ -1,13 +1,14 @@
-"""Token files that do not fit the run are one sentence, before any process starts."""
+"""Data that do not fit the run, or are too little for it, are one sentence, before any process starts."""
 
 import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.data.conftest import jsonl_writer
 from titan_async.data import TextSource, prepare_tokens, shakespeare_tokenizer_folder
@@ -123,3 +124,125 @@ def test_splits(made: Path) -> None:
     few = config(made, validation_fraction=0.005)
     assert "The validation split of" in message(few)
     assert "fewer than the 1 sequences of 256 tokens" in message(few)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Callable[..., AsyncTrainer.Config]:
+    """Makes a configuration that trains on documents of so many words, without a validation split.
+
+    A word is a token, and nothing marks the ends of documents; sequences are of 10 tokens.
+    """
+    vocabulary = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, "[UNK]"))
+    vocabulary.pre_tokenizer = pre_tokenizers.Whitespace()
+    (tmp_path / "words").mkdir()
+    vocabulary.save(str(tmp_path / "words/tokenizer.json"))
+
+    def make(words: Sequence[int], steps: int | None = None, **fields: object) -> AsyncTrainer.Config:
+        jsonl_writer(tmp_path)("texts.jsonl", ["a " * count for count in words])
+        base = debug()
+        loader = {"dataset_path": str(tmp_path / "texts.jsonl"), "shuffle": False, **fields}
+        made = dataclasses.replace(
+            base,
+            dump_folder=str(tmp_path / "run"),
+            hf_assets_path=str(tmp_path / "words"),
+            training=dataclasses.replace(base.training, seq_len=10, local_batch_size=4),
+            dataloader=TextDataLoader.Config(validation_fraction=0.0, **loader),
+        )
+        if steps is None:
+            return dataclasses.replace(made, validator=dataclasses.replace(base.validator, enable=False))
+        made.dataloader.validation_fraction = 0.5
+        validation = TextDataLoader.Config(split="validation", validation_fraction=0.5, **loader)
+        validator = dataclasses.replace(base.validator, steps=steps, dataloader=validation)
+        return dataclasses.replace(made, validator=validator)
+
+    return make
+
+
+def accepts(config: AsyncTrainer.Config, shards: int = 1) -> bool:
+    config.parallelism.data_parallel_shard_degree = shards
+    try:
+        preflight.check(config, world_size=2 * shards)
+    except UserError as error:
+        said = str(error)
+    else:
+        return True
+    assert "sequences of 10 tokens" in said
+    return False
+
+
+@pytest.mark.parametrize(
+    ("words", "shards", "workers", "fits"),
+    [
+        # A document of n words has n - 1 pairs of a token and the next; those of a rank are laid end to end.
+        ([11], 1, 0, True),
+        ([10], 1, 0, False),
+        ([6, 6], 1, 0, True),
+        ([6, 5], 1, 0, False),
+        ([6, 6, 6, 6], 2, 0, True),
+        ([6, 7, 6, 5], 2, 0, True),
+        ([6, 6, 6, 5], 2, 0, False),
+        ([1000], 2, 0, False),
+        ([1000, 1000, 1000], 2, 2, False),
+        ([1000] * 4, 2, 2, True),
+        ([3] * 40, 2, 0, True),
+        ([3] * 40, 4, 0, True),
+        ([3] * 16, 4, 0, False),
+        ([1000, 2] * 3, 2, 0, False),
+    ],
+)
+def test_each_reader_needs_a_sequence(
+    texts: Callable[..., AsyncTrainer.Config],
+    words: list[int],
+    shards: int,
+    workers: int,
+    fits: bool,
+) -> None:
+    assert accepts(texts(words, num_workers=workers), shards) == fits
+
+
+@pytest.mark.parametrize(
+    ("words", "shards", "fits"),
+    [
+        ([41], 1, True),
+        ([40], 1, False),
+        ([41, 41], 2, True),
+        ([41, 40], 2, False),
+        ([22, 22, 20, 21], 2, True),
+    ],
+)
+def test_a_single_pass_needs_a_batch_of_all_ranks(
+    texts: Callable[..., AsyncTrainer.Config], words: list[int], shards: int, fits: bool
+) -> None:
+    assert accepts(texts(words, infinite=False), shards) == fits
+    # And so a validation of all there is, which reads every second document.
+    validated = [count for pair in zip([1000] * len(words), words, strict=True) for count in pair]
+    assert accepts(texts(validated, steps=-1), shards) == fits
+
+
+def test_a_validation_of_some_steps_reads_a_short_text_again(
+    texts: Callable[..., AsyncTrainer.Config],
+) -> None:
+    assert accepts(texts([1000, 11], steps=50))
+    assert not accepts(texts([1000, 10], steps=50))
+    assert "The validation split of" in message(texts([1000, 10], steps=1))
+
+
+def test_token_files_for_more_ranks_than_documents(made: Path) -> None:
+    loader = config(made).dataloader
+    few = dataclasses.replace(config(made), validator=dataclasses.replace(debug().validator, enable=False))
+    few.parallelism.data_parallel_shard_degree = 128
+    few.dataloader = dataclasses.replace(loader, validation_fraction=0.0)
+    with pytest.raises(UserError, match="sequences of 256 tokens that are needed for each of 128"):
+        preflight.check(few, world_size=256)
+    few.parallelism.data_parallel_shard_degree = 8
+    preflight.check(few, world_size=16)
+
+
+def test_a_tokenizer_of_other_files_is_looked_at_too(texts: Callable[..., AsyncTrainer.Config]) -> None:
+    made = texts([1000])
+    folder = Path(made.hf_assets_path)
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps({f"w{index}": index for index in range(3000)}))
+    assert "has 3000 entries but the model has room for 2048" in message(made)
+    (folder / "vocab.json").write_text("[")
+    assert "cannot be read" in message(made)

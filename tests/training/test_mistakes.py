@@ -9,6 +9,8 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
+import sys
+import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -193,6 +195,9 @@ def test_missing_recipe_file(mistake: Callable[..., str]) -> None:
 
 
 STAGES = "--parallelism.pipeline_parallel_degree"
+SCHEDULE = "--parallelism.pipeline_parallel_schedule"
+PARTS = "--parallelism.module_fqns_per_model_part"
+SHORT = "--dataloader.dataset_path short.jsonl --validator.dataloader.dataset_path short.jsonl"
 
 FLAGS = [
     (
@@ -254,6 +259,65 @@ FLAGS = [
         ["parallelism.expert_parallel_degree is 2", "the 1 ranks", "data_parallel_shard_degree"],
     ),
     ("--parallelism.tensor_parallel_degree 4", ["tensor_parallel_degree (4)", "n_heads (6)"]),
+    ("--parallelism.tensor_parallel_degree 2 --training.seq_len 255", ["seq_len is 255", "a multiple of 2"]),
+    (
+        f"{STAGES} 1 --parallelism.tensor_parallel_degree 3 --training.seq_len 255",
+        ["tensor_parallel_degree is 3", "vocabulary of 2048 entries", "a divisor"],
+    ),
+    (
+        "--parallelism.tensor_parallel_degree 2 --loss.global_vocab_size 2000",
+        ["loss.global_vocab_size is 2000", "has 2048 entries"],
+    ),
+    (
+        f"{SCHEDULE} 1F1B --parallelism.context_parallel_degree 2 --training.seq_len 250",
+        ["training.seq_len is 250", "a multiple of 4"],
+    ),
+    (
+        f"{SCHEDULE} 1F1B --parallelism.context_parallel_degree 2",
+        ["parallelism.context_parallel_degree is 2", "CPU", "set it to 1"],
+    ),
+    (
+        f"{SCHEDULE} 1F1B {STAGES} 4 --training.local_batch_size 4 --training.global_batch_size 16",
+        ["1F1B needs at least as many as the 4 stages", "not 2", "local_batch_size to at least 8"],
+    ),
+    (
+        f"{SCHEDULE} DualPipeV --training.local_batch_size 6",
+        ["DualPipeV needs at least as many as the 4 stages", "not 3", "local_batch_size to at least 8"],
+    ),
+    *[
+        (
+            f"{SCHEDULE} {name} --training.local_batch_size 10",
+            [f"{name} needs a multiple of its 2 rounds", "not 5", "local_batch_size to a multiple of 4"],
+        )
+        for name in ("Interleaved1F1B", "InterleavedZeroBubble")
+    ],
+    (
+        f"{SCHEDULE} Interleaved1F1B {STAGES} 5 --training.local_batch_size 10",
+        ["6 layers", "10 stages", "lower parallelism.pipeline_parallel_degree"],
+    ),
+    (
+        "--parallelism.pipeline_parallel_layers_per_stage 2",
+        ["layers_per_stage is 2", "4 stages of 8 layers", "Async2BW on 2 ranks has 2", "leave it out"],
+    ),
+    (
+        f"{SCHEDULE} ZBVZeroBubble --parallelism.pipeline_parallel_layers_per_stage 1",
+        ["layers_per_stage is 1", "8 stages of 8 layers", "ZBVZeroBubble on 2 ranks has 4"],
+    ),
+    (
+        "--parallelism.pipeline_parallel_schedule_csv file.txt",
+        ["parallelism.pipeline_parallel_schedule_csv", "Async2BW", "leave it out"],
+    ),
+    (f"{PARTS} [['layers.0'],['layers.1'],['layers.2']]", ["lists 3 parts", "Async2BW on 2 ranks has 2"]),
+    (f"{PARTS} [['tok_embedding'],['layers.0']]", ['is "tok_embedding"', "did you mean tok_embeddings?"]),
+    (
+        f"{PARTS} [['tok_embeddings','layers.0','layers.1'],['layers.3','norm','lm_head']]",
+        ["does not list layers.2"],
+    ),
+    (f"{PARTS} [['layers.0'],['layers.1','layers.0']]", ["lists layers.0 more than once"]),
+    ("--profiler.enable_memory_snapshot", ["profiler.enable_memory_snapshot", "turn it off"]),
+    ("--compile.enable --compile.backend inductr", ["compile.backend", "did you mean inductor?"]),
+    ("--compile.enable --compile.components modle", ["compile.components", "did you mean model?"]),
+    ("--override.imports nowhere.to.be_found", ["override.imports", "nowhere.to"]),
     ("--hf_assets_path nowhere", ["hf_assets_path", "nowhere", "tokenizer.json"]),
     ("--hf_assets_path folder", ["hf_assets_path", "folder", "tokenizer.json"]),
     ("--hf_assets_path assets/SmolLM2-135M", ["hf download HuggingFaceTB/SmolLM2-135M", "assets/SmolLM2"]),
@@ -261,6 +325,11 @@ FLAGS = [
     ("--hf_assets_path broken", ["broken/tokenizer.json", "can't be read"]),
     ("--dump_folder file.txt/run", ["cannot write", "file.txt/run", "--dump_folder"]),
     ("--checkpoint.load_step 7", ["checkpoint.load_step is 7", "run/checkpoint", "there is none"]),
+    (
+        "--checkpoint.no-enable --checkpoint.initial_load_path /models/a",
+        ["checkpoint.initial_load_path is set", "checkpoint.enable is off", "checkpoint.load_only"],
+    ),
+    ("--checkpoint.initial_load_path /nowhere", ["initial_load_path is /nowhere", "not a folder"]),
     ("--dataloader.dataset_path folder", ["folder", "holds no file", ".txt"]),
     ("--dataloader.dataset_path nowhere", ["nowhere", "does not exist", "set dataset_path"]),
     ("--validator.dataloader.dataset_path nowhere", ["nowhere", "does not exist", "set dataset_path"]),
@@ -272,6 +341,8 @@ FLAGS = [
     ("--dataloader.dataset shakespere", ["'shakespere' is unknown", "perhaps 'shakespeare'"]),
     ("--dataloader.dataset ./file.txt", ["./file.txt", "is a path", "dataset_path"]),
     ("--dataloader.dataset nobody/nothing", ["nobody/nothing", "hub", "network"]),
+    (SHORT, ["validation split of short.jsonl", "fewer than the 1 sequences of 256 tokens", "more text"]),
+    (f"{SHORT} --validator.steps -1", ["validation split of short.jsonl", "the 8 sequences of 256 tokens"]),
 ]
 
 
@@ -288,6 +359,8 @@ def test_flags(mistake: Callable[..., str], flags: str, words: list[str]) -> Non
     Path("bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
     Path("other.jsonl").write_text(json.dumps({"body": "a"}) + "\n")
     Path("report.pdf").write_bytes(b"%PDF")
+    # Of two documents the second is for validation.
+    Path("short.jsonl").write_text('{"text": "%s"}\n{"text": "a"}\n' % ("to be or not to be " * 200))
     assert_says(mistake(str(RECIPE), *flags.split()), words)
 
 
@@ -302,6 +375,15 @@ ALLOWED = [
     "--training.mixed_precision_param bfloat16",
     "--pipeline.lookahead 2",
     "activation_checkpoint:full",
+    f"{SCHEDULE} Interleaved1F1B {STAGES} 4 --training.local_batch_size 12",
+    f"{SCHEDULE} Interleaved1F1B --parallelism.pipeline_parallel_layers_per_stage 1",
+    f"{SCHEDULE} DualPipeV --parallelism.pipeline_parallel_layers_per_stage 2",
+    "--parallelism.pipeline_parallel_layers_per_stage 4",
+    f"{PARTS} [['tok_embeddings','layers.0','layers.1'],"
+    "['layers.2','layers.3','layers.4','layers.5','norm','lm_head']]",
+    "--parallelism.tensor_parallel_degree 2 --parallelism.no-enable_sequence_parallel --training.seq_len 255",
+    "--compile.enable --compile.backend eager --compile.components=",
+    "--override.imports titan_async.training.cpu_overrides.dense_attention",
 ]
 
 
@@ -367,8 +449,54 @@ def test_fewer_steps_than_the_checkpoint_has(mistake: Callable[..., str]) -> Non
     assert_says(line, ["training.steps is 40", "step 320", "raise training.steps", "another dump_folder"])
 
 
-def test_every_mistake_of_a_file_also_counts_in_a_dry_run(mistake: Callable[..., str]) -> None:
-    assert_says(mistake(str(RECIPE), "--training.stesp", "3", "--dry-run"), ["unknown flag --training.stesp"])
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--training.stesp 3", ["unknown flag --training.stesp"]),
+        ("--dataloader.dataset_path nowhere", ["nowhere", "does not exist"]),
+        ("--hf_assets_path nowhere", ["hf_assets_path is nowhere"]),
+        ("--parallelism.tensor_parallel_degree 4", ["tensor_parallel_degree (4)", "n_heads (6)"]),
+        ("--parallelism.data_parallel_shard_degree 2 --training.global_batch_size 24", ["multiple of 16"]),
+        ("--checkpoint.load_step 7", ["checkpoint.load_step is 7"]),
+        ("--dump_folder /proc/run", ["cannot write to the folder /proc/run"]),
+    ],
+)
+def test_a_dry_run_refuses_what_a_run_does(mistake: Callable[..., str], flags: str, words: list[str]) -> None:
+    assert_says(mistake(str(RECIPE), *flags.split(), "--dry-run"), words)
+
+
+def test_a_dry_run_under_torchrun_counts_its_processes(
+    mistake: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert_says(mistake(str(RECIPE), "--dry-run"), ["3 processes were started", "multiply to 2"])
+
+
+def test_a_dry_run_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "NGPU", "NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    dry = ["train", str(RECIPE), "--dump_folder", "run", "--dry-run"]
+    assert main.main(dry) == 0
+    out, err = capsys.readouterr()
+    assert tomllib.loads(out)["recipe"] == "debug"
+    assert err == ""
+    assert main.main([*dry, "--optimizer.name", "adamw", "--optimizer.error_feedback.no-enable"]) == 0
+    out, err = capsys.readouterr()
+    assert tomllib.loads(out)["optimizer"]["name"] == "adamw"
+    assert err.startswith("AdamW without error feedback") and err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_package_that_is_not_installed(
+    mistake: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    line = mistake(str(RECIPE), "--metrics.enable_wandb")
+    assert_says(line, ["metrics.enable_wandb", "not installed", "pip install wandb"])
 
 
 def test_less_text_than_one_batch(tmp_path: Path) -> None:

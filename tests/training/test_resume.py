@@ -15,6 +15,7 @@ from tests.support.processes import Pools
 from tests.support.selection import slow
 from tests.support.training import SMALL
 from tests.support.waiting import MOST_SECONDS
+from titan_async.monitor.journal import journal_path
 
 Trained = list[dict[str, dict[str, torch.Tensor]]]
 """Each rank's weights after training, as "model", the rest of its state, as "state", and what was "seen":
@@ -284,6 +285,10 @@ def test_a_synchronous_start_may_go_on_delayed(
     assert difference(delayed, next_step) < 1e-6
     further = runs(2, tmp_path / "delayed", 8, *PLAIN)
     assert 1e-4 < difference(further, synchronous) < 1
+    # The first of the two has said so, and the second had nothing to say.
+    journals = [journal_path(run).read_text() for run in (tmp_path / "delayed/events").iterdir()]
+    told = [journal.count("the checkpoint's run had no delay, this one has one") for journal in journals]
+    assert sorted(told) == [0, 1]
 
 
 @pytest.mark.slow

@@ -52,26 +52,35 @@ def train(argv: Sequence[str]) -> int:
     argv = [word for word in argv if word != "--live"]
     with quiet():
         resolved = resolve_recipe(argv)
-    if resolved.dry_run:
-        sys.stdout.write(resolved.to_toml())
-        return 0
 
     from titan_async.training import preflight, run_lock
+    from titan_async.training.start_notes import start_notes
 
-    run_lock.refuse_locked(resolved.config.dump_folder)
+    config = resolved.config
+    if not resolved.dry_run:
+        run_lock.refuse_locked(config.dump_folder)
     if live:
         from titan_async.cli.live import check_recorded
 
-        check_recorded(resolved.config)
+        check_recorded(config)
     gpus = _gpu_count()
-    nproc = processes_per_node(resolved.config.parallelism, os.environ, gpus)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # a dry run under torchrun
+        nproc = world_size = int(os.environ["WORLD_SIZE"])
+    else:
+        nproc = processes_per_node(config.parallelism, os.environ, gpus)
+        world_size = nproc * (_positive(os.environ, "NNODES") or 1)
     with quiet():
-        preflight.check(resolved.config, world_size=nproc * (_positive(os.environ, "NNODES") or 1))
+        model = preflight.check(config, world_size=world_size, make_folder=not resolved.dry_run)
+    if resolved.dry_run:
+        for line in start_notes(config, (name for name, _ in model.named_parameters())):
+            print(line, file=sys.stderr)
+        sys.stdout.write(resolved.to_toml())
+        return 0
     if gpus == 0:
         # Threads of several processes on the same few cores only get in each other's way.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     command = [sys.executable, "-m", "titan_async.training.worker", *argv]
-    folder = Path(resolved.config.dump_folder)
+    folder = Path(config.dump_folder)
     with run_lock.announced(folder):
         return launch(nproc, command, watch=folder if live else None)
 

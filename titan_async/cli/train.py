@@ -40,7 +40,8 @@ flags:
   --section.flag          a boolean; --section.no-flag turns it off
   --section.key a,b       a list
   --section.key none      no value, where the field allows it
-  --dry-run               print the resulting configuration as a recipe file, and do not train
+  --dry-run               check all that is checked before training (data, tokenizer, sizes), print the
+                          resulting configuration as a recipe file, and do not train
   --live                  on a terminal, show the run full screen, as `titan-async watch` does; what it
                           prints goes to output.log in its folder. q closes the view, and the run goes on.
   --module MODULE         take the recipe function from this Python module: your own, or a torchtitan

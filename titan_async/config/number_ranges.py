@@ -66,6 +66,7 @@ _RANGES: dict[str, tuple[float, float]] = {
         for loader in ("dataloader", "validator.dataloader")
         for name, limits in _OF_LOADERS.items()
     },
+    "lr_scheduler.warmup_ratio": (0, 1),
     "lr_scheduler.decay_ratio": (0, 1),
     "lr_scheduler.min_lr_factor": (0, 1),
     "training.local_batch_size": (1, 2**20),

@@ -217,7 +217,7 @@ class AsyncCheckpointer(CheckpointManager):
         # weights.
         if trainer:
             trainer.resumes_average = any(f".{EMA_WEIGHTS}." in key for key in keys)
-            trainer.resumes_delay = any(f".{NEXT_WEIGHTS}." in key for key in keys)
+            trainer.resumes_delay = trainer.was_delayed = any(f".{NEXT_WEIGHTS}." in key for key in keys)
             mine = f".{RANDOM_STATE}.{trainer.random_key}."
             trainer.resumes_random_state = any(mine in key for key in keys)
         if optimizer:

@@ -1,35 +1,103 @@
 """What can be known to be wrong with the data of a run, before any process starts."""
 
+import dataclasses
+import itertools
+from collections.abc import Iterable
+from functools import partial
+
 from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.trainer import Trainer
 
-from titan_async.data import DocumentEncoder, TokenBatches, TokenFiles, open_documents
+from titan_async.data import DocumentEncoder, TokenFiles, open_documents
 from titan_async.errors import UserError
 from titan_async.training.data import TextDataLoader
+from titan_async.training.pipeline import accumulation_of
 
 __all__ = ["check_data"]
 
 _ANEW = "make the files anew with tools/prepare_data.py"
 
+_AMPLE = 4
+"""As many documents, and sequences, for each reader are enough, without a look at how they are shared."""
 
-def check_data(config: Trainer.Config) -> None:
-    """Refuse data that a run could not read, or that do not fit its tokenizer or model.
+
+def check_data(config: Trainer.Config, tokenizer: BaseTokenizer, *, data_parallel: int) -> None:
+    """Refuse data that a run could not read, of which a rank gets too little, or that do not fit the model.
+
+    Args:
+        config: the resolved configuration; not changed.
+        tokenizer: the run's.
+        data_parallel: ranks that each read data of their own.
 
     Raises:
         UserError: one sentence that names the cause and the mend.
     """
-    loaders = [("dataloader", config.dataloader)]
-    if config.validator.enable:
-        loaders.append(("validator.dataloader", config.validator.dataloader))
-    for name, loader in loaders:
+    training, validator = config.training, config.validator
+    batch = training.local_batch_size * accumulation_of(training, data_parallel)
+    loaders = [("dataloader", config.dataloader, batch)]
+    if validator.enable:
+        loaders.append(("validator.dataloader", validator.dataloader, training.local_batch_size))
+    for name, loader, needed in loaders:
         if not isinstance(loader, TextDataLoader.Config):
             continue
+        if name == "validator.dataloader":  # of which torchtitan's validator decides that
+            loader = dataclasses.replace(loader, infinite=validator.steps != -1)
         if loader.dataset == "tokens":
             _check_token_files(name, loader, config)
-        elif next(iter(open_documents(loader.text_source())), None) is None:
+        build = partial(_sequences, loader, tokenizer, training.seq_len)
+        # Each worker process of each rank has documents of its own.
+        readers = data_parallel * max(loader.num_workers, 1)
+        enough = _AMPLE * readers
+        documents = _count(_documents(loader), enough)
+        if documents == 0 and loader.dataset != "tokens":
             raise UserError(f"{name} reads no document: its {loader.split} split is empty; give more text")
-    if len(loaders) == 2:
-        _check_split(config.dataloader, config.validator.dataloader)
+        if not loader.infinite:
+            # Token files come in batches.
+            _count(build(0, data_parallel, at_least=needed), 1 if loader.dataset == "tokens" else needed)
+        elif documents < enough or _count(build(0, 1, at_least=1), enough) < enough:
+            for reader in range(readers):
+                _count(build(reader, readers), 1)
+    if validator.enable:
+        _check_split(config.dataloader, validator.dataloader)
+
+
+def _sequences(
+    loader: TextDataLoader.Config,
+    tokenizer: BaseTokenizer,
+    seq_len: int,
+    rank: int,
+    ranks: int,
+    *,
+    at_least: int | None = None,
+) -> Iterable[object]:
+    """What a rank's loader reads, without its processes: without end, or in one pass of `at_least` so many.
+
+    Raises:
+        UserError: while it is read, if there are fewer; without end, if there is none.
+    """
+    alone = dataclasses.replace(
+        loader, infinite=at_least is None, num_workers=0, prefetch_factor=None, persistent_workers=False
+    )
+    return alone.build(
+        dp_rank=rank,
+        dp_world_size=ranks,
+        tokenizer=tokenizer,
+        seq_len=seq_len,
+        local_batch_size=at_least or 1,
+    ).dataset
+
+
+def _documents(loader: TextDataLoader.Config) -> Iterable[object]:
+    source = loader.text_source()
+    if loader.dataset != "tokens":
+        return open_documents(source)
+    share = source.validation_fraction if source.split == "validation" else 1 - source.validation_fraction
+    return range(int(TokenFiles(source.dataset_path or "").index.documents * share))
+
+
+def _count(items: Iterable[object], most: int) -> int:
+    return sum(1 for _ in itertools.islice(items, most))
 
 
 def _check_token_files(name: str, loader: TextDataLoader.Config, config: Trainer.Config) -> None:
@@ -55,8 +123,6 @@ def _check_token_files(name: str, loader: TextDataLoader.Config, config: Trainer
             f"{which} are of a vocabulary of {index.vocab_size} entries but the model has room for {room}: "
             f"choose a recipe of that vocabulary, or {_ANEW}"
         )
-    # Raises what there is to say of a split that is empty.
-    next(iter(TokenBatches(source, seq_len=config.training.seq_len, batch_size=1, infinite=True)))
 
 
 def _check_split(train: BaseDataLoader.Config, validation: BaseDataLoader.Config) -> None:

@@ -1,14 +1,16 @@
 """What can be known to be wrong with the numbers of a run: of ranks, stages, microbatches and experts."""
 
+import math
 import os
 
+from torchtitan.config import ParallelismConfig
 from torchtitan.trainer import Trainer
 
 from titan_async.config.edit import unknown_name
 from titan_async.config.number_ranges import check_numbers
 from titan_async.errors import UserError
 from titan_async.training._titan_internals import split_layers
-from titan_async.training.balance import measures_balance
+from titan_async.training.balance import count_stages, measures_balance
 from titan_async.training.pipeline import (
     ASYNC_SCHEDULE,
     accumulation_of,
@@ -16,7 +18,7 @@ from titan_async.training.pipeline import (
     delays_gradients,
 )
 
-__all__ = ["SCHEDULES", "check_layout"]
+__all__ = ["SCHEDULES", "check_layout", "data_parallel_degree", "takes_stages"]
 
 SCHEDULES = (
     ASYNC_SCHEDULE,
@@ -44,7 +46,20 @@ def check_layout(config: Trainer.Config, *, world_size: int) -> None:
     _check_numbers(config)
     _check_schedule(config)
     _check_processes(config, world_size)
+    _check_sequences(config)
+    _check_loss(config)
     _check_stages(config)
+
+
+def data_parallel_degree(config: Trainer.Config, world_size: int) -> int:
+    """Ranks that each read data of their own, in a run of so many processes."""
+    parallelism = config.parallelism
+    others = (
+        parallelism.pipeline_parallel_degree
+        * parallelism.tensor_parallel_degree
+        * parallelism.context_parallel_degree
+    )
+    return max(world_size // others, 1)
 
 
 def _check_numbers(config: Trainer.Config) -> None:
@@ -75,6 +90,46 @@ def _check_processes(config: Trainer.Config, world_size: int) -> None:
         )
     _check_experts(config, shards)
     _check_batch(config, shards * parallelism.data_parallel_replicate_degree)
+
+
+def _check_sequences(config: Trainer.Config) -> None:
+    parallelism, seq_len = config.parallelism, config.training.seq_len
+    tensor = parallelism.tensor_parallel_degree if parallelism.enable_sequence_parallel else 1
+    context = parallelism.context_parallel_degree
+    divisor = tensor * (2 * context if context > 1 else 1)
+    if seq_len % divisor:
+        raise UserError(
+            f"training.seq_len is {seq_len}, which sequence parallelism over {tensor} ranks (of "
+            f"tensor_parallel_degree) and context parallelism over {context} cannot divide: set it to a "
+            f"multiple of {divisor}"
+        )
+
+
+def _check_loss(config: Trainer.Config) -> None:
+    inner = getattr(config.loss, "loss_fn", None)
+    loss, name = (inner, "loss.loss_fn") if inner is not None else (config.loss, "loss")
+    vocabulary = getattr(config.model_spec.model, "vocab_size", None)
+    told = getattr(loss, "global_vocab_size", vocabulary)
+    degree = config.parallelism.tensor_parallel_degree
+    if degree > 1 and told != vocabulary:
+        raise UserError(
+            f"{name}.global_vocab_size is {told}, but the model's vocabulary, over which tensor parallelism "
+            f"spreads the loss, has {vocabulary} entries: set it to that"
+        )
+    if vocabulary and vocabulary % degree and config.parallelism.spmd_backend == "spmd_types":
+        raise UserError(
+            f"parallelism.tensor_parallel_degree is {degree}, which does not divide the model's vocabulary "
+            f"of {vocabulary} entries: set it to a divisor of that"
+        )
+
+
+def takes_stages(parallelism: ParallelismConfig, stages: int) -> bool:
+    """Whether a run's schedule takes so many: most take one a rank, or two; interleaved ones also more."""
+    usual, degree = count_stages(parallelism), parallelism.pipeline_parallel_degree
+    two_a_rank = parallelism.pipeline_parallel_schedule.lower() in ("zbvzerobubble", "dualpipev")
+    if usual == degree or two_a_rank:
+        return stages == usual
+    return stages >= usual and stages % degree == 0
 
 
 def _check_experts(config: Trainer.Config, shards: int) -> None:
@@ -114,6 +169,24 @@ def _check_batch(config: Trainer.Config, data_parallel: int) -> None:
             raise UserError(str(error)) from None
 
 
+def _check_passes(config: Trainer.Config) -> None:
+    """Refuse numbers of microbatches that torch's schedules do not take."""
+    parallelism, size = config.parallelism, config.parallelism.pipeline_parallel_microbatch_size
+    degree, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    microbatches, stages = config.training.local_batch_size // size, count_stages(parallelism)
+    rounds = max(1, microbatches // degree)
+    if name.lower() in ("1f1b", "dualpipev") and microbatches < stages:
+        needs, mend = f"at least as many as the {stages} stages", f"at least {stages * size}"
+    elif name.lower() in ("interleaved1f1b", "interleavedzerobubble") and microbatches % rounds:
+        needs, mend = f"a multiple of its {rounds} rounds", f"a multiple of {degree * size}"
+    else:
+        return
+    raise UserError(
+        f"{name} needs {needs} in microbatches, not {microbatches} (training.local_batch_size / "
+        f"parallelism.pipeline_parallel_microbatch_size): set training.local_batch_size to {mend}"
+    )
+
+
 def _check_schedule(config: Trainer.Config) -> None:
     name = config.parallelism.pipeline_parallel_schedule
     table = config.parallelism.pipeline_parallel_schedule_csv
@@ -123,6 +196,11 @@ def _check_schedule(config: Trainer.Config) -> None:
                 f"parallelism.pipeline_parallel_schedule_csv is {table}, which is no file: name one with a "
                 "schedule, or leave it out"
             )
+        if delays_gradients(config.parallelism):
+            raise UserError(
+                "parallelism.pipeline_parallel_schedule_csv is for torch's schedules, and Async2BW has an "
+                "order of its own: leave it out"
+            )
         return
     if name.lower() not in {known.lower() for known in SCHEDULES}:
         raise UserError(unknown_name("parallelism.pipeline_parallel_schedule", name, SCHEDULES))
@@ -130,25 +208,48 @@ def _check_schedule(config: Trainer.Config) -> None:
 
 def _check_stages(config: Trainer.Config) -> None:
     parallelism = config.parallelism
-    stages = parallelism.pipeline_parallel_degree
-    if stages > 1 and getattr(config.model_spec.model, "enable_weight_tying", False):
+    degree = parallelism.pipeline_parallel_degree
+    if degree > 1 and getattr(config.model_spec.model, "enable_weight_tying", False):
         raise UserError(
             "the model's embedding and head are one weight, which cannot lie on two pipeline stages: set "
             "parallelism.pipeline_parallel_degree to 1, or choose a model that does not tie them"
         )
     layers = getattr(config.model_spec.model, "layers", None)
-    if stages < 2 or layers is None or parallelism.module_fqns_per_model_part is not None:
+    if degree < 2 or parallelism.pipeline_parallel_schedule_csv:
         return
-    if parallelism.pipeline_parallel_layers_per_stage is not None:
-        return  # torchtitan judges this one
-    if measures_balance(config):
-        return  # counts no layers: `preflight` judges that split
+    if measures_balance(config):  # counts no layers: `preflight` judges that split
+        if layers is None or count_stages(parallelism) <= len(layers) + 2:
+            _check_passes(config)
+        return
+    if layers is not None and parallelism.module_fqns_per_model_part is None:
+        _check_split(config, len(layers))
+    _check_passes(config)
+
+
+def _check_split(config: Trainer.Config, layers: int) -> None:
+    parallelism = config.parallelism
     first = parallelism.pipeline_parallel_first_stage_less_layers
     last = parallelism.pipeline_parallel_last_stage_less_layers
+    stages = count_stages(parallelism)
+    if parallelism.pipeline_parallel_layers_per_stage is not None:
+        stages = _stages_by_layers(config, layers + first + last)
     try:
-        split_layers(stages, len(layers), first, last)
+        split_layers(stages, layers, first, last)
     except ValueError:
         raise UserError(
-            f"a model of {len(layers)} layers does not split into {stages} stages (the embedding counts as "
+            f"a model of {layers} layers does not split into {stages} stages (the embedding counts as "
             f"{first} layers and the head as {last}): lower parallelism.pipeline_parallel_degree"
         ) from None
+
+
+def _stages_by_layers(config: Trainer.Config, layers: int) -> int:
+    """The stages that `pipeline_parallel_layers_per_stage` makes of so many layers, ends included."""
+    parallelism, each = config.parallelism, config.parallelism.pipeline_parallel_layers_per_stage
+    stages = math.ceil(layers / each)
+    if not takes_stages(parallelism, stages):
+        raise UserError(
+            f"parallelism.pipeline_parallel_layers_per_stage is {each}, which makes {stages} stages of "
+            f"{layers} layers (embedding and head counted), but {parallelism.pipeline_parallel_schedule} on "
+            f"{parallelism.pipeline_parallel_degree} ranks has {count_stages(parallelism)}: leave it out"
+        )
+    return stages

@@ -115,8 +115,9 @@ def _pipeline(
     kwargs |= {"training": training, "parallel_dims": parallel_dims}
     if not delays_gradients(parallelism):
         return pipelining_fn(model, parallelism=parallelism, **kwargs)
-    # torchtitan knows torch's own schedules only: let it build the stages for 1F1B, then use them.
-    parallelism = dataclasses.replace(parallelism, pipeline_parallel_schedule="1F1B")
+    # torchtitan knows torch's own schedules only: let it build the stages for one of them, then use them.
+    # GPipe takes any number of microbatches, where 1F1B would count those of one pass.
+    parallelism = dataclasses.replace(parallelism, pipeline_parallel_schedule="GPipe")
     built, model_parts, has_first, has_last = pipelining_fn(model, parallelism=parallelism, **kwargs)
     parts = parts_of(built)
     schedule = ScheduleAsync2BW(

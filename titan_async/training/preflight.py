@@ -1,22 +1,28 @@
 """What can be known to be wrong before any process starts: names, files, and sizes that do not fit."""
 
 import copy
+import importlib.util
 import os
+import sys
 import tempfile
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 from torch import nn
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config.override import apply_overrides
 from torchtitan.trainer import Trainer
 
 from titan_async.checkpoint.safetensors_files import SafetensorsFolder
+from titan_async.config.device import has_accelerator
 from titan_async.config.edit import unknown_name
 from titan_async.data import DocumentEncoder
 from titan_async.errors import UserError
 from titan_async.training.balance import KNOWN_MODULES, count_stages, measures_balance
 from titan_async.training.checkpoint import check_index, complete_steps
 from titan_async.training.data_preflight import check_data
-from titan_async.training.layout_preflight import check_layout
+from titan_async.training.layout_preflight import check_layout, data_parallel_degree, takes_stages
 from titan_async.training.optimizer_preflight import check_optimizer
 
 __all__ = ["build_on_meta", "check"]
@@ -24,35 +30,97 @@ __all__ = ["build_on_meta", "check"]
 _STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 """What a checkpoint holds beside the model."""
 
+_COMPILED = ("model", "loss")
+"""What `compile.components` can name."""
+
 _TOKENIZER = "SmolLM2-135M"
 """The folder in which the recipes for GPUs expect their tokenizer."""
 
 _DOWNLOAD = f"hf download HuggingFaceTB/{_TOKENIZER} tokenizer.json tokenizer_config.json --local-dir"
 
 
-def check(config: Trainer.Config, *, world_size: int) -> None:
+def check(config: Trainer.Config, *, world_size: int, make_folder: bool = True) -> nn.Module:
     """Refuse a configuration that cannot train.
 
     Args:
         config: the resolved configuration; not changed.
         world_size: processes of the whole run.
+        make_folder: whether to make the folder of the run.
+
+    Returns:
+        The model, on the meta device.
 
     Raises:
         UserError: one sentence that names the cause and the mend.
     """
     check_layout(config, world_size=world_size)
+    _check_libraries(config)
     _check_checkpoints(config)
-    _check_tokenizer(config)
+    tokenizer = _check_tokenizer(config)
     model = build_on_meta(config)
+    _check_overrides(config)
     _check_balance(config, model)
+    _check_parts(config, model)
     check_optimizer(config.optimizer, model)
-    check_data(config)
-    _check_folders(config)  # last, since it makes one
+    check_data(config, tokenizer, data_parallel=data_parallel_degree(config, world_size))
+    _check_folders(config, make=make_folder)  # last, since it makes one
+    return model
+
+
+def _check_libraries(config: Trainer.Config) -> None:
+    """Refuse what needs a package that is not installed, or a device that is not there."""
+    if config.metrics.enable_wandb and not _is_installed("wandb"):
+        raise UserError(
+            "metrics.enable_wandb needs the package wandb, which is not installed: pip install wandb, or "
+            "turn it off"
+        )
+    if config.comm.mode == "torchcomms" and not _is_installed("torchcomms"):
+        raise UserError(
+            'comm.mode "torchcomms" needs the package torchcomms, which is not installed: install it, or set '
+            'comm.mode to "default"'
+        )
+    if not has_accelerator():
+        if config.profiler.enable_memory_snapshot:
+            raise UserError(
+                "profiler.enable_memory_snapshot records the memory of GPUs, and this machine has none: turn "
+                "it off"
+            )
+        if config.parallelism.context_parallel_degree > 1:
+            raise UserError(
+                f"parallelism.context_parallel_degree is {config.parallelism.context_parallel_degree}, but "
+                "attention on the CPU cannot be divided so: set it to 1"
+            )
+    _check_compile(config)
+
+
+def _is_installed(package: str) -> bool:
+    if package in sys.modules:
+        return sys.modules[package] is not None
+    return importlib.util.find_spec(package) is not None
+
+
+def _check_compile(config: Trainer.Config) -> None:
+    if not config.compile.enable:
+        return
+    for component in config.compile.components:
+        if component not in _COMPILED:
+            raise UserError(unknown_name("compile.components", component, _COMPILED))
+    backend = config.compile.backend
+    if backend != "inductor":
+        known = torch.compiler.list_backends(exclude_tags=())
+        if backend not in known:
+            raise UserError(unknown_name("compile.backend", backend, known))
 
 
 def _check_checkpoints(config: Trainer.Config) -> None:
     checkpoint = config.checkpoint
     if not checkpoint.enable:
+        for name in ("initial_load_path", "initial_load_in_hf"):
+            if getattr(checkpoint, name):
+                raise UserError(
+                    f"checkpoint.{name} is set, but nothing is loaded while checkpoint.enable is off: turn "
+                    "that on (with checkpoint.load_only nothing is saved)"
+                )
         return
     unknown = [name for name in checkpoint.exclude_from_loading if name not in _STATES]
     if unknown:
@@ -77,14 +145,21 @@ def _check_checkpoints(config: Trainer.Config) -> None:
             SafetensorsFolder(path or config.hf_assets_path)  # which refuses pickled weights
     elif path and "://" not in path:
         check_index(Path(path))
+    if config.model_spec.state_dict_adapter is None:
+        for name in ("initial_load_in_hf", "last_save_in_hf"):
+            if getattr(checkpoint, name):
+                raise UserError(
+                    f"checkpoint.{name} is on, but {config.model_spec.name} cannot be converted to Hugging "
+                    "Face's format: turn it off"
+                )
 
 
-def _check_folders(config: Trainer.Config) -> None:
+def _check_folders(config: Trainer.Config, *, make: bool = True) -> None:
     folder, checkpoint = Path(config.dump_folder), config.checkpoint
     _check_writable(folder, "dump_folder", make=False)
     if checkpoint.enable and not checkpoint.load_only and "://" not in checkpoint.folder:
         _check_writable(folder / checkpoint.folder, "checkpoint.folder", make=False)
-    _check_writable(folder, "dump_folder", make=True)
+    _check_writable(folder, "dump_folder", make=make)
 
 
 def _check_writable(folder: Path, flag: str, *, make: bool) -> None:
@@ -102,7 +177,7 @@ def _check_writable(folder: Path, flag: str, *, make: bool) -> None:
         ) from None
 
 
-def _check_tokenizer(config: Trainer.Config) -> None:
+def _check_tokenizer(config: Trainer.Config) -> BaseTokenizer:
     folder = Path(config.hf_assets_path)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "vocab.txt")):
         command = f"; the recipe's own comes with: {_DOWNLOAD} {folder}" if folder.name == _TOKENIZER else ""
@@ -110,14 +185,27 @@ def _check_tokenizer(config: Trainer.Config) -> None:
             f"hf_assets_path is {folder}, which holds no tokenizer: set it to a folder with a "
             f"tokenizer.json{command}"
         )
-    size = getattr(config.model_spec.model, "vocab_size", None)
-    if size is not None and (folder / "tokenizer.json").is_file():
-        entries = DocumentEncoder(folder).vocab_size
+    if (folder / "tokenizer.json").is_file():
+        DocumentEncoder(folder)  # which says what is wrong with it
+    try:
+        tokenizer = config.tokenizer.build(tokenizer_path=str(folder))
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise UserError(
+            f"the tokenizer in {folder} cannot be read ({error}): fetch it again, or set hf_assets_path to "
+            "another folder"
+        ) from error
+    size, backend = (
+        getattr(config.model_spec.model, "vocab_size", None),
+        getattr(tokenizer, "tokenizer", None),
+    )
+    if size is not None and isinstance(backend, Tokenizer):
+        entries = max(backend.get_vocab().values(), default=-1) + 1  # whatever gaps there are
         if entries > size:
             raise UserError(
                 f"the tokenizer in {folder} has {entries} entries but the model has room for {size}: choose "
                 "another hf_assets_path or a recipe of that vocabulary"
             )
+    return tokenizer
 
 
 def build_on_meta(config: Trainer.Config) -> nn.Module:
@@ -133,6 +221,45 @@ def build_on_meta(config: Trainer.Config) -> nn.Module:
             return config.model_spec.model.build()
     except (ValueError, NotImplementedError) as error:
         raise UserError(f"the model: {' '.join(str(error).split())}") from error
+
+
+def _check_overrides(config: Trainer.Config) -> None:
+    if not config.override.imports:
+        return
+    config = copy.deepcopy(config)
+    config.model_spec.model.update_from_config(config=config)
+    try:
+        apply_overrides(config.override, config)
+    except Exception as error:  # the user's own code may raise anything
+        raise UserError(f"override.imports: {' '.join(str(error).split())}") from error
+
+
+def _check_parts(config: Trainer.Config, model: nn.Module) -> None:
+    """Refuse a list of parts that are not one for each stage, or not together the whole model."""
+    parallelism, field = config.parallelism, "parallelism.module_fqns_per_model_part"
+    parts, degree = parallelism.module_fqns_per_model_part, parallelism.pipeline_parallel_degree
+    if parts is None or degree < 2 or parallelism.pipeline_parallel_schedule_csv:
+        return
+    if not takes_stages(parallelism, len(parts)):
+        raise UserError(
+            f"{field} lists {len(parts)} parts, but {parallelism.pipeline_parallel_schedule} on {degree} "
+            f"ranks has {count_stages(parallelism)} stages: list as many"
+        )
+    names = []
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleDict | nn.ModuleList):
+            names += [f"{name}.{inner}" for inner, _ in child.named_children()]
+        else:
+            names.append(name)
+    listed = [name for part in parts for name in part]
+    for name in listed:
+        if name not in names:
+            raise UserError(unknown_name(field, name, names))
+        if listed.count(name) > 1:
+            raise UserError(f"{field} lists {name} more than once: list each of the model's modules once")
+    for name in names:
+        if name not in listed and any(True for _ in model.get_submodule(name).parameters()):
+            raise UserError(f"{field} does not list {name}: list each of the model's modules once")
 
 
 def _check_balance(config: Trainer.Config, model: nn.Module) -> None:

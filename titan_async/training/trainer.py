@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torchtitan.components.checkpointer import BaseCheckpointManager
+from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.dataloader import BaseDataLoader, DataloaderExhaustedError
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.components.validate import Validator
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.moe import MoE
@@ -41,6 +42,7 @@ from titan_async.training.checkpoint import (
 from titan_async.training.data import TextDataLoader, plain_worker_errors
 from titan_async.training.ema import EmaConfig, WeightAverage
 from titan_async.training.hf_architecture import export_warning
+from titan_async.training.lr_scheduler import AsyncLRSchedulers
 from titan_async.training.metrics import AsyncMetrics, share_loss
 from titan_async.training.monitor_config import MonitorConfig
 from titan_async.training.not_finite import Search
@@ -55,6 +57,7 @@ from titan_async.training.reporter import Reporter
 from titan_async.training.skipped_updates import SkippedUpdates
 from titan_async.training.stage_spans import Passing, no_spans
 from titan_async.training.stage_times import StageTimer, write_measured
+from titan_async.training.start_notes import start_notes
 from titan_async.training.summary import summarize
 from titan_async.training.validator import AsyncValidator
 
@@ -78,6 +81,7 @@ class AsyncTrainer(Trainer):
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
         optimizer: OptimizersContainer.Config = field(default_factory=AsyncOptimizers.Config)
+        lr_scheduler: LRSchedulersContainer.Config = field(default_factory=AsyncLRSchedulers.Config)
         dataloader: BaseDataLoader.Config = field(default_factory=TextDataLoader.Config)
         metrics: MetricsProcessor.Config = field(default_factory=AsyncMetrics.Config)
         validator: Validator.Config = field(default_factory=AsyncValidator.Config)
@@ -113,6 +117,8 @@ class AsyncTrainer(Trainer):
         """Whether it includes the generators' states; see `AsyncCheckpointer`."""
         self.resumes_average = True
         """Whether it includes the average of the weights; see `AsyncCheckpointer`."""
+        self.was_delayed: bool | None = None
+        """Whether the run of the checkpoint had a delay; None without one. See `AsyncCheckpointer`."""
         self.average = WeightAverage(self.model_parts, config.ema.decay) if config.ema.decay else None
         self.random_key = random_state.layout_key(self.parallel_dims, dist.get_rank(), self.device)
         pipelined = self.parallel_dims.pp_enabled
@@ -398,6 +404,9 @@ class AsyncTrainer(Trainer):
         )
         if self._export_warning:
             self.reporter.warn(self._export_warning)
+        names = [canonical_fqn(name) for part in self.model_parts for name, _ in part.named_parameters()]
+        for note in start_notes(self.config, names, was_delayed=self.was_delayed):
+            self.reporter.warn(note)
         self.reporter.start(self._first_step or 0)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,58 @@
+"""Lines at the start of a run: what is no mistake, but changes how it trains."""
+
+import re
+from collections.abc import Iterable
+
+from torchtitan.trainer import Trainer
+
+from titan_async.training.optimizer import AsyncOptimizers
+from titan_async.training.optimizer_config import HIDDEN_MATRICES, match_group
+from titan_async.training.pipeline import ASYNC_SCHEDULE, delays_gradients
+
+__all__ = ["start_notes"]
+
+
+def start_notes(
+    config: Trainer.Config, names: Iterable[str], *, was_delayed: bool | None = None
+) -> list[str]:
+    """The lines about a configuration that trains, but perhaps not as its user expects.
+
+    Args:
+        config: the resolved configuration.
+        names: of the model's parameters, or of those of a part of it.
+        was_delayed: whether gradients were late in the run whose checkpoint this one resumes; None if it
+            resumes none.
+    """
+    notes = []
+    parallelism, delayed = config.parallelism, delays_gradients(config.parallelism)
+    if parallelism.pipeline_parallel_schedule.lower() == ASYNC_SCHEDULE.lower() and not delayed:
+        notes.append(
+            f"one stage: no delay, no feedback ({ASYNC_SCHEDULE} needs parallelism.pipeline_parallel_degree "
+            "of at least 2)"
+        )
+    if was_delayed not in (None, delayed):
+        had, has = ("a", "none") if was_delayed else ("no", "one")
+        notes.append(f"the checkpoint's run had {had} delay, this one has {has}: the training changes here")
+    if delayed and _adam_without_feedback(config, names):
+        notes.append(
+            "AdamW without error feedback learns badly under a delay (arXiv 2606.30634: 2.890 nats against "
+            '2.612 without one; Muon 2.590 against 2.578): set optimizer.name to "muon", or turn on '
+            "optimizer.error_feedback"
+        )
+    warmup, steps = config.lr_scheduler.warmup_steps, config.lr_scheduler.total_steps or config.training.steps
+    if warmup is not None and warmup > steps:
+        notes.append(
+            f"lr_scheduler.warmup_steps is {warmup}, but the schedule has {steps} steps: all are warm-up"
+        )
+    return notes
+
+
+def _adam_without_feedback(config: Trainer.Config, names: Iterable[str]) -> bool:
+    optimizer = config.optimizer
+    groups = optimizer.param_groups
+    if isinstance(optimizer, AsyncOptimizers.Config):
+        groups = optimizer.resolved_groups()
+        if optimizer.error_feedback.enable and optimizer.error_feedback.strength:
+            return False
+    hidden = (name for name in names if re.search(HIDDEN_MATRICES, name))
+    return any(groups[match_group(name, groups)].optimizer_name in ("AdamW", "Adam") for name in hidden)
