@@ -1,6 +1,7 @@
 """Pictures of runs: what matplotlib was told to draw, against records, journals and simulations."""
 
 import json
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -369,6 +370,11 @@ def texts_of(path: Path) -> list[str]:
     ]
 
 
+def without_clip_ids(path: Path) -> str:
+    """matplotlib hashes all digits of a clip rectangle, and the solver of its layout may round the last one."""
+    return re.sub(r"\bp[0-9a-f]{10}\b", "", path.read_text())
+
+
 def test_files_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     small_run(one)
@@ -391,9 +397,9 @@ def test_files_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     argv = ["plot", str(one), str(two), "--labels", "A,B", "--steps", "3", "--out", str(both)]
     assert main(argv) == 0
     assert {"A", "B", "A: step 3", "B: step 3", "mean", "loss above A"} <= set(texts_of(both))
-    before = both.read_bytes()
+    before = without_clip_ids(both)
     assert main(argv) == 0
-    assert both.read_bytes() == before
+    assert without_clip_ids(both) == before
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.support.processes import Pools
@@ -36,6 +35,8 @@ from titan_async.training.data import TextDataLoader  # noqa: E402
 from titan_async.training.optimizer import AsyncOptimizers  # noqa: E402
 from titan_async.training.optimizer_config import ErrorFeedbackConfig, SGDConfig  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("group_of_one")
+
 
 class Counter:
     """The state of anything else."""
@@ -58,14 +59,6 @@ class Position(TextDataLoader):
 
     def state_dict(self) -> dict[str, Any]:
         return {self._rank_id: "{}", "world_size": self.dp_world_size, "num_workers": 0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def checkpointer(

@@ -40,7 +40,8 @@ def train(argv: Sequence[str]) -> int:
     Raises:
         UserError: the recipe file, a flag or the environment is wrong.
     """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ and "--dry-run" not in argv:
+    under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if under_torchrun and "--dry-run" not in argv:
         from titan_async.training import worker
 
         return int(worker.main(list(argv)) or 0)
@@ -64,7 +65,7 @@ def train(argv: Sequence[str]) -> int:
 
         check_recorded(config)
     gpus = _gpu_count()
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # a dry run under torchrun
+    if under_torchrun:
         nproc = world_size = int(os.environ["WORLD_SIZE"])
     else:
         nproc = processes_per_node(config.parallelism, os.environ, gpus)

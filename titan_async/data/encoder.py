@@ -24,7 +24,7 @@ from titan_async.data.tokenizer import load_tokenizer
 from titan_async.errors import UserError
 from titan_async.whole_files import read_json
 
-__all__ = ["DocumentEncoder", "adds_marks", "encode_plainly"]
+__all__ = ["DocumentEncoder", "adds_marks", "encode_plainly", "entries_of", "tokens_around"]
 
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
@@ -65,8 +65,8 @@ class DocumentEncoder:
         adds_bos, adds_eos = adds_marks(self._tokenizer, self.bos_id, self.eos_id)
         self._before = [] if self.bos_id is None or adds_bos else [self.bos_id]
         self._after = [] if self.eos_id is None or adds_eos else [self.eos_id]
-        self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        """Entries that an embedding needs: one more than the highest token, whatever gaps there are."""
+        self.vocab_size = entries_of(self._tokenizer)
+        """Entries that an embedding needs; see `entries_of`."""
         self.sha256 = hashlib.sha256((Path(folder) / "tokenizer.json").read_bytes()).hexdigest()
         """Of `tokenizer.json`."""
 
@@ -95,12 +95,23 @@ def encode_plainly(tokenizer: Tokenizer) -> None:
 
 def adds_marks(tokenizer: Tokenizer, bos_id: int | None, eos_id: int | None) -> tuple[bool, bool]:
     """Whether a tokenizer by itself begins a text with `bos_id`, and whether it ends one with `eos_id`."""
-    alone = tokenizer.encode("a", add_special_tokens=False).ids
     ids = tokenizer.encode("a").ids
+    around = tokens_around(ids, tokenizer.encode("a", add_special_tokens=False).ids)
+    before, after = around or (ids, ids)  # a vocabulary without that letter
+    return bos_id in before, eos_id in after
+
+
+def tokens_around(ids: list[int], text: list[int]) -> tuple[list[int], list[int]] | None:
+    """The tokens of `ids` before and after those of `text`; None if these are none, or not in it."""
     for start in range(len(ids)):
-        if alone and ids[start : start + len(alone)] == alone:
-            return bos_id in ids[:start], eos_id in ids[start + len(alone) :]
-    return bos_id in ids, eos_id in ids  # a vocabulary without that letter
+        if text and ids[start : start + len(text)] == text:
+            return ids[:start], ids[start + len(text) :]
+    return None
+
+
+def entries_of(tokenizer: Tokenizer) -> int:
+    """Entries that an embedding needs: one more than the highest token, whatever gaps there are."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def _read_config(file: Path) -> dict[str, Any]:

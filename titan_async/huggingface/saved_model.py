@@ -110,7 +110,8 @@ def open_saved(
     checkpoints = run / resolved.config.checkpoint.folder if step is None else Path(place).parent
     step = _existing_step(checkpoints, step)
     folder, layout = checkpoints / f"step-{step}", layout_of(resolved.config)
-    saved = _HfTensors(folder, layout) if step in _steps_in_hf(checkpoints) else SavedTensors(folder)
+    in_hf = step in complete_steps(checkpoints, HF_INDEX)
+    saved = _HfTensors(folder, layout) if in_hf else SavedTensors(folder)
     _check_recipe(saved, layout, "newest", resolved.recipe)
     if not any(key.startswith(WEIGHTS[weights]) for key in saved.tensors):
         raise UserError(f"{saved.folder} has no {weights} weights: {_ABSENT[weights]}")
@@ -127,7 +128,7 @@ def _split(place: Path) -> tuple[Path, int | None]:
 
 
 def _existing_step(folder: Path, step: int | None) -> int:
-    steps = sorted({*complete_steps(folder), *_steps_in_hf(folder)})
+    steps = sorted({*complete_steps(folder), *complete_steps(folder, HF_INDEX)})
     if not steps:
         raise UserError(f"{folder} has no whole checkpoint: train first, or name another folder")
     if step is None:
@@ -135,12 +136,6 @@ def _existing_step(folder: Path, step: int | None) -> int:
     if step not in steps:
         raise UserError(f"{folder} has no whole checkpoint of step {step}: use {_listed(steps)}")
     return step
-
-
-def _steps_in_hf(folder: Path) -> list[int]:
-    """The steps of which `folder` holds weights in Hugging Face's format; their index is written last."""
-    found = (re.fullmatch(r"step-(\d+)", path.parent.name) for path in folder.glob(f"step-*/{HF_INDEX}"))
-    return [int(match[1]) for match in found if match]
 
 
 def _listed(steps: list[int]) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_async.data import DocumentEncoder
+from titan_async.data.encoder import encode_plainly, tokens_around
 from titan_async.data.tokenizer import load_tokenizer
 from titan_async.errors import UserError
 from titan_async.huggingface.sampling import Vocabulary
@@ -46,24 +47,22 @@ def export_tokenizer(source: str, target: Path) -> None:
         if file.is_file():
             (target / name).write_bytes(_read(file))
     encoder, tokenizer = DocumentEncoder(source), load_tokenizer(source)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    encode_plainly(tokenizer)
     content = _read(Path(source) / "tokenizer.json")
     text = tokenizer.encode(_PROBE, add_special_tokens=False).ids
     prompt = Vocabulary(source).begin(_PROBE) if text else []
-    if text and tokenizer.encode(_PROBE).ids != prompt:
-        content = _with_special_tokens(json.loads(content), prompt, text, encoder)
+    around = tokens_around(prompt, text)
+    if around and tokenizer.encode(_PROBE).ids != prompt:
+        content = _with_special_tokens(json.loads(content), *around, encoder)
     (target / "tokenizer.json").write_bytes(content)
     config = _config(Path(source) / "tokenizer_config.json", begins=encoder.bos_id is not None)
     (target / "tokenizer_config.json").write_bytes(_json_bytes(config, indent=2))
 
 
 def _with_special_tokens(
-    tokenizer: dict[str, Any], prompt: list[int], text: list[int], encoder: DocumentEncoder
+    tokenizer: dict[str, Any], before: list[int], after: list[int], encoder: DocumentEncoder
 ) -> bytes:
-    """A `tokenizer.json` that puts around every text what `prompt` has around `text`."""
-    start = next(i for i in range(len(prompt)) if prompt[i : i + len(text)] == text)
-    before, after = prompt[:start], prompt[start + len(text) :]
+    """A `tokenizer.json` that puts these tokens before and after every text."""
 
     def around(sequence: str, kind: int) -> list[dict[str, Any]]:
         parts = [("SpecialToken", encoder.token_of(token)) for token in before]

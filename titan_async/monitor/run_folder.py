@@ -84,7 +84,8 @@ def read_info(folder: Path) -> RunInfo:
     try:
         record: Any = read_json(path)
         if record["format"] not in _FORMATS:
-            raise ValueError(f"its format is {record['format']}, and this version reads 1 and 2")
+            known = " and ".join(map(str, _FORMATS))
+            raise ValueError(f"its format is {record['format']}, and this version reads {known}")
         known = {field.name: _of_type(record[field.name], field.type) for field in fields(RunInfo)}
         known["ranks"] = tuple(tuple(map(int, stages)) for stages in known["ranks"])
     except FileNotFoundError:

@@ -25,18 +25,18 @@ __all__ = [
     "allocate_buffers",
     "assignment",
     "check_microbatches",
+    "clone_aliased_outputs",
     "expected_outputs",
     "group_of",
     "has_hooks",
     "identity_of",
-    "infer_anew",
     "initialize_stage",
     "is_fully_sharded",
     "is_initialized",
     "keystr",
-    "own_sent",
     "prepare_buffers",
     "release_buffers",
+    "reset_shape_inference",
     "reshard",
     "split_microbatches",
     "tree_flatten_with_path",
@@ -59,7 +59,7 @@ def initialize_stage(
     if hasattr(schedule, "_initialize_pp_stages"):
         schedule._initialize_stage(args, kwargs, target, loss_kwargs)
     else:
-        infer_anew(schedule)
+        reset_shape_inference(schedule)
         cast(Any, schedule)._initialize_stage(args, kwargs)
     # Its forward may have replaced buffers, which torch does not undo, or have written to them, which it
     # undoes from 2.14 on.
@@ -113,10 +113,10 @@ def check_microbatches(
 
 
 def prepare_buffers(stage: _PipelineStageBase, slots: int) -> None:
-    """Keep what is to be received in the first `slots` chunks, and of each buffer its shape and dtype.
+    """Keep the receive infos of the first `slots` chunks, without the buffers that torch has allocated.
 
-    torch makes a buffer for each microbatch and receives into it again in each batch, although it is what the
-    module sees and autograd's leaf: hooks would pile up on it, and what a module keeps would change.
+    torch receives into the same buffer in each batch, although it is the module's input and an autograd leaf:
+    hooks would accumulate on it, and an input that a module keeps would change.
     """
     infos = [stage.args_recv_info]
     if stage.has_backward:
@@ -129,14 +129,14 @@ def prepare_buffers(stage: _PipelineStageBase, slots: int) -> None:
 
 
 def allocate_buffers(infos: Iterable[Any], device: torch.device) -> None:
-    """Make the tensors that a message of one microbatch is received into, contiguous as a receive needs."""
+    """Allocate new receive buffers for one microbatch, contiguous as a receive needs."""
     for info in infos:
         if getattr(info, "buffer", None) is not None:
             info.buffer = _empty_like(info.buffer, device)
 
 
 def release_buffers(infos: Iterable[Any]) -> None:
-    """Leave the tensors of a received message to those who use them."""
+    """Drop the references to received tensors, and keep their shapes and dtypes in meta tensors."""
     for info in infos:
         if getattr(info, "buffer", None) is not None:
             info.buffer = _empty_like(info.buffer, torch.device("meta"))
@@ -154,8 +154,8 @@ def _empty_like(buffer: Tensor, device: torch.device) -> Tensor:
     return torch.empty(buffer.shape, dtype=buffer.dtype, device=device, requires_grad=buffer.requires_grad)
 
 
-def infer_anew(schedule: PipelineScheduleSingle) -> None:
-    """Let the next `initialize_stage` infer shapes again. No microbatch may be in flight."""
+def reset_shape_inference(schedule: PipelineScheduleSingle) -> None:
+    """Make the next `initialize_stage` infer shapes again. No microbatch may be in flight."""
     schedule._stage_forward_initialized = schedule._stage_backward_initialized = False
     stage = cast(Any, schedule._stage)
     stage.grad_send_info = None
@@ -172,10 +172,10 @@ def expected_outputs(stage: _PipelineStageBase) -> list[tuple[torch.Size, torch.
     return [(output.shape, output.dtype) for output in outputs or ()]
 
 
-def own_sent(stage: _PipelineStageBase, chunk_id: int, ops: Iterable[dist.P2POp]) -> None:
-    """Copy what is sent of a forward if it is an input or belongs to the module (a tied weight, say).
+def clone_aliased_outputs(stage: _PipelineStageBase, chunk_id: int, ops: Iterable[dist.P2POp]) -> None:
+    """Clone outputs of a forward that alias an input, a parameter (a tied weight) or a buffer, before a send.
 
-    The next stage may take it as late as in its next step; by then an update may have written to it.
+    The send may complete as late as in the next step, after an optimizer has written to them in place.
     """
     outputs, inputs = stage.fwd_cache[chunk_id]
     kept: set[int] = set()

@@ -10,8 +10,8 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from titan_async.local_tensors import local_part
 from titan_async.pipelining._torch_internals import (
     allocate_buffers,
+    clone_aliased_outputs,
     expected_outputs,
-    own_sent,
     prepare_buffers,
     release_buffers,
 )
@@ -143,7 +143,7 @@ class Execution:
         if action.kind == "F":
             ops = self._stage.get_fwd_send_ops(slot)
             if self._stage.has_backward:
-                own_sent(self._stage, slot, ops)
+                clone_aliased_outputs(self._stage, slot, ops)
         else:
             ops = self._stage.get_bwd_send_ops(slot)
         self._messages.send(action, ops, most)

@@ -41,7 +41,7 @@ def signatures_of(args: list, kwargs: list, targets: list | None, free_sizes: bo
 
 
 class Shapes:
-    """What the microbatches of a pipeline are like, on one rank.
+    """The shapes, dtypes and structure of the microbatches that this rank is given.
 
     Args:
         stage: the stage of this rank.

@@ -18,9 +18,9 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from titan_async.local_tensors import local_part
 from titan_async.pipelining._torch_internals import (
     check_microbatches,
-    infer_anew,
     initialize_stage,
     is_initialized,
+    reset_shape_inference,
     reshard,
     split_microbatches,
     tree_leaves,
@@ -29,7 +29,7 @@ from titan_async.pipelining._torch_internals import (
 from titan_async.pipelining.actions import Instruction, drain_program, in_flight, step_program
 from titan_async.pipelining.clipping import Clipper
 from titan_async.pipelining.execution import Batch, Execution, Forward
-from titan_async.pipelining.inputs import Shapes, Signature, signatures_of
+from titan_async.pipelining.inputs import Shapes, signatures_of
 from titan_async.pipelining.recording import Kind, Recorder
 from titan_async.pipelining.versions import Gradient, Versions
 
@@ -269,8 +269,9 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         if not self._has_backward and self._number:
             raise RuntimeError("batches are in flight; call drain() and apply its gradient before eval()")
 
-        signatures = signatures_of(arg_mbs, kwarg_mbs, target_mbs, free_sizes=not whole)
-        self._run_batch(signatures, arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
+        self._run_batch(
+            arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs, free_sizes=not whole
+        )
         stage = self._stage
         return self._merge_outputs(stage.output_chunks) if stage.is_last and return_outputs else None
 
@@ -328,8 +329,6 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             versions = self._checked_versions()
             batch = self._number - 1
             with self._breaks_on_error():
-                if batch in self._complete:
-                    self._accumulate(batch)
                 self._run(drain_program(*self._shape, batch, self._lookahead))
                 self._execution.close()
             versions.hold()
@@ -413,22 +412,23 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
         arg_mbs, kwarg_mbs = check_microbatches(self, arg_mbs, kwarg_mbs, target_mbs)
-        signatures = signatures_of(arg_mbs, kwarg_mbs, target_mbs, free_sizes=True)
-        self._run_batch(signatures, arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
+        self._run_batch(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs, free_sizes=True)
 
     def _run_batch(
         self,
-        signatures: list[Signature],
         args: list,
         kwargs: list,
         targets: list | None,
         losses: list | None,
         return_outputs: bool,
         loss_kwargs: dict[str, Any] | None,
+        *,
+        free_sizes: bool,
     ) -> None:
         stage = self._stage
         if self._has_backward:
             self._checked_versions()
+        signatures = signatures_of(args, kwargs, targets, free_sizes)
         self._shapes.check(signatures, in_flight=self._number > 0)
         stage.has_backward = self._has_backward
         stage.output_chunks.clear()
@@ -437,7 +437,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         with self._breaks_on_error():
             if not self._number:
                 if self._shapes.note(signatures, is_initialized(self)):
-                    infer_anew(self)
+                    reset_shape_inference(self)
                 target = targets[0] if targets else None
                 initialize_stage(self, args[0], kwargs[0], target, loss_kwargs)
                 self._execution.open(self._n_microbatches)
@@ -477,8 +477,6 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         if not self._tail:
             versions.release_other(batch.version)
         self.recorder.end()
-        if number - 1 in self._complete:
-            self._accumulate(number - 1)
         self._run(step_program(*self._shape, number, self._lookahead), forward)
         if self._tail:
             self.recorder.begin(Kind.SWAP, stage, batch.number, version=updates)
@@ -492,6 +490,9 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
 
     def _run(self, program: list[Instruction], forward: Forward | None = None) -> None:
         assert self._versions is not None
+        due = self._number - 1
+        if due in self._complete:  # the last stage was done with it before the user's update
+            self._accumulate(due)
         self._execution.train(program, self._batches, self._versions, self._finish, forward)
 
     def _finish(self, number: int) -> None:

@@ -9,7 +9,7 @@ from titan_async.pipelining.programs import V_SHAPED, schedule_programs
 from titan_async.pipelining.simulation import Task
 from titan_async.training._titan_internals import split_layers
 from titan_async.training.balance import count_stages
-from titan_async.training.pipeline import ASYNC_SCHEDULE, accumulation_of, delays_gradients
+from titan_async.training.pipeline import ASYNC_SCHEDULE, accumulation_of, delays_gradients, is_async
 
 __all__ = ["Layout", "layout_of", "microbatch_size_of", "ranks_without_shards", "split_of"]
 
@@ -106,7 +106,7 @@ def layout_of(config: Trainer.Config, world_size: int) -> Layout:
     pipeline = getattr(config, "pipeline", None)  # torchtitan's own trainer has no such section
     name = parallelism.pipeline_parallel_schedule
     return Layout(
-        schedule=ASYNC_SCHEDULE if name.lower() == ASYNC_SCHEDULE.lower() else name,
+        schedule=ASYNC_SCHEDULE if is_async(parallelism) else name,
         pp=parallelism.pipeline_parallel_degree,
         dp_replicate=parallelism.data_parallel_replicate_degree,
         dp_shard=shards,

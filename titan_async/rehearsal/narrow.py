@@ -15,6 +15,7 @@ from torchtitan.trainer import Trainer
 from titan_async.data import shakespeare_tokenizer_folder
 from titan_async.errors import UserError
 from titan_async.training.data import TextDataLoader
+from titan_async.training.layout_preflight import non_data_parallel_size
 
 __all__ = ["SEQ_LEN", "narrowed", "prepared", "world_size"]
 
@@ -58,11 +59,9 @@ def world_size(config: Trainer.Config) -> int:
             "number of the run that is to be rehearsed"
         )
     return (
-        parallelism.pipeline_parallel_degree
+        non_data_parallel_size(parallelism)
         * parallelism.data_parallel_replicate_degree
         * parallelism.data_parallel_shard_degree
-        * parallelism.tensor_parallel_degree
-        * parallelism.context_parallel_degree
     )
 
 

@@ -13,7 +13,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
 from titan_async.training.layer_costs import Costs, PartTimer, measure_costs
-from titan_async.training.pipeline import ASYNC_SCHEDULE
+from titan_async.training.pipeline import is_async
 from titan_async.training.pipeline_config import PipelineConfig
 from titan_async.training.reporter import Reporter
 
@@ -105,9 +105,7 @@ def count_stages(parallelism: ParallelismConfig) -> int:
         ValueError: if the schedule is unknown.
     """
     name = parallelism.pipeline_parallel_schedule
-    single = name.lower() == ASYNC_SCHEDULE.lower() or issubclass(
-        get_schedule_class(name), PipelineScheduleSingle
-    )
+    single = is_async(parallelism) or issubclass(get_schedule_class(name), PipelineScheduleSingle)
     return parallelism.pipeline_parallel_degree * (1 if single else 2)
 
 

@@ -35,6 +35,7 @@ from titan_async.checkpoint._dcp_files_internals import (
     ValueLoadPlanner,
     disk_error,
 )
+from titan_async.checkpoint.safetensors_files import INDEX as HF_INDEX
 from titan_async.errors import UserError
 from titan_async.pipelining.recording import Kind
 from titan_async.training._titan_internals import saves_at
@@ -321,9 +322,14 @@ def check_index(folder: Path) -> None:
         CheckingReader(folder)
 
 
-def complete_steps(folder: Path) -> list[int]:
-    """The steps of which `folder` holds a whole checkpoint, in ascending order."""
-    return [step for step, path in _folders(folder) if (path / INDEX).exists()]
+def complete_steps(folder: Path, index: str = INDEX) -> list[int]:
+    """The steps of which `folder` holds a whole checkpoint, in ascending order.
+
+    Args:
+        folder: of the checkpoints.
+        index: the file that is written last into one: by default that of checkpoints to resume from.
+    """
+    return [step for step, path in _folders(folder) if (path / index).exists()]
 
 
 def _folders(folder: Path) -> list[tuple[int, Path]]:
@@ -334,7 +340,7 @@ def _folders(folder: Path) -> list[tuple[int, Path]]:
 
 def _is_whole(path: Path) -> bool:
     # A last save in Hugging Face's format has an index of its own, which is written last, too.
-    return (path / INDEX).exists() or (path / "model.safetensors.index.json").exists()
+    return (path / INDEX).exists() or (path / HF_INDEX).exists()
 
 
 def save_for_resuming(checkpointer: BaseCheckpointManager, step: int) -> bool:

@@ -18,7 +18,7 @@ from titan_async.training.pipeline import (
     delays_gradients,
 )
 
-__all__ = ["SCHEDULES", "check_layout", "data_parallel_degree", "takes_stages"]
+__all__ = ["SCHEDULES", "check_layout", "data_parallel_degree", "non_data_parallel_size", "takes_stages"]
 
 SCHEDULES = (
     ASYNC_SCHEDULE,
@@ -53,13 +53,16 @@ def check_layout(config: Trainer.Config, *, world_size: int) -> None:
 
 def data_parallel_degree(config: Trainer.Config, world_size: int) -> int:
     """Ranks that each read data of their own, in a run of so many processes."""
-    parallelism = config.parallelism
-    others = (
+    return max(world_size // non_data_parallel_size(config.parallelism), 1)
+
+
+def non_data_parallel_size(parallelism: ParallelismConfig) -> int:
+    """Ranks that read the same data: those of the stages, of tensor and of context parallelism."""
+    return (
         parallelism.pipeline_parallel_degree
         * parallelism.tensor_parallel_degree
         * parallelism.context_parallel_degree
     )
-    return max(world_size // others, 1)
 
 
 def _check_numbers(config: Trainer.Config) -> None:
@@ -74,12 +77,7 @@ def _check_numbers(config: Trainer.Config) -> None:
 
 def _check_processes(config: Trainer.Config, world_size: int) -> None:
     parallelism = config.parallelism
-    rest = (
-        parallelism.pipeline_parallel_degree
-        * parallelism.data_parallel_replicate_degree
-        * parallelism.tensor_parallel_degree
-        * parallelism.context_parallel_degree
-    )
+    rest = non_data_parallel_size(parallelism) * parallelism.data_parallel_replicate_degree
     shards = parallelism.data_parallel_shard_degree
     if shards == -1:
         shards = max(world_size // rest, 1)

@@ -23,18 +23,21 @@ __all__ = [
     "check_microbatches",
     "check_supported",
     "delays_gradients",
+    "is_async",
 ]
 
 ASYNC_SCHEDULE = "Async2BW"
 """The name that selects `ScheduleAsync2BW` in `parallelism.pipeline_parallel_schedule`."""
 
 
+def is_async(parallelism: ParallelismConfig) -> bool:
+    """Whether the configured schedule is Async2BW, whatever the number of stages."""
+    return parallelism.pipeline_parallel_schedule.lower() == ASYNC_SCHEDULE.lower()
+
+
 def delays_gradients(parallelism: ParallelismConfig) -> bool:
     """Whether training runs under `ScheduleAsync2BW`. One stage is no pipeline and trains synchronously."""
-    return (
-        parallelism.pipeline_parallel_schedule.lower() == ASYNC_SCHEDULE.lower()
-        and parallelism.pipeline_parallel_degree > 1
-    )
+    return is_async(parallelism) and parallelism.pipeline_parallel_degree > 1
 
 
 def check_microbatches(config: Trainer.Config, accumulation: int) -> None:

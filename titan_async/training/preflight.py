@@ -18,6 +18,7 @@ from titan_async.checkpoint.safetensors_files import SafetensorsFolder
 from titan_async.config.device import has_accelerator
 from titan_async.config.edit import unknown_name
 from titan_async.data import DocumentEncoder
+from titan_async.data.encoder import entries_of
 from titan_async.errors import UserError
 from titan_async.training.balance import KNOWN_MODULES, count_stages, measures_balance
 from titan_async.training.checkpoint import check_index, complete_steps
@@ -194,12 +195,10 @@ def _check_tokenizer(config: Trainer.Config) -> BaseTokenizer:
             f"the tokenizer in {folder} cannot be read ({error}): fetch it again, or set hf_assets_path to "
             "another folder"
         ) from error
-    size, backend = (
-        getattr(config.model_spec.model, "vocab_size", None),
-        getattr(tokenizer, "tokenizer", None),
-    )
+    size = getattr(config.model_spec.model, "vocab_size", None)
+    backend = getattr(tokenizer, "tokenizer", None)
     if size is not None and isinstance(backend, Tokenizer):
-        entries = max(backend.get_vocab().values(), default=-1) + 1  # whatever gaps there are
+        entries = entries_of(backend)
         if entries > size:
             raise UserError(
                 f"the tokenizer in {folder} has {entries} entries but the model has room for {size}: choose "

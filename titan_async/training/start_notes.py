@@ -7,7 +7,7 @@ from torchtitan.trainer import Trainer
 
 from titan_async.training.optimizer import AsyncOptimizers
 from titan_async.training.optimizer_config import HIDDEN_MATRICES, match_group
-from titan_async.training.pipeline import ASYNC_SCHEDULE, delays_gradients
+from titan_async.training.pipeline import ASYNC_SCHEDULE, delays_gradients, is_async
 
 __all__ = ["start_notes"]
 
@@ -25,7 +25,7 @@ def start_notes(
     """
     notes = []
     parallelism, delayed = config.parallelism, delays_gradients(config.parallelism)
-    if parallelism.pipeline_parallel_schedule.lower() == ASYNC_SCHEDULE.lower() and not delayed:
+    if is_async(parallelism) and not delayed:
         notes.append(
             f"one stage: no delay, no feedback ({ASYNC_SCHEDULE} needs parallelism.pipeline_parallel_degree "
             "of at least 2)"
