@@ -371,7 +371,7 @@ def texts_of(path: Path) -> list[str]:
 
 
 def without_clip_ids(path: Path) -> str:
-    """matplotlib hashes all digits of a clip rectangle, and the solver of its layout may round the last one."""
+    """matplotlib hashes all digits of a clip rectangle, of which its layout solver may round the last."""
     return re.sub(r"\bp[0-9a-f]{10}\b", "", path.read_text())
 
 

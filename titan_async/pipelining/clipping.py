@@ -1,5 +1,7 @@
 """Clips each batch's gradient by a norm whose reduction began when the gradient was complete."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
@@ -18,10 +20,12 @@ class Clipper:
 
     Args:
         stage: the stage of this rank.
+        counted: leaves out what another stage counts.
     """
 
-    def __init__(self, stage: _PipelineStageBase) -> None:
+    def __init__(self, stage: _PipelineStageBase, counted: Callable[[_Gradients], _Gradients]) -> None:
         self._stage = stage
+        self._counted = counted
         self._reducer: NormReducer | None = None
         self._norms: dict[int, GradientNorm] = {}  # of batches that are not delivered yet
         self._norm: GradientNorm | None = None  # of the gradient that is delivered
@@ -30,7 +34,7 @@ class Clipper:
     def start(self, batch: int, gradients: _Gradients) -> None:
         """Start reducing the norm of `gradients`, which `.grad` will hold when `batch` is delivered."""
         if self._reducer is not None:
-            self._norms[batch] = self._reducer.start(gradients)
+            self._norms[batch] = self._reducer.start(self._counted(gradients))
 
     def deliver(self, batch: int, gradients: _Gradients) -> None:
         """Note that `.grad` now holds `gradients`, with those of `batch`."""
@@ -41,7 +45,7 @@ class Clipper:
         """Clip `gradients`, which `.grad` holds; see `ScheduleAsync2BW.clip_grad_norm_`."""
         if self._reducer is None:
             self._reducer = NormReducer(self._stage)
-            self._norm = self._reducer.start(gradients)
+            self._norm = self._reducer.start(self._counted(gradients))
         if [identity_of(gradient) for gradient in gradients] != self._marks:
             raise RuntimeError(
                 "the gradient in .grad is not what step() has delivered, so its norm is not known; clip it "

@@ -8,6 +8,7 @@ after it.
 
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +19,7 @@ from titan_async._group_internals import joint_group, wait_for_message
 from titan_async.pipelining._torch_internals import group_of
 from titan_async.pipelining.actions import Action
 
-__all__ = ["Messages", "most_pending"]
+__all__ = ["Messages", "most_pending", "wait_for_stage"]
 
 _Sends = deque[tuple[list[dist.P2POp], list[dist.Work]]]
 
@@ -90,7 +91,7 @@ class Messages:
     def wait(self, action: Action) -> None:
         """Wait until the input of `action` is there; on an accelerator, let the current stream wait."""
         neighbour = self._stage.stage_index + (-1 if action.kind == "F" else 1)
-        self._wait(self._receiving.pop(action), neighbour)
+        wait_for_stage(self._receiving.pop(action), self._stage, neighbour)
 
     def send(self, action: Action, ops: list[dist.P2POp], most: int) -> None:
         """Start sending the output of `action`, once fewer than `most` of its kind are on their way."""
@@ -113,17 +114,23 @@ class Messages:
         neighbour = self._stage.stage_index + (1 if kind == "F" else -1)
         while len(pending) > most:
             _, works = pending.popleft()
-            self._wait(works, neighbour)
+            wait_for_stage(works, self._stage, neighbour)
 
-    def _wait(self, works: list[dist.Work], neighbour: int) -> None:
-        try:
-            for work in works:
-                wait_for_message(work, self._stage.device)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"stage {self._stage.stage_index} waits in vain for stage {neighbour}: see what went wrong "
-                f"there ({' '.join(str(error).split())})"
-            ) from error
+
+def wait_for_stage(works: Iterable[dist.Work], stage: _PipelineStageBase, other: int) -> None:
+    """Wait for communication of `stage` with the stage `other`.
+
+    Raises:
+        RuntimeError: naming both, if the other one is gone or does not answer in time.
+    """
+    try:
+        for work in works:
+            wait_for_message(work, stage.device)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"stage {stage.stage_index} waits in vain for stage {other}: see what went wrong there "
+            f"({' '.join(str(error).split())})"
+        ) from error
 
 
 def _connect(stage: _PipelineStageBase, group: dist.ProcessGroup) -> _Lanes:

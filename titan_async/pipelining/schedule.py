@@ -5,12 +5,12 @@ The recurrence it runs, with b the batch and W the weights (arXiv 2606.30634):
     W[b+1] = W[b] - update(g_b),    g_b = gradient of batch b at W[max(b-1, 0)]
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
@@ -31,6 +31,7 @@ from titan_async.pipelining.clipping import Clipper
 from titan_async.pipelining.execution import Batch, Execution, Forward
 from titan_async.pipelining.inputs import Shapes, signatures_of
 from titan_async.pipelining.recording import Kind, Recorder
+from titan_async.pipelining.tied_parameters import TiedParameters
 from titan_async.pipelining.versions import Gradient, Versions
 
 __all__ = ["ScheduleAsync2BW"]
@@ -68,10 +69,15 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             activations of a microbatch. With none a stage holds what it does under `Schedule1F1B`.
         target_chunk_spec: how the target is split, as `args_chunk_spec` has it for one input: along dimension
             0 by default. Inputs that are split along another dimension need it.
+        tied_parameters: parameters of this stage's module that the other end of the pipeline has a copy of,
+            such as an embedding and the head tied to it. Pass them on the first and the last stage in the
+            same order, and none in between. The last stage's copies take the first one's values before the
+            first batch; `.grad` of both then holds the sum of both stages' gradients, which counts once in
+            the norm. Equal optimizers keep the copies equal bit by bit.
 
     Raises:
-        ValueError: if there are fewer microbatches than stages, or too few for `lookahead`; every rank
-            raises it, before any communication.
+        ValueError: if there are fewer microbatches than stages, too few for `lookahead`, or
+            `tied_parameters` that the stage cannot have; every rank raises it, before any communication.
         NotImplementedError: for several stages a rank, for `DistributedDataParallel`, and for DTensor
             parameters outside of FSDP2.
 
@@ -107,6 +113,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         scale_grads: bool = True,
         lookahead: int = 0,
         target_chunk_spec: Any = None,
+        tied_parameters: Sequence[nn.Parameter] = (),
     ) -> None:
         if isinstance(stage, list | tuple):
             raise NotImplementedError(
@@ -149,7 +156,8 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         self._batches: dict[int, Batch] = {}
         self._complete: dict[int, Gradient] = {}  # batch -> its gradient, not yet delivered
         self._gradient_ready = False
-        self._clipper = Clipper(stage)
+        self._tied = TiedParameters(stage, tied_parameters)
+        self._clipper = Clipper(stage, self._tied.counted)
         self._broken = False
         self._refuse_wrapped()
         specs = tree_leaves((args_chunk_spec, kwargs_chunk_spec))
@@ -331,8 +339,8 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             with self._breaks_on_error():
                 self._run(drain_program(*self._shape, batch, self._lookahead))
                 self._execution.close()
-            versions.hold()
-            self._deliver(batch)
+                versions.hold()
+                self._deliver(batch)
             self._behind = 1
             self._before += self._number
             self._number = 0
@@ -376,6 +384,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         if self._versions is None:
             self._refuse_wrapped()
             self._versions = Versions(self._stage.submod)
+            self._tied.locate(self._versions.parameters)
         self._versions.check_unchanged()
         return self._versions
 
@@ -436,6 +445,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         forward = self._forward_of(args, kwargs, targets, batch_losses, return_outputs, loss_kwargs or {})
         with self._breaks_on_error():
             if not self._number:
+                self._tied.connect()
                 if self._shapes.note(signatures, is_initialized(self)):
                     reset_shape_inference(self)
                 target = targets[0] if targets else None
@@ -501,17 +511,25 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         present = [part for part in map(local_part, gradient.of_parameters) if part is not None]
         if self.scale_grads and present:
             torch._foreach_div_(present, self._n_microbatches)
+        self._tied.start(number, gradient.of_parameters)
         self._complete[number] = gradient
         if number < self._number:
             self._accumulate(number)
 
     def _accumulate(self, number: int) -> None:
         assert self._versions is not None
-        self._clipper.start(number, self._versions.accumulate(self._complete[number]))
+        gradient = self._complete[number]
+        self._versions.accumulate(gradient)
+        if self._stage.is_first:  # the last stage, which is done a batch earlier, would wait for it here
+            self._tied.finish(number, gradient.of_parameters)
+        self._clipper.start(number, self._versions.sums(gradient))
 
     def _deliver(self, number: int) -> None:
         assert self._versions is not None
-        self._versions.deliver(self._complete.pop(number))
+        gradient = self._complete.pop(number)
+        if not self._stage.is_first:
+            self._tied.finish(number, gradient.of_parameters)
+        self._versions.deliver(gradient)
         self._clipper.deliver(number, self._versions.gradients())
         self._delay = self._delivered - self._batches[number].updates
         self._delivered += 1

@@ -85,14 +85,18 @@ class Versions:
         """Remove and return what the complete batch of `version`, which is shown, has gathered."""
         return Gradient(self._weights.take_gradients(version), self._buffers.take_changes(version))
 
-    def accumulate(self, gradient: Gradient) -> list[Tensor | None]:
-        """Add what `.grad` holds to a batch's gradient, and return what it will hold after the delivery."""
-        sums: list[Tensor | None] = []
+    def accumulate(self, gradient: Gradient) -> None:
+        """Add what `.grad` holds to a batch's gradient."""
         for parameter, part in zip(self.parameters, gradient.of_parameters, strict=True):
             if part is not None and parameter.grad is not None:
                 part.add_(parameter.grad)
-            sums.append(parameter.grad if part is None else part)
-        return sums
+
+    def sums(self, gradient: Gradient) -> list[Tensor | None]:
+        """What `.grad` will hold after the delivery of an accumulated gradient."""
+        return [
+            parameter.grad if part is None else part
+            for parameter, part in zip(self.parameters, gradient.of_parameters, strict=True)
+        ]
 
     def deliver(self, gradient: Gradient) -> None:
         """Put a batch's accumulated gradient into the `.grad` of the module's own parameters, and change its

@@ -30,6 +30,8 @@ class ScheduleKind:
 
     build: Callable[..., Any]
     stages_per_rank: int = 1
+    tied: bool = False
+    """Whether a parameter of the first stage and one of the last, `module.tied`, are one."""
     v_shaped: bool = False
     """Whether the stages run down the ranks and up again; otherwise they start again at the first rank."""
 
@@ -47,6 +49,7 @@ SCHEDULES = {
     "ZBVZeroBubble": ScheduleKind(ScheduleZBVZeroBubble, 2, v_shaped=True),
     "DualPipeV": ScheduleKind(ScheduleDualPipeV, 2, v_shaped=True),
     "Async2BW": ScheduleKind(ScheduleAsync2BW),
+    "Async2BW, tied": ScheduleKind(ScheduleAsync2BW, tied=True),
 }
 
 
@@ -128,7 +131,9 @@ def build_pipeline(
         PipelineStage(module, index, count, torch.device("cpu"), group=group)
         for index, module in zip(indices, modules, strict=True)
     ]
-    options = {} if lookahead is None else {"lookahead": lookahead}
+    options: dict[str, Any] = {} if lookahead is None else {"lookahead": lookahead}
+    if kind.tied and (stages[0].is_first or stages[0].is_last):
+        options["tied_parameters"] = [modules[0].tied]
     try:
         schedule = kind.build(
             stages[0] if kind.stages_per_rank == 1 else stages, n_microbatches, loss_fn=loss_fn, **options

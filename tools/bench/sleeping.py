@@ -18,6 +18,8 @@ from _pipelines import SCHEDULES, build_pipeline
 from _pool import Pool
 from torch import Tensor, nn
 
+from titan_async.pipelining import ScheduleAsync2BW
+
 __all__ = ["JITTER_SHAPES", "SHAPES", "Utilization", "measure_jitter", "measure_sleeping"]
 
 FORWARD_SECONDS = 0.020
@@ -30,6 +32,8 @@ SHAPES = [(2, 2), (4, 4), (4, 8), (8, 8), (8, 16)]
 JITTER_SHAPES = [(4, 4), (4, 8)]
 
 _WIDTH = 8
+_VOCABULARY = 32_768
+"""Rows of the parameter that the two ends of a pipeline share: 1 MiB, as much as travels for each batch."""
 _WARMUP_MICROBATCHES = 8
 """Of Async2BW, at least one batch: the pipeline is full then."""
 
@@ -97,18 +101,25 @@ class _WeightPath(torch.autograd.Function):
 
 
 class SleepingStage(nn.Module):
-    """x + weight, slowly. The two paths meet in one node, where torch can cut a backward in two."""
+    """x + weight, slowly. The two paths meet in one node, where torch can cut a backward in two.
 
-    def __init__(self, clock: _Clock) -> None:
+    Args:
+        clock: sleeps.
+        tied: with a row of a larger parameter added, for a stage at an end of the pipeline.
+    """
+
+    def __init__(self, clock: _Clock, tied: bool = False) -> None:
         super().__init__()
         self.clock = clock
         self.weight = nn.Parameter(torch.zeros(1, _WIDTH))
+        self.tied = nn.Parameter(torch.zeros(_VOCABULARY, _WIDTH)) if tied else None
 
     def forward(self, x: Tensor) -> Tensor:
         if not x.requires_grad:
             # The first stage takes as long as the others.
             x = x.detach().requires_grad_()
-        return _InputPath.apply(x, self.clock) + _WeightPath.apply(self.weight, self.clock)
+        weight = self.weight if self.tied is None else self.weight + self.tied[:1]
+        return _InputPath.apply(x, self.clock) + _WeightPath.apply(weight, self.clock)
 
 
 _kept: dict[tuple, tuple[Any, _Clock]] = {}
@@ -117,13 +128,16 @@ _kept: dict[tuple, tuple[Any, _Clock]] = {}
 
 def _prepare(rank: int, group: dist.ProcessGroup, case: Utilization) -> bool:
     """Build a pipeline and warm it up; whether it can run."""
-    clock = _Clock(1 / SCHEDULES[case.schedule].stages_per_rank)
+    kind = SCHEDULES[case.schedule]
+    clock = _Clock(1 / kind.stages_per_rank)
     batch = (torch.zeros(case.microbatches, _WIDTH), torch.ones(case.microbatches, _WIDTH))
     pipeline = build_pipeline(
         case.schedule,
         group,
         case.microbatches,
-        lambda indices, _: [SleepingStage(clock) for _ in indices],
+        lambda indices, count: [
+            SleepingStage(clock, kind.tied and index in (0, count - 1)) for index in indices
+        ],
         batch,
         lookahead=case.lookahead,
     )
@@ -132,6 +146,10 @@ def _prepare(rank: int, group: dist.ProcessGroup, case: Utilization) -> bool:
     pipeline.warm_up()
     _kept[_key(case)] = pipeline, clock
     return True
+
+
+def _is_async(case: Utilization) -> bool:
+    return SCHEDULES[case.schedule].build is ScheduleAsync2BW
 
 
 def _key(case: Utilization) -> tuple:
@@ -149,7 +167,7 @@ def _repeat(
     pipeline, clock = _kept[_key(case)]
     clock.jitter = None if seed is None else random.Random(100 * seed + rank)
     dist.barrier(group)
-    warmup = math.ceil(_WARMUP_MICROBATCHES / case.microbatches) if case.schedule == "Async2BW" else 0
+    warmup = math.ceil(_WARMUP_MICROBATCHES / case.microbatches) if _is_async(case) else 0
     for _ in range(warmup):
         pipeline.train_step()
     slept, start = clock.slept, time.perf_counter()
@@ -171,7 +189,7 @@ def _measure(pool: Pool, cases: list[Utilization], repeats: int, steps: int | No
     for repetition in range(repeats):
         for case in runnable:
             # A synchronous step is the same each time; Async2BW is to show that it keeps its pace.
-            least = 16 if case.schedule == "Async2BW" or jitter else 8
+            least = 16 if _is_async(case) or jitter else 8
             count = steps or max(least // case.microbatches, 1)
             results = pool.run(ranks, _repeat, case, count, repetition if jitter else None)
             slept = statistics.mean(slept for slept, _ in results)
