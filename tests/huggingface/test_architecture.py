@@ -16,6 +16,7 @@ from torchtitan.trainer import Trainer
 from tests.support.saved_runs import logits
 from tests.support.transformers_models import DENSE, EXPERTS, LENGTH, MODELS, VOCAB, build
 from titan_async.checkpoint.distributed import SavedTensors
+from titan_async.checkpoint.safetensors_files import SafetensorsFolder
 from titan_async.config.recipe_file import Resolved
 from titan_async.data import shakespeare_tokenizer_folder
 from titan_async.errors import UserError
@@ -43,11 +44,19 @@ def scaled(spec: Any) -> Any:
     return changed(spec, rope=rope)
 
 
+def tied(spec: Any) -> Any:
+    """With one weight for embedding and head."""
+    return dataclasses.replace(spec, model=dataclasses.replace(spec.model, enable_weight_tying=True))
+
+
 def save(spec: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[SavedModel, torch.nn.Module]:
     from titan_async.training.trainer import AsyncTrainer
 
     model = build(spec, monkeypatch)
-    dcp.save(model.state_dict(), checkpoint_id=folder / "step-1")
+    weights = model.state_dict()
+    if spec.model.enable_weight_tying:
+        del weights["lm_head.weight"]
+    dcp.save(weights, checkpoint_id=folder / "step-1")
     config = AsyncTrainer.Config(model_spec=spec, hf_assets_path=str(shakespeare_tokenizer_folder()))
     config.training.seq_len = LENGTH
     resolved = Resolved(config=config, recipe="tiny", base=config, module=None, dry_run=False)
@@ -56,7 +65,9 @@ def save(spec: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Save
 
 
 @pytest.mark.parametrize(
-    "spec", [DENSE, EXPERTS, scaled(DENSE)], ids=["dense", "experts", "scaled positions"]
+    "spec",
+    [DENSE, EXPERTS, scaled(DENSE), tied(DENSE), tied(EXPERTS)],
+    ids=["dense", "experts", "scaled positions", "tied", "tied experts"],
 )
 def test_transformers_computes_the_same_logits(
     spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -68,6 +79,8 @@ def test_transformers_computes_the_same_logits(
         tmp_path / "hf", dtype=torch.float32, output_loading_info=True
     )
     assert not any(report.values()), report
+    assert loaded.config.tie_word_embeddings == spec.model.enable_weight_tying
+    assert ("lm_head.weight" in SafetensorsFolder(tmp_path / "hf").tensors) != spec.model.enable_weight_tying
     tokens = torch.randint(VOCAB, (2, LENGTH))
     ours = logits(model, tokens)
     with torch.no_grad():
@@ -152,8 +165,7 @@ def test_no_config_is_a_sentence(tmp_path: Path) -> None:
 
 
 def wrong_models() -> dict[str, Any]:
-    tied, layers, softmax, unbalanced = (copy.deepcopy(spec) for spec in (DENSE, DENSE, EXPERTS, EXPERTS))
-    tied.model.enable_weight_tying = True
+    layers, softmax, unbalanced = (copy.deepcopy(spec) for spec in (DENSE, EXPERTS, EXPERTS))
     layers.model.layers[1].attention_norm.eps = layers.model.layers[1].ffn_norm.eps = 1e-6
     softmax.model.layers[0].moe.router.score_func = "softmax"
     unbalanced.model.layers[0].moe.load_balance_coeff = None
@@ -161,7 +173,6 @@ def wrong_models() -> dict[str, Any]:
     biased.model.layers[1].feed_forward.w1.bias = biased.model.layers[0].feed_forward.w1.bias = True
     yarn = dataclasses.replace(DENSE.model.layers[0].attention.rope, scaling="yarn")
     return {
-        "embedding and head are one weight": tied,
         "its norms have different epsilons": layers,
         "not those of dots.llm1": softmax,
         "layers are not those of dots": unbalanced,

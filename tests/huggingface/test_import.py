@@ -73,6 +73,19 @@ def test_a_model_that_transformers_has_saved(models: Path, tmp_path: Path) -> No
             assert torch.equal(saved.read(key), value), key
 
 
+def test_a_tied_model_makes_the_round_trip(tmp_path: Path) -> None:
+    (tmp_path / "tied.toml").write_text('recipe = "tied_llama"\n')
+    recipe, module = tmp_path / "tied.toml", ("--module", "tests.support.recipes")
+    whole = save_run(tmp_path / "run", recipe, *module)
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), *module]) == 0
+    assert "lm_head.weight" not in load_file(tmp_path / "hf" / "model.safetensors")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["tie_word_embeddings"] is True
+    assert main(["import", str(tmp_path / "hf"), str(tmp_path / "back"), str(recipe), *module]) == 0
+    saved = SavedTensors(tmp_path / "back/checkpoint/step-0")
+    assert saved.tensors.keys() == whole.keys() and "lm_head.weight" not in whole
+    assert all(torch.equal(saved.read(key), value) for key, value in whole.items())
+
+
 def test_the_recipe_of_the_run(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["import", str(models / "dense"), "run", "--training.steps", "20"]) == 0

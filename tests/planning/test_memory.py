@@ -62,6 +62,22 @@ def test_an_average_is_one_more_shard_of_the_weights() -> None:
         assert averaging.items == plain.items | {"average of the weights": plain.items["weights"]}
 
 
+def of_recipe(recipe: str, folder: Path, stages: int) -> list[Memory]:
+    file = folder / f"{recipe}.toml"
+    file.write_text(f'recipe = "{recipe}"\n')
+    flags = ["--module", "tests.support.recipes", P + "pipeline_parallel_degree", str(stages)]
+    config = resolve([str(file), *flags])
+    layout, parts = layout_of(config, stages), trace_parts(config, on_cpu=True)
+    return [memory_of(config, layout, parts, rank, on_cpu=True) for rank in range(stages)]
+
+
+def test_each_end_of_a_pipeline_holds_a_tied_weight(tmp_path: Path) -> None:
+    assert of_recipe("tied_llama", tmp_path, 2) == of_recipe("tiny_llama", tmp_path, 2)
+    [one], [two] = of_recipe("tied_llama", tmp_path, 1), of_recipe("tiny_llama", tmp_path, 1)
+    for item in ("weights", "momentum"):
+        assert two.items[item] - one.items[item] == 4 * 2048 * 32
+
+
 def test_items_of_the_first_stage() -> None:
     first, last = planned(4, "--parallelism.data_parallel_shard_degree", 2)
     weights = 4 * (2048 * 192 + 3 * (4 * 192 * 192 + 3 * 192 * 512 + 2 * 192))

@@ -15,8 +15,9 @@ ensure_device()
 from torchtitan.config.override import apply_overrides  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
 
+from tests.support.recipes import tied_llama, tiny_llama  # noqa: E402
 from titan_async.planning.live_tensors import StorageTracker  # noqa: E402
-from titan_async.planning.parts import Part, trace_parts  # noqa: E402
+from titan_async.planning.parts import Part, together, trace_parts  # noqa: E402
 from titan_async.recipes.debug import debug, debug_moe  # noqa: E402
 from titan_async.training.model_parts import PartMaker  # noqa: E402
 
@@ -44,6 +45,21 @@ def test_names_and_weights_are_the_models(dense: dict[str, Part]) -> None:
     assert {w.name: w.shape for part in dense.values() for w in part.weights} == wanted
     assert list(dense) == ["tok_embeddings", *(f"layers.{i}" for i in range(6)), "head"]
     assert {w.name for w in dense["head"].weights} == {"norm.weight", "lm_head.weight"}
+
+
+def test_a_tied_weight_is_in_two_parts_and_counts_once() -> None:
+    untied, tied = tiny_llama(), tied_llama()
+    apart, parts = trace_parts(untied), trace_parts(tied)
+    assert {w.name for w in parts["head"].weights} == {"norm.weight", "tok_embeddings.weight"}
+    for name, part in parts.items():
+        assert part.dense == apart[name].dense
+        assert (part.forward_flops, part.active) == (apart[name].forward_flops, apart[name].active)
+    with torch.device("meta"):
+        model = tied.model_spec.model.build()
+    whole = together(parts.values())
+    assert sum(part.dense for part in whole) == sum(part.active for part in whole)
+    assert sum(part.dense for part in whole) == sum(p.numel() for p in model.parameters())
+    assert together(apart.values()) == list(apart.values())
 
 
 def test_flops_of_a_dense_layer(dense: dict[str, Part]) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.selection import slow
 from titan_async.cli import main
+from titan_async.config.recipe_file import resolve
 from titan_async.planning import measured, plan
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +73,22 @@ def test_every_recipe_file_has_a_plan(run, name):
         if "reason" not in entry:
             assert 0 < entry["mfu"] < entry["utilization"] <= 1
             assert entry["bubble"] + entry["utilization"] <= 1 + 1e-9
-    assert sum(stage["parameters"] for stage in record["stages"]) == record["model"]["parameters"]
+    model = resolve([f"toml_configs/{name}"]).model_spec.model
+    twice = model.enable_weight_tying and len(record["stages"]) > 1
+    apart = sum(stage["parameters"] for stage in record["stages"])
+    assert apart - record["model"]["parameters"] == twice * model.vocab_size * model.dim
+
+
+def test_a_tied_model_has_a_plan_under_async2bw_alone(run, tmp_path):
+    (tmp_path / "x.toml").write_text('recipe = "tied_llama"\n')
+    status, out, err = run(f"{tmp_path}/x.toml", "--module", "tests.support.recipes", "--json")
+    assert (status, err) == (0, "")
+    record = json.loads(out)
+    own, *others = record["schedules"]
+    assert own["schedule"] == "Async2BW" and own["step_seconds"] > 0
+    assert others and all("embedding and head are one weight" in entry["reason"] for entry in others)
+    stages, tied = [stage["parameters"] for stage in record["stages"]], 2048 * 32
+    assert sum(stages) - record["model"]["parameters"] == tied
 
 
 def test_the_json_says_everything_in_numbers(run):

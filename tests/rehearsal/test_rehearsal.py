@@ -139,6 +139,18 @@ def test_all_ranks_together_save_everything_once(plans: list[SavePlan], expected
     assert expected["optimizer.state.lm_head.weight.error_feedback_update_valid"] == ()
 
 
+@pytest.mark.slow
+def test_a_tied_weight_lies_on_two_stages_and_is_saved_once(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text('recipe = "tied_llama"\n')
+    shards = ("--parallelism.data_parallel_shard_degree", "2")
+    config = resolve([str(tmp_path / "x.toml"), "--module", "tests.support.recipes", *shards])
+    trained = list(for_each(partial(rehearse, steps=2, divisor=2), [(config, rank, 4) for rank in range(4)]))
+    assert all(each.updates == 2 and not each.still for each in trained)
+    [expected] = for_each(partial(expected_entries, divisor=2), [(config, 4)])
+    assert check_plans([each.plan for each in trained], expected) == []
+    assert not any("lm_head" in key for key in expected)
+
+
 def without(plans: Sequence[SavePlan], key: str, ranks: Sequence[int]) -> list[SavePlan]:
     return [
         dataclasses.replace(plan, items=[item for item in plan.items if item.index.fqn != key])

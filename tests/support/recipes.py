@@ -106,10 +106,17 @@ def fused_split(name: str) -> tuple[int, ...]:
 
 
 def tied() -> AsyncTrainer.Config:
-    """A model whose embedding is its head."""
+    """A model of torchtitan's whose embedding is its head."""
     spec = model_registry("debugmodel")
     assert spec.model.enable_weight_tying
     return _tiny(spec)
+
+
+def tied_llama() -> AsyncTrainer.Config:
+    """`tiny_llama` with one weight for embedding and head."""
+    config = tiny_llama()
+    model = dataclasses.replace(config.model_spec.model, enable_weight_tying=True)
+    return dataclasses.replace(config, model_spec=dataclasses.replace(config.model_spec, model=model))
 
 
 def _tiny(spec: ModelSpec) -> AsyncTrainer.Config:

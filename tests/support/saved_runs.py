@@ -49,7 +49,11 @@ def random_weights(recipe: Path, *flags: str, seed: int = 0) -> dict[str, torch.
 
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for key, value in build_on_meta(resolve_recipe([str(recipe), *flags]).config).state_dict().items():
+    config = resolve_recipe([str(recipe), *flags]).config
+    tied = config.model_spec.model.enable_weight_tying
+    for key, value in build_on_meta(config).state_dict().items():
+        if tied and key == "lm_head.weight":
+            continue
         weights[key] = torch.randn(value.shape, generator=generator) * (0.2 if "norm" in key else 0.1)
         if "norm" in key:
             weights[key] += 1

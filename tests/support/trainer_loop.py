@@ -251,6 +251,7 @@ def build(argv: Sequence[str]) -> tuple[Any, nn.Module]:
     from titan_async.training import cpu
 
     config = cpu.adapt_config(resolve(argv))
+    config.parallelism.pipeline_parallel_degree = 1  # with more, torchtitan refuses a tied model
     config.model_spec.model.update_from_config(config=config)
     apply_overrides(config.override, config)
     model = config.model_spec.model.build()

@@ -405,10 +405,13 @@ def test_experts(mistake: Callable[..., str]) -> None:
 
 def test_one_weight_on_two_stages(mistake: Callable[..., str]) -> None:
     Path("x.toml").write_text('recipe = "tied"\n')
-    line = mistake("x.toml", "--module", "tests.support.recipes")
-    assert_says(line, ["embedding and head are one weight", "set parallelism.pipeline_parallel_degree to 1"])
-    with pytest.raises(AssertionError, match="^processes were started$"):
-        mistake("x.toml", "--module", "tests.support.recipes", STAGES, "1")
+    tied = ("x.toml", "--module", "tests.support.recipes")
+    schedule = "--parallelism.pipeline_parallel_schedule"
+    line = mistake(*tied, schedule, "1F1B")
+    assert_says(line, ["embedding and head are one weight", "1F1B cannot keep", "choose Async2BW"])
+    for flags in [(), (schedule, "1F1B", STAGES, "1")]:
+        with pytest.raises(AssertionError, match="^processes were started$"):
+            mistake(*tied, *flags)
 
 
 def test_ngpu_that_contradicts_the_degrees(

@@ -11,6 +11,7 @@ from titan_async.checkpoint.safetensors_files import SafetensorsFolder
 from titan_async.checkpoint.tensors import TensorInfo
 from titan_async.errors import UserError
 from titan_async.training.preflight import build_on_meta
+from titan_async.training.tying import is_tied, store_once, untied
 
 __all__ = ["Layout", "layout_of", "read_from", "tensors_in"]
 
@@ -51,7 +52,11 @@ def layout_of(config: Trainer.Config) -> Layout:
     """
     spec = config.model_spec
     model = build_on_meta(config)
-    adapter = spec.state_dict_adapter(spec.model, None)
+    if is_tied(spec.model):
+        store_once(model)  # and to its adapter it is a model whose head lies elsewhere
+        adapter = spec.state_dict_adapter(untied(spec.model), None)
+    else:
+        adapter = spec.state_dict_adapter(spec.model, None)
     tensors = model.state_dict()
     names = {
         key: {name: tuple(part.shape) for name, part in adapter.to_hf({key: value}).items()}

@@ -20,7 +20,7 @@ from titan_async.pipelining.actions import in_flight
 from titan_async.pipelining.simulation import Task
 from titan_async.planning.layout import Layout
 from titan_async.planning.optimizer_groups import feeds_back, group_of, groups_of
-from titan_async.planning.parts import Part, Weight
+from titan_async.planning.parts import Part, Weight, together
 from titan_async.training.ema import keeps_average
 from titan_async.training.optimizer import AsyncOptimizers
 from titan_async.training.optimizer_config import MuonConfig
@@ -115,7 +115,7 @@ class _Stage:
         reduce = TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize
         master = TORCH_DTYPE_MAP[training.dtype].itemsize
         self.casts_gradients = compute != reduce
-        weights = [weight for part in parts for weight in part.weights]
+        weights = [weight for part in together(parts) for weight in part.weights]
         shards = {weight.name: shards_of(weight, layout) for weight in weights}
         self.sharded = sum(shard.sharded for shard in shards.values()) * master
         self.average = self.sharded if keeps_average(config) else 0

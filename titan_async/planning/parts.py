@@ -8,7 +8,7 @@ memory, with the activation checkpointing of the run.
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +26,9 @@ from titan_async.planning.layout import microbatch_size_of
 from titan_async.planning.live_tensors import StorageTracker
 from titan_async.training import cpu_overrides
 from titan_async.training.model_parts import PartInputs, PartMaker, alike_layers
+from titan_async.training.tying import EMBEDDING, HEAD, is_tied, untied
 
-__all__ = ["Part", "Weight", "trace_parts"]
+__all__ = ["Part", "Weight", "together", "trace_parts"]
 
 # Shapes: B microbatch size, L sequence, D model, K experts of a token
 
@@ -122,6 +123,9 @@ def trace_parts(config: Trainer.Config, *, on_cpu: bool = False) -> dict[str, Pa
         ValueError: if torchtitan refuses the model.
     """
     config = _alone(config)
+    tied = is_tied(config.model_spec.model)
+    if tied:
+        config.model_spec = dataclasses.replace(config.model_spec, model=untied(config.model_spec.model))
     names = stand_ins.overrides_of(config, on_cpu)
     if on_cpu:
         names += [name for name in cpu_overrides.override_imports(config) if "loop_experts" not in name]
@@ -142,7 +146,7 @@ def trace_parts(config: Trainer.Config, *, on_cpu: bool = False) -> dict[str, Pa
         loss_fn=config.loss.build(compile_config=config.compile),
     )
     plain = dataclasses.replace(maker, ac_config=None)
-    units = _weights_of(model)
+    units = _weights_of(model, tied)
     alike = alike_layers(spec.model.layers)
     parts: dict[str, Part] = {}
     for name in ["tok_embeddings", *(f"layers.{index}" for index in range(len(alike))), "head"]:
@@ -164,8 +168,20 @@ def _alone(config: Trainer.Config) -> Any:
     return config
 
 
-def _weights_of(model: nn.Module) -> dict[str, tuple[Weight, ...]]:
-    """The weights of each part; torchtitan makes one FSDP unit of each."""
+def together(parts: Iterable[Part]) -> list[Part]:
+    """Parts as they lie on one stage, where the first of two that have a tied weight has the only copy."""
+    seen: set[str] = set()
+    lying = []
+    for part in parts:
+        own = tuple(weight for weight in part.weights if weight.name not in seen)
+        again = sum(weight.size for weight in part.weights) - sum(weight.size for weight in own)
+        lying.append(dataclasses.replace(part, weights=own, active=part.active - again))
+        seen |= {weight.name for weight in own}
+    return lying
+
+
+def _weights_of(model: nn.Module, tied: bool) -> dict[str, tuple[Weight, ...]]:
+    """The weights of each part; torchtitan makes one FSDP unit of each. A tied one is in two parts."""
     experts = {
         id(parameter)
         for module in model.modules()
@@ -177,6 +193,7 @@ def _weights_of(model: nn.Module) -> dict[str, tuple[Weight, ...]]:
         top, _, rest = name.partition(".")
         part = f"layers.{rest.partition('.')[0]}" if top == "layers" else top
         part = "head" if part in ("norm", "lm_head") else part
+        name = EMBEDDING if tied and name == HEAD else name
         weight = Weight(name, tuple(parameter.shape), expert=id(parameter) in experts, unit=part)
         found.setdefault(part, []).append(weight)
     return {part: tuple(weights) for part, weights in found.items()}

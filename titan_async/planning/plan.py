@@ -12,7 +12,7 @@ from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH, Cluster
 from titan_async.planning.layout import Layout, layout_of, microbatch_size_of
 from titan_async.planning.measured import AS_ASSUMED, Calibration
 from titan_async.planning.memory import RESERVED_SHARE, Memory, memory_of
-from titan_async.planning.parts import Part, trace_parts
+from titan_async.planning.parts import Part, together, trace_parts
 from titan_async.planning.scale import with_schedule, world_size_of
 from titan_async.planning.stage_cost import StageCost
 from titan_async.planning.step_time import StepTime, stage_costs, step_time
@@ -74,13 +74,13 @@ class Plan:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
-        return sum(part.dense + part.experts for part in self.parts.values())
+        """Of the whole model. A tied weight counts once, though both ends of a pipeline have it."""
+        return sum(part.dense + part.experts for part in together(self.parts.values()))
 
     @property
     def active_parameters(self) -> int:
         """Those that one token needs, the embedding among them."""
-        return sum(part.active for part in self.parts.values())
+        return sum(part.active for part in together(self.parts.values()))
 
     @property
     def forward_flops_per_token(self) -> float:
@@ -114,8 +114,8 @@ class Plan:
                     "stage": stage,
                     "rank": self._rank_of(stage),
                     "parts": list(names),
-                    "parameters": sum(self.parts[n].dense + self.parts[n].experts for n in names),
-                    "active_parameters": sum(self.parts[n].active for n in names),
+                    "parameters": sum(part.dense + part.experts for part in self.parts_on(stage)),
+                    "active_parameters": sum(part.active for part in self.parts_on(stage)),
                     "seconds": {
                         "forward": cost.forward,
                         "input_gradient": cost.input_gradient,
@@ -135,6 +135,10 @@ class Plan:
             "schedules": [dataclasses.asdict(entry) for entry in self.schedules],
             "suggestion": None if self.suggestion is None else self.suggestion.to_json(),
         }
+
+    def parts_on(self, stage: int) -> list[Part]:
+        """The parts of a stage."""
+        return together(self.parts[name] for name in self.layout.stages[stage])
 
     def _rank_of(self, stage: int) -> int:
         return next(r for r in range(self.layout.pp) if stage in self.layout.stages_of(r))
@@ -249,7 +253,7 @@ class Planner:
         most = self.cluster.accelerator.memory * (1 - RESERVED_SHARE)
         for rank in range(layout.pp):
             names = [name for stage in layout.stages_of(rank) for name in layout.stages[stage]]
-            numbers = sum(parts[name].dense + parts[name].experts for name in names)
+            numbers = sum(part.dense + part.experts for part in together(parts[name] for name in names))
             if numbers / (layout.dp_shard * layout.tp) * _LEAST_STATE > most:
                 return False
         # What is held does not grow with the microbatches once the pipeline is full.

@@ -91,8 +91,8 @@ def _stages(plan: Plan) -> Table:
         table.add_row(
             str(stage),
             _shortened(names),
-            _count(sum(plan.parts[name].dense + plan.parts[name].experts for name in names)),
-            _count(sum(plan.parts[name].active for name in names)),
+            _count(sum(part.dense + part.experts for part in plan.parts_on(stage))),
+            _count(sum(part.active for part in plan.parts_on(stage))),
             *(f"{1e3 * value:.2f}" for value in seconds),
         )
     return table

@@ -12,7 +12,7 @@ from torchtitan.trainer import Trainer
 
 from titan_async.errors import UserError
 from titan_async.planning.layout import ranks_without_shards
-from titan_async.training.layout_preflight import check_layout
+from titan_async.training.layout_preflight import check_layout, check_tying
 from titan_async.training.pipeline import ASYNC_SCHEDULE
 
 __all__ = [
@@ -105,7 +105,9 @@ def with_schedule(config: Trainer.Config, schedule: str) -> Trainer.Config:
     parallelism = dataclasses.replace(config.parallelism, pipeline_parallel_schedule=schedule)
     if hasattr(config, "pipeline") and schedule != ASYNC_SCHEDULE:
         config = dataclasses.replace(config, pipeline=dataclasses.replace(config.pipeline, lookahead=0))
-    return _with_batch(config, parallelism, _sequences(config, own), own)
+    changed = _with_batch(config, parallelism, _sequences(config, own), own)
+    check_tying(changed)
+    return changed
 
 
 def world_size_of(config: Trainer.Config) -> int:

@@ -22,7 +22,7 @@ from torchtitan.trainer import Trainer
 from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH
 from titan_async.planning.layout import Layout
 from titan_async.planning.network import Network
-from titan_async.planning.parts import Part
+from titan_async.planning.parts import Part, together
 from titan_async.planning.update_cost import update_cost
 
 __all__ = ["StageCost", "message_bytes", "stage_cost"]
@@ -55,6 +55,7 @@ def stage_cost(
     """The cost of one stage of a layout, whose parts are those of a microbatch of its size."""
     own = [parts[name] for name in layout.stages[stage]]
     times = [_PartTimes(config, layout, part, network) for part in own]
+    own = together(own)
     each = TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize
     update = update_cost(config, layout, network, [weight for part in own for weight in part.weights])
     gathers = [_over_units(layout, part, network, each) for part in own]
@@ -62,6 +63,7 @@ def stage_cost(
     replicas = network.groups.replicas
     shard_bytes = sum(part.dense + part.experts for part in own) / (layout.dp_shard * layout.tp) * 4
     all_reduce = network.all_reduce_seconds(replicas, shard_bytes)
+    exchanged = _tied_bytes(layout, parts) if layout.delayed and stage in (0, layout.pp - 1) else 0.0
     if layout.pp == 1:
         for part_times, gather, reduction in zip(times, gathers, reductions, strict=True):
             part_times.overlap(gather.seconds, reduction.seconds)
@@ -70,7 +72,9 @@ def stage_cost(
     sent = {
         "activations": _messages_sent(config, layout, stage),
         "weights": sum(g.sent for g in gathers) * (2 * repeats if layout.pp == 1 else 1),
-        "gradients": sum(r.sent for r in reductions) * repeats + 2 * shard_bytes * replicas.share_sent,
+        "gradients": sum(r.sent for r in reductions) * repeats
+        + 2 * shard_bytes * replicas.share_sent
+        + exchanged,
         "experts": sum(t.expert_bytes for t in times) * layout.microbatches,
         "tensor parallelism": sum(t.tensor_bytes for t in times) * layout.microbatches,
         "Muon": update.sent_bytes,
@@ -91,6 +95,13 @@ def message_bytes(config: Trainer.Config, layout: Layout) -> float:
     """What a stage sends the next one for one microbatch."""
     each = TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize
     return layout.tokens_per_microbatch * config.model_spec.model.dim * each / layout.tp
+
+
+def _tied_bytes(layout: Layout, parts: Mapping[str, Part]) -> float:
+    """A rank's shard of the gradient of a tied weight, which both ends of the pipeline exchange."""
+    twice = {weight.name for weight in parts["tok_embeddings"].weights}
+    tied = sum(weight.size for weight in parts["head"].weights if weight.name in twice)
+    return tied / (layout.dp_shard * layout.tp) * _REDUCED_BYTES
 
 
 class _PartTimes:

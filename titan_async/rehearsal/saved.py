@@ -19,6 +19,7 @@ from titan_async.training.checkpoint import EMA_WEIGHTS, NEXT_WEIGHTS, RANDOM_ST
 from titan_async.training.ema import keeps_average
 from titan_async.training.optimizer import AsyncOptimizers
 from titan_async.training.pipeline import delays_gradients
+from titan_async.training.tying import is_tied, store_once, update_model
 
 __all__ = ["Entries", "check_plans", "entries_of", "expected_entries", "plan_of"]
 
@@ -51,8 +52,10 @@ def expected_entries(config: Trainer.Config, world: int, *, divisor: int) -> Ent
     logging.disable(logging.WARNING)  # torchtitan's remarks about a configuration
     with tempfile.TemporaryDirectory() as folder:
         config = narrowed(prepared(config, steps=1, folder=folder), divisor)
-    config.model_spec.model.update_from_config(config=config)
+    update_model(config, tied_stages=delays_gradients(config.parallelism))
     model = config.model_spec.model.build()
+    if is_tied(config.model_spec.model):
+        store_once(model)
     delayed = delays_gradients(config.parallelism)
     optimizer = config.optimizer
     if isinstance(optimizer, AsyncOptimizers.Config) and not delayed:

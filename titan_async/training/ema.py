@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.trainer import Trainer
 
 from titan_async.local_tensors import local_part
+from titan_async.training.tying import stored_name
 
 __all__ = ["EmaConfig", "WeightAverage", "keeps_average"]
 
@@ -48,19 +48,20 @@ class WeightAverage:
     def __init__(self, parts: Iterable[nn.Module], decay: float) -> None:
         self._decay = decay
         self._weights = {
-            canonical_fqn(name): parameter
+            stored_name(part, name): parameter
             for part in parts
             for name, parameter in part.named_parameters()
             if parameter.requires_grad
         }
         self._averages = {name: weight.detach().clone() for name, weight in self._weights.items()}
-        self._loaded = False
+        self._begun = False
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Start from the weights of now, unless an average was loaded."""
-        if not self._loaded:
+        """Start from the weights of now, unless it has started or was loaded."""
+        if not self._begun:
             torch._foreach_copy_(*self._local())
+            self._begun = True
 
     @torch.no_grad()
     def update(self) -> None:
@@ -87,4 +88,4 @@ class WeightAverage:
         """
         for name, average in self._averages.items():
             local_part(average).copy_(local_part(state_dict[name]))
-        self._loaded = True
+        self._begun = True

@@ -14,6 +14,7 @@ from torchtitan.trainer import Trainer
 
 from titan_async.errors import UserError
 from titan_async.training.moe_adapter import Dots1StateDictAdapter
+from titan_async.training.tying import is_tied
 
 __all__ = ["LLAMA3_SCALING", "describe", "export_warning"]
 
@@ -52,8 +53,6 @@ def describe(spec: ModelSpec, seq_len: int) -> dict[str, Any]:
     described = [make(spec, layer) for layer in spec.model.layers]
     if any(other != described[0] for other in described):
         raise _unknown(spec, "its layers differ")
-    if getattr(spec.model, "enable_weight_tying", False):
-        raise _unknown(spec, "its embedding and head are one weight")
     if _has_bias(spec.model):
         raise _unknown(spec, "its projections have biases")
     return {**described[0], "max_position_embeddings": seq_len}
@@ -133,7 +132,7 @@ def _common(spec: ModelSpec, layer: Any, rope: type[RoPE.Config]) -> dict[str, A
         "rope_theta": float(attention.rope.theta),
         "rope_scaling": _scaling(spec, attention.rope),
         "attention_bias": False,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": is_tied(model),
     }
 
 

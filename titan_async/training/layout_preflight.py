@@ -11,14 +11,23 @@ from titan_async.config.number_ranges import check_numbers
 from titan_async.errors import UserError
 from titan_async.training._titan_internals import split_layers
 from titan_async.training.balance import count_stages, measures_balance
+from titan_async.training.optimizer import AsyncOptimizers
 from titan_async.training.pipeline import (
     ASYNC_SCHEDULE,
     accumulation_of,
     check_microbatches,
     delays_gradients,
 )
+from titan_async.training.tying import is_tied
 
-__all__ = ["SCHEDULES", "check_layout", "data_parallel_degree", "non_data_parallel_size", "takes_stages"]
+__all__ = [
+    "SCHEDULES",
+    "check_layout",
+    "check_tying",
+    "data_parallel_degree",
+    "non_data_parallel_size",
+    "takes_stages",
+]
 
 SCHEDULES = (
     ASYNC_SCHEDULE,
@@ -207,11 +216,7 @@ def _check_schedule(config: Trainer.Config) -> None:
 def _check_stages(config: Trainer.Config) -> None:
     parallelism = config.parallelism
     degree = parallelism.pipeline_parallel_degree
-    if degree > 1 and getattr(config.model_spec.model, "enable_weight_tying", False):
-        raise UserError(
-            "the model's embedding and head are one weight, which cannot lie on two pipeline stages: set "
-            "parallelism.pipeline_parallel_degree to 1, or choose a model that does not tie them"
-        )
+    check_tying(config)
     layers = getattr(config.model_spec.model, "layers", None)
     if degree < 2 or parallelism.pipeline_parallel_schedule_csv:
         return
@@ -222,6 +227,29 @@ def _check_stages(config: Trainer.Config) -> None:
     if layers is not None and parallelism.module_fqns_per_model_part is None:
         _check_split(config, len(layers))
     _check_passes(config)
+
+
+def check_tying(config: Trainer.Config) -> None:
+    """Refuse a tied weight on two stages where nothing keeps its copies equal.
+
+    Raises:
+        UserError: one sentence that names the cause and the mend.
+    """
+    parallelism = config.parallelism
+    if parallelism.pipeline_parallel_degree < 2 or not is_tied(config.model_spec.model):
+        return
+    if not delays_gradients(parallelism):
+        raise UserError(
+            f"the model's embedding and head are one weight, which {parallelism.pipeline_parallel_schedule} "
+            f"cannot keep on two stages: choose {ASYNC_SCHEDULE} in parallelism.pipeline_parallel_schedule, "
+            "or set parallelism.pipeline_parallel_degree to 1"
+        )
+    if not isinstance(config.optimizer, AsyncOptimizers.Config):
+        raise UserError(
+            "the model's embedding and head are one weight, with a copy on two stages, and "
+            f"{type(config.optimizer).__qualname__} may update each in a way of its own: let the section "
+            "optimizer be an AsyncOptimizers.Config, or set parallelism.pipeline_parallel_degree to 1"
+        )
 
 
 def _check_split(config: Trainer.Config, layers: int) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from titan_async.local_tensors import local_part
+from titan_async.training.tying import is_copy
 
 __all__ = ["Search"]
 
@@ -54,7 +55,8 @@ class Search:
             gradients = {
                 name: local_part(parameter.grad)
                 for name, parameter in module.named_parameters()
-                if parameter.grad is not None
+                # A tied weight's gradient is that of both its stages, and the backward ends at the first.
+                if parameter.grad is not None and not is_copy(module, name)
             }
             parts = {name: part for name, part in gradients.items() if part.numel()}
             if parts:

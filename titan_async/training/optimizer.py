@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
 from titan_async.errors import UserError
@@ -25,6 +24,7 @@ from titan_async.training.optimizer_config import (
     match_group,
     named_groups,
 )
+from titan_async.training.tying import stored_name
 
 __all__ = ["FACTORIES", "OF_THE_WHOLE_RUN", "AsyncOptimizers"]
 
@@ -149,7 +149,7 @@ class AsyncOptimizers(OptimizersContainer):
         members: list[list[tuple[str, nn.Parameter]]] = [[] for _ in self._groups]
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                fqn = canonical_fqn(name)
+                fqn = stored_name(model, name)
                 members[match_group(fqn, self._groups)].append((fqn, parameter))
         for config, matched in zip(self._groups, members, strict=True):
             if matched:

@@ -15,6 +15,7 @@ from titan_async.pipelining import ScheduleAsync2BW
 from titan_async.training import cpu
 from titan_async.training._titan_internals import parts_of
 from titan_async.training.pipeline_config import PipelineConfig
+from titan_async.training.tying import is_tied, store_once, tied_parameters, untied
 
 __all__ = [
     "ASYNC_SCHEDULE",
@@ -92,22 +93,31 @@ def check_supported(config: Trainer.Config) -> None:
         raise ValueError("Async2BW does not offload to the CPU: set training.enable_cpu_offload to false")
 
 
-def adapt_model_spec(model_spec: ModelSpec, pipeline: PipelineConfig) -> ModelSpec:
+def adapt_model_spec(
+    model_spec: ModelSpec, parallelism: ParallelismConfig, pipeline: PipelineConfig
+) -> ModelSpec:
     """A copy of any torchtitan model's spec that also builds `ScheduleAsync2BW`, and runs on CPU."""
+    model, pipelining_fn = model_spec.model, model_spec.pipelining_fn
+    tied = is_tied(model)
     return dataclasses.replace(
         model_spec,
-        parallelize_fn=partial(_parallelize, model_spec.parallelize_fn),
-        pipelining_fn=model_spec.pipelining_fn and partial(_pipeline, model_spec.pipelining_fn, pipeline),
+        model=untied(model) if tied and delays_gradients(parallelism) else model,
+        parallelize_fn=partial(_parallelize, model_spec.parallelize_fn, tied),
+        pipelining_fn=pipelining_fn and partial(_pipeline, pipelining_fn, pipeline, tied),
     )
 
 
-def _parallelize(parallelize_fn, model: nn.Module, **kwargs: Any) -> nn.Module:
-    return cpu.adapt_module(parallelize_fn(model, **kwargs))
+def _parallelize(parallelize_fn, tied: bool, model: nn.Module, **kwargs: Any) -> nn.Module:
+    model = cpu.adapt_module(parallelize_fn(model, **kwargs))
+    if tied:
+        store_once(model)
+    return model
 
 
 def _pipeline(
     pipelining_fn,
     pipeline: PipelineConfig,
+    tied: bool,
     model: nn.Module,
     *,
     parallelism: ParallelismConfig,
@@ -130,6 +140,7 @@ def _pipeline(
         # torchtitan's losses sum over tokens and divide by the batch's count, so gradients add up unscaled.
         scale_grads=False,
         lookahead=pipeline.lookahead,
+        tied_parameters=tied_parameters(model_parts[0]) if tied else (),
     )
     return schedule, model_parts, has_first, has_last
 

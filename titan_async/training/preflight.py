@@ -25,6 +25,8 @@ from titan_async.training.checkpoint import check_index, complete_steps
 from titan_async.training.data_preflight import check_data
 from titan_async.training.layout_preflight import check_layout, data_parallel_degree, takes_stages
 from titan_async.training.optimizer_preflight import check_optimizer
+from titan_async.training.pipeline import delays_gradients
+from titan_async.training.tying import update_model
 
 __all__ = ["build_on_meta", "check"]
 
@@ -215,7 +217,7 @@ def build_on_meta(config: Trainer.Config) -> nn.Module:
     """
     config = copy.deepcopy(config)
     try:
-        config.model_spec.model.update_from_config(config=config)
+        update_model(config, tied_stages=delays_gradients(config.parallelism))
         with torch.device("meta"):
             return config.model_spec.model.build()
     except (ValueError, NotImplementedError) as error:
@@ -226,7 +228,7 @@ def _check_overrides(config: Trainer.Config) -> None:
     if not config.override.imports:
         return
     config = copy.deepcopy(config)
-    config.model_spec.model.update_from_config(config=config)
+    update_model(config, tied_stages=delays_gradients(config.parallelism))
     try:
         apply_overrides(config.override, config)
     except Exception as error:  # the user's own code may raise anything

@@ -59,6 +59,7 @@ from titan_async.training.stage_spans import Passing, no_spans
 from titan_async.training.stage_times import StageTimer, write_measured
 from titan_async.training.start_notes import start_notes
 from titan_async.training.summary import summarize
+from titan_async.training.tying import as_held, as_stored
 from titan_async.training.validator import AsyncValidator
 
 __all__ = ["AsyncTrainer"]
@@ -105,7 +106,8 @@ class AsyncTrainer(Trainer):
         self._export_warning = export_warning(config)
         config = cpu.adapt_config(config)
         model_spec = balance_model_spec(config.model_spec, config.pipeline)
-        config = dataclasses.replace(config, model_spec=adapt_model_spec(model_spec, config.pipeline))
+        model_spec = adapt_model_spec(model_spec, config.parallelism, config.pipeline)
+        config = dataclasses.replace(config, model_spec=model_spec)
         if isinstance(config.optimizer, AsyncOptimizers.Config) and not self.delayed:
             config.optimizer = config.optimizer.without_feedback()
         super().__init__(config)
@@ -224,6 +226,8 @@ class AsyncTrainer(Trainer):
         for number, microbatches in enumerate(groups):
             with self._passing(self.step - 1 - self._first_step, number * len(microbatches)):
                 loss += self._run(microbatches, global_valid_tokens).detach()
+        if self.average is not None:
+            self.average.begin()  # from weights that the schedule has made the same where they are tied
         if self._gradient_ready:
             self._update()
         last_step = self.step == config.training.steps
@@ -389,8 +393,6 @@ class AsyncTrainer(Trainer):
     def _start(self) -> None:
         self.recording, self._passing = record(self, first_step=self._first_step or 0)
         self.reporter.journal = self.recording.journal
-        if self.average is not None:
-            self.average.begin()
         for part in (self.metrics_processor, self.checkpointer, getattr(self, "validator", None)):
             if isinstance(part, AsyncMetrics | AsyncCheckpointer | AsyncValidator):
                 part.recording = self.recording
@@ -412,7 +414,7 @@ class AsyncTrainer(Trainer):
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         if self.delayed and self.resumes_delay:
-            state[NEXT_WEIGHTS] = self.pp_schedule.state_dict()
+            state[NEXT_WEIGHTS] = as_stored(self.model_parts[0], self.pp_schedule.state_dict())
         if self.average is not None and self.resumes_average:
             state[EMA_WEIGHTS] = self.average.state_dict()
         if self.resumes_random_state:
@@ -422,7 +424,7 @@ class AsyncTrainer(Trainer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         if self.delayed and NEXT_WEIGHTS in state_dict:
-            self.pp_schedule.load_state_dict(state_dict[NEXT_WEIGHTS])
+            self.pp_schedule.load_state_dict(as_held(self.model_parts[0], dict(state_dict[NEXT_WEIGHTS])))
         if self.average is not None and EMA_WEIGHTS in state_dict:
             self.average.load_state_dict(state_dict[EMA_WEIGHTS])
         if RANDOM_STATE in state_dict:
