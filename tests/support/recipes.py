@@ -6,14 +6,19 @@ Labels are left out in uneven numbers, so that every run shows how the loss is n
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.optimizer import ParamGroupConfig
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.components.validate import Validator
 from torchtitan.models.common.config_utils import get_attention_config, make_ffn_config, make_gqa_config
 from torchtitan.models.qwen3 import model_registry
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.trainer import Trainer
 
 from titan_async.recipes._training import SHAKESPEARE_VOCAB as VOCAB_SIZE
 from titan_async.recipes.debug import debug, debug_moe
@@ -70,6 +75,47 @@ def small() -> AsyncTrainer.Config:
     config = debug()
     model = llama(vocab_size=VOCAB_SIZE, dim=2 * DIM, n_layers=2, n_heads=4, hidden_dim=4 * DIM)
     return dataclasses.replace(config, model_spec=dataclasses.replace(config.model_spec, model=model))
+
+
+def titan_llama() -> Trainer.Config:
+    """`tiny_llama` as users of torchtitan have it: its trainer, its sections, and a loss by chunks."""
+    config = tiny_llama()
+    return Trainer.Config(
+        model_spec=config.model_spec,
+        hf_assets_path=config.hf_assets_path,
+        loss=ChunkedLossWrapper.Config(num_chunks=4, loss_fn=config.loss),
+        optimizer=OptimizersContainer.Config(
+            param_groups=[
+                ParamGroupConfig(
+                    pattern=".*", optimizer_name="SGD", optimizer_kwargs={"lr": LR, "momentum": MOMENTUM}
+                )
+            ]
+        ),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=3, decay_type="cosine", min_lr_factor=0.1),
+        training=dataclasses.replace(config.training, disable_cuda_graphs=False),
+        dataloader=MaskedLoader.Config(),
+        metrics=MetricsProcessor.Config(log_freq=1),
+        validator=Validator.Config(enable=True, freq=3, steps=1, dataloader=config.validator.dataloader),
+        checkpoint=CheckpointManager.Config(enable=True, interval=4, last_save_model_only=False),
+        activation_checkpoint=None,
+        debug=config.debug,
+    )
+
+
+class FormattedMetrics(MetricsProcessor):
+    """Metrics of a user's, which take torchtitan's word that a norm is a number."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):
+        pass
+
+    def log(self, step: int, loss: float, max_loss: float, norm: float, **_: Any) -> None:
+        self.lines = [*getattr(self, "lines", []), f"{step} {loss:.3f} {norm:.3f}"]
+
+
+def titan_metrics() -> Trainer.Config:
+    """`titan_llama` with metrics of its user's."""
+    return dataclasses.replace(titan_llama(), metrics=FormattedMetrics.Config(log_freq=1))
 
 
 def tiny_moe() -> AsyncTrainer.Config:

@@ -231,10 +231,6 @@ FLAGS = [
         ["parallelism.pipeline_parallel_schedule", "did you mean 1F1B?"],
     ),
     (
-        "--parallelism.context_parallel_degree 2",
-        ["Async2BW", "parallelism.context_parallel_degree = 2", "set it to 1", "1F1B"],
-    ),
-    (
         "--parallelism.fsdp_reshard_after_forward always",
         ["Async2BW", "parallelism.fsdp_reshard_after_forward", '"default" or "never"'],
     ),
@@ -271,10 +267,6 @@ FLAGS = [
     (
         f"{SCHEDULE} 1F1B --parallelism.context_parallel_degree 2 --training.seq_len 250",
         ["training.seq_len is 250", "a multiple of 4"],
-    ),
-    (
-        f"{SCHEDULE} 1F1B --parallelism.context_parallel_degree 2",
-        ["parallelism.context_parallel_degree is 2", "CPU", "set it to 1"],
     ),
     (
         f"{SCHEDULE} 1F1B {STAGES} 4 --training.local_batch_size 4 --training.global_batch_size 16",

@@ -65,10 +65,11 @@ def train(argv: Sequence[str]) -> int:
 
         check_recorded(config)
     gpus = _gpu_count()
+    fake = config.comm.mode == "fake_backend"  # one process is enough, and stands for rank 0
     if under_torchrun:
         nproc = world_size = int(os.environ["WORLD_SIZE"])
     else:
-        nproc = processes_per_node(config.parallelism, os.environ, gpus)
+        nproc = processes_per_node(config.parallelism, os.environ, 0 if fake else gpus)
         world_size = nproc * (_positive(os.environ, "NNODES") or 1)
     with quiet():
         model = preflight.check(config, world_size=world_size, make_folder=not resolved.dry_run)
@@ -77,6 +78,8 @@ def train(argv: Sequence[str]) -> int:
             print(line, file=sys.stderr)
         sys.stdout.write(resolved.to_toml())
         return 0
+    if fake:
+        os.environ["NGPU"], nproc = str(world_size), 1  # where torchtitan looks for the number of ranks
     if gpus == 0:
         # Threads of several processes on the same few cores only get in each other's way.
         os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -49,6 +49,7 @@ _AT_LEAST_1 = (
     "comm.init_timeout_seconds",
     "comm.train_timeout_seconds",
     "loss.global_vocab_size",
+    "loss.num_chunks",
     "validator.freq",
 )
 

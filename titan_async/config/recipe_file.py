@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Resolved", "resolve", "resolve_recipe"]
 
+_ADOPTION = "titan_async.training.adopt"
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -90,13 +92,26 @@ def resolve_recipe(argv: Sequence[str]) -> Resolved:
     from titan_async.config.number_ranges import check_numbers
 
     assert source.recipe is not None
-    base = make_recipe()
+    base = _configuration(make_recipe, source)
     config = apply_edits(base, [*source.edits, *arguments.edits], shown=arguments.recipe_file)
     check_numbers(config)
     check_inner_folders(config)
     return Resolved(
         config=config, recipe=source.recipe, base=base, module=arguments.module, dry_run=arguments.dry_run
     )
+
+
+def _configuration(make_recipe: Callable[[], Any], source: RecipeSource) -> Trainer.Config:
+    """What a recipe function returns, as a configuration of the project's trainer."""
+    assert source.recipe is not None
+    try:
+        config = make_recipe()
+    except (ValueError, NotImplementedError, ImportError, AssertionError) as error:
+        sentence = " ".join(f"{error}".split()) or type(error).__name__
+        raise source.recipe_file.error(("recipe",), f"the recipe {source.recipe}: {sentence}") from error
+    # By its name: the trainer belongs to a layer above, as the recipes do that return its configuration.
+    adopt = importlib.import_module(_ADOPTION).adopt
+    return adopt(config, recipe=source.recipe)  # type: ignore[no-any-return]
 
 
 def _find_recipe(source: RecipeSource, module: str | None) -> Callable[[], Any]:

@@ -59,6 +59,7 @@ class FsdpParameters:
     def gather(self, copy: int) -> None:
         """All-gather the shards as they are into `copy`; the module shows its shards before and after."""
         self.leave_outside()
+        self._synchronize_gradients(False)  # until `reduce`: a loss may run backwards before torch says so
         self._install(copy)
         for group, following in zip(self._groups, [*self._groups[1:], None], strict=True):
             group.unshard(async_op=True)
@@ -78,8 +79,12 @@ class FsdpParameters:
             group._sharded_state = state
 
     def leave_outside(self) -> None:
-        """Show the shards, and free what a forward outside of a schedule's step has gathered."""
+        """Show the shards, and free what forward and loss outside of a schedule's step have gathered."""
         self.show(None)
+        for param in self._params:
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
         self._save()
         self.free(_OUTSIDE)
 

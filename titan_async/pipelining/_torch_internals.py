@@ -56,6 +56,9 @@ def initialize_stage(
         for module in schedule._stage.submod.modules()
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
     ]
+    gradients = [(parameter, parameter.grad) for parameter in schedule._stage.submod.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
     if hasattr(schedule, "_initialize_pp_stages"):
         schedule._initialize_stage(args, kwargs, target, loss_kwargs)
     else:
@@ -68,6 +71,8 @@ def initialize_stage(
             setattr(module, name, buffer)
         with torch.no_grad():
             buffer.copy_(value)
+    for parameter, gradient in gradients:  # of losses that run backwards, and where some were before
+        parameter.grad = gradient
 
 
 def group_of(stage: _PipelineStageBase) -> dist.ProcessGroup:

@@ -28,6 +28,7 @@ __all__ = [
     "split_layers",
     "stages_of",
     "telling_waits",
+    "unmanaged",
     "wrap_initializers",
 ]
 
@@ -79,6 +80,15 @@ def leave_head_to(loss: ChunkedLossWrapper, part: nn.Module) -> None:
     """Let a chunked loss apply the output projection of the last stage's `part`, as the trainer does."""
     loss.set_lm_head(part.lm_head)
     part._skip_lm_head = True
+
+
+def unmanaged(head: nn.Module) -> Any:
+    """An output projection for a chunked loss, which then leaves FSDP around it alone.
+
+    The loss would gather, reduce and free its weights for each microbatch; a pipeline that holds weights of
+    several versions does so for a batch.
+    """
+    return partial(head)
 
 
 def wrap_initializers(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

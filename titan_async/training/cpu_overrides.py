@@ -5,25 +5,33 @@ Imported through `override.imports`, by torchtitan, and only where there is no a
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed._functional_collectives import all_to_all_single
+from torch.distributed._functional_collectives import all_gather_tensor, all_to_all_single
+from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.config import derive, override
+from torchtitan.distributed.context_parallel import api as context_parallel
 from torchtitan.models.common import attention, decoder
-from torchtitan.models.common.attention import FlexAttention
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
 __all__ = [
     "DenseFlexAttention",
+    "DenseVarlenAttention",
     "GlooTokenDispatcher",
+    "LoopGptOssExperts",
     "LoopGroupedExperts",
     "applying",
     "dense_attention",
+    "dense_varlen_attention",
     "gloo_dispatch",
+    "gpt_oss_loop_experts",
     "loop_experts",
     "override_imports",
 ]
@@ -51,13 +59,63 @@ class DenseFlexAttention(FlexAttention):
         out_transform: Callable | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if score_mod is not None or out_transform is not None:
-            raise NotImplementedError("attention on CPU supports masks but no score_mod or out_transform")
+        if score_mod is not None:
+            raise NotImplementedError("attention on CPU supports masks but no score_mod")
+        if out_transform is not None:
+            return out_transform(*_attend(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale))
         q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=attention_masks, scale=scale, enable_gqa=enable_gqa
         )
         return out.transpose(1, 2)
+
+
+class DenseVarlenAttention(VarlenAttention):
+    """Attention over packed documents, one after the other, each with its whole scores."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(VarlenAttention.Config):
+        pass
+
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: VarlenMetadata,
+        scale: float | None = None,
+        out_transform: Callable | None = None,
+        **unused: Any,
+    ) -> Tensor:
+        B, L = q_BLNH.shape[:2]
+        packed = [t.flatten(0, 1)[None] for t in (q_BLNH, k_BLNH, v_BLNH)]
+        left, right = self.window_size
+        outs, sums = [], []
+        for start, end in pairwise(attention_masks.cu_seq_q.tolist()):
+            places = torch.arange(end - start)
+            ahead = places - places[:, None]  # by how much a key comes after its query
+            mask = (ahead <= (right if right >= 0 else end)) & (-ahead <= (left if left >= 0 else end))
+            out, lse = _attend(*(t[:, start:end] for t in packed), mask, scale)
+            outs.append(out)
+            sums.append(lse)
+        out_BLNH = torch.cat(outs, dim=1).unflatten(1, (B, L)).squeeze(0)
+        if out_transform is None:
+            return out_BLNH
+        return out_transform(out_BLNH, torch.cat(sums, dim=1).unflatten(1, (B, L)).squeeze(0))
+
+
+def _attend(
+    q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, mask: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention, and the logarithm of each query's sum of exponentials, of shape (B, L, N)."""
+    groups = q_BLNH.shape[2] // k_BLNH.shape[2]
+    q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
+    k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
+    scores = (q @ k.transpose(-2, -1)).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    out = scores.softmax(dim=-1).to(v.dtype) @ v
+    return out.transpose(1, 2), scores.logsumexp(dim=-1).transpose(1, 2)
 
 
 class LoopGroupedExperts(GroupedExperts):
@@ -80,6 +138,17 @@ class LoopGroupedExperts(GroupedExperts):
         return [0, *offs.tolist()]
 
 
+class LoopGptOssExperts(GptOssGroupedExperts):
+    """The same for gpt-oss, whose experts have biases."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GptOssGroupedExperts.Config):
+        pass
+
+    _grouped_mm = LoopGroupedExperts._grouped_mm
+    _bounds = LoopGroupedExperts._bounds
+
+
 class GlooTokenDispatcher(AllToAllTokenDispatcher):
     """Exchanges by `all_to_all_single`, because gloo's list all-to-all wants chunks of one size."""
 
@@ -99,9 +168,19 @@ def dense_attention(cfg: FlexAttention.Config) -> DenseFlexAttention.Config:
     return derive(cfg, DenseFlexAttention.Config)
 
 
+@override(target=VarlenAttention.Config, exact=True, description="documents one by one on CPU")
+def dense_varlen_attention(cfg: VarlenAttention.Config) -> DenseVarlenAttention.Config:
+    return derive(cfg, DenseVarlenAttention.Config)
+
+
 @override(target=GroupedExperts.Config, exact=True, description="experts in a loop on CPU")
 def loop_experts(cfg: GroupedExperts.Config) -> LoopGroupedExperts.Config:
     return derive(cfg, LoopGroupedExperts.Config)
+
+
+@override(target=GptOssGroupedExperts.Config, exact=True, description="experts in a loop on CPU")
+def gpt_oss_loop_experts(cfg: GptOssGroupedExperts.Config) -> LoopGptOssExperts.Config:
+    return derive(cfg, LoopGptOssExperts.Config)
 
 
 @override(target=AllToAllTokenDispatcher.Config, exact=True, description="all-to-all that gloo supports")
@@ -113,7 +192,9 @@ def override_imports(config) -> list[str]:
     """The names, for `override.imports`, of the replacements that apply to the model of `config`."""
     replacements = {
         FlexAttention.Config: "dense_attention",
+        VarlenAttention.Config: "dense_varlen_attention",
         GroupedExperts.Config: "loop_experts",
+        GptOssGroupedExperts.Config: "gpt_oss_loop_experts",
         AllToAllTokenDispatcher.Config: "gloo_dispatch",
     }
     return [f"{__name__}.{name}" for name in applying(replacements, config)]
@@ -147,3 +228,29 @@ def _create_attention_mask(
 
 # torchtitan compiles the block mask, which takes long on CPU. `decoder` has imported the function by name.
 attention.create_attention_mask = decoder.create_attention_mask = _create_attention_mask
+
+
+def _shard_context(
+    cp_mesh: DeviceMesh,
+    inputs: tuple[Tensor, ...],
+    attention_masks: Tensor | Mapping[str, Tensor] | None,
+    *args: Any,
+    **options: Any,
+) -> tuple[tuple[Tensor, ...], Any]:
+    """torchtitan's `cp_shard`, for dense masks: each rank has some of the queries, and all keys."""
+    rows, length = inputs[0].shape[:2]
+    places = torch.arange(length, device=inputs[0].device).expand(rows, length)
+    (*inputs, mine), _ = _shard_inputs(cp_mesh, (*inputs, places), None, *args, **options)
+    queries = mine[0]
+    keys = all_gather_tensor(queries, gather_dim=0, group=cp_mesh.get_group())
+
+    def divided(mask: Tensor) -> Tensor:
+        return mask[:, :, queries][:, :, :, keys]
+
+    if isinstance(attention_masks, Mapping):
+        return tuple(inputs), {name: divided(mask) for name, mask in attention_masks.items()}
+    return tuple(inputs), None if attention_masks is None else divided(attention_masks)
+
+
+_shard_inputs = context_parallel.cp_shard
+context_parallel.cp_shard = _shard_context

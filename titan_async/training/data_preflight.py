@@ -39,6 +39,8 @@ def check_data(config: Trainer.Config, tokenizer: BaseTokenizer, *, data_paralle
     if validator.enable:
         loaders.append(("validator.dataloader", validator.dataloader, training.local_batch_size))
     for name, loader, needed in loaders:
+        if type(loader).__module__.startswith("torchtitan."):
+            _check_torchtitans(name, loader, config, tokenizer, data_parallel)
         if not isinstance(loader, TextDataLoader.Config):
             continue
         if name == "validator.dataloader":  # of which torchtitan's validator decides that
@@ -60,6 +62,32 @@ def check_data(config: Trainer.Config, tokenizer: BaseTokenizer, *, data_paralle
                 _count(build(reader, readers), 1)
     if validator.enable:
         _check_split(config.dataloader, validator.dataloader)
+
+
+def _check_torchtitans(
+    name: str,
+    loader: BaseDataLoader.Config,
+    config: Trainer.Config,
+    tokenizer: BaseTokenizer,
+    data_parallel: int,
+) -> None:
+    """Refuse a data set that a loader of torchtitan's does not find, by making it as each rank will."""
+    try:
+        loader.build(
+            dp_world_size=data_parallel,
+            dp_rank=0,
+            tokenizer=tokenizer,
+            seq_len=config.training.seq_len,
+            local_batch_size=config.training.local_batch_size,
+        )
+    except Exception as error:  # the hub's client and all readers of files raise errors of their own
+        sentence = " ".join(str(error).split())[:300] or type(error).__name__
+        which = getattr(loader, "dataset", None)
+        shown = f' (the data set "{which}")' if which and isinstance(which, str) else ""
+        raise UserError(
+            f"{name}{shown} cannot be opened: {sentence}; set {name}.dataset_path to where it lies, or "
+            "choose another"
+        ) from error
 
 
 def _sequences(

@@ -115,6 +115,13 @@ def _check_sequences(config: Trainer.Config) -> None:
 def _check_loss(config: Trainer.Config) -> None:
     inner = getattr(config.loss, "loss_fn", None)
     loss, name = (inner, "loss.loss_fn") if inner is not None else (config.loss, "loss")
+    chunks = getattr(config.loss, "num_chunks", 1)
+    length = config.training.seq_len // config.parallelism.context_parallel_degree
+    if length % chunks:
+        raise UserError(
+            f"loss.num_chunks is {chunks}, which does not divide the {length} tokens of a sequence on each "
+            "rank (training.seq_len / parallelism.context_parallel_degree): set it to a divisor of that"
+        )
     vocabulary = getattr(config.model_spec.model, "vocab_size", None)
     told = getattr(loss, "global_vocab_size", vocabulary)
     degree = config.parallelism.tensor_parallel_degree

@@ -78,12 +78,6 @@ def check_supported(config: Trainer.Config) -> None:
     parallelism, training = config.parallelism, config.training
     if training.global_batch_size < 0:  # else the degrees decide, which are not all known yet
         check_microbatches(config, accumulation=1)
-    if parallelism.context_parallel_degree > 1:
-        raise ValueError(
-            "Async2BW is not tried with parallelism.context_parallel_degree = "
-            f"{parallelism.context_parallel_degree} yet: set it to 1, or choose "
-            'parallelism.pipeline_parallel_schedule = "1F1B"'
-        )
     if parallelism.fsdp_reshard_after_forward == "always":
         raise ValueError(
             "Async2BW keeps the unsharded weights of a microbatch until its backward: set "

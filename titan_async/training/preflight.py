@@ -11,7 +11,15 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import Configurable
 from torchtitan.config.override import apply_overrides
+from torchtitan.models.common import dist_gemm
+from torchtitan.models.common.attention import VarlenAttention
+from torchtitan.models.common.token_dispatcher import (
+    DeepEPTokenDispatcher,
+    HybridEPTokenDispatcher,
+    MinimalAsyncEPTokenDispatcher,
+)
 from torchtitan.trainer import Trainer
 
 from titan_async.checkpoint.safetensors_files import SafetensorsFolder
@@ -32,6 +40,13 @@ __all__ = ["build_on_meta", "check"]
 
 _STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 """What a checkpoint holds beside the model."""
+
+_FOR_GPUS = (
+    DeepEPTokenDispatcher.Config,
+    HybridEPTokenDispatcher.Config,
+    MinimalAsyncEPTokenDispatcher.Config,
+)
+"""Ways to send tokens to experts."""
 
 _COMPILED = ("model", "loss")
 """What `compile.components` can name."""
@@ -60,6 +75,7 @@ def check(config: Trainer.Config, *, world_size: int, make_folder: bool = True) 
     _check_libraries(config)
     _check_checkpoints(config)
     tokenizer = _check_tokenizer(config)
+    _check_modules(config)
     model = build_on_meta(config)
     _check_overrides(config)
     _check_balance(config, model)
@@ -82,18 +98,45 @@ def _check_libraries(config: Trainer.Config) -> None:
             'comm.mode "torchcomms" needs the package torchcomms, which is not installed: install it, or set '
             'comm.mode to "default"'
         )
-    if not has_accelerator():
-        if config.profiler.enable_memory_snapshot:
-            raise UserError(
-                "profiler.enable_memory_snapshot records the memory of GPUs, and this machine has none: turn "
-                "it off"
-            )
-        if config.parallelism.context_parallel_degree > 1:
-            raise UserError(
-                f"parallelism.context_parallel_degree is {config.parallelism.context_parallel_degree}, but "
-                "attention on the CPU cannot be divided so: set it to 1"
-            )
+    if config.comm.mode == "local_tensor":
+        raise UserError('comm.mode "local_tensor" is not for training: set it to "default"')
+    if config.comm.mode == "fake_backend" and config.parallelism.pipeline_parallel_degree > 1:
+        raise UserError(
+            'comm.mode "fake_backend" sends nothing, and a pipeline waits for messages: set it to "default", '
+            "or try such a run with titan-async rehearse, which makes them up"
+        )
+    if not has_accelerator() and config.profiler.enable_memory_snapshot:
+        raise UserError(
+            "profiler.enable_memory_snapshot records the memory of GPUs, and this machine has none: turn it "
+            "off"
+        )
     _check_compile(config)
+
+
+def _check_modules(config: Trainer.Config) -> None:
+    """Refuse parts of the model that do not go with this machine, or with context parallelism."""
+    parallelism, model = config.parallelism, config.model_spec.model
+    kinds = {type(node) for _, node, _, _ in model.traverse(Configurable.Config, recurse=True)}
+    if parallelism.context_parallel_degree > 1 and VarlenAttention.Config in kinds:
+        raise UserError(
+            f"parallelism.context_parallel_degree is {parallelism.context_parallel_degree}, but "
+            "VarlenAttention cannot be divided so: set it to 1, or choose a recipe with FlexAttention"
+        )
+    if has_accelerator():
+        return
+    if parallelism.context_parallel_degree > 1 and parallelism.context_parallel_load_balancer == "ptrr":
+        raise UserError(
+            'parallelism.context_parallel_load_balancer "ptrr" needs block masks, which are for GPUs: set it '
+            'to "headtail" or none'
+        )
+    for kind in sorted(kinds, key=lambda kind: kind.__qualname__):
+        spread = kind in _FOR_GPUS and parallelism.expert_parallel_degree > 1
+        fused = kind.__module__ == dist_gemm.__name__ and parallelism.tensor_parallel_degree > 1
+        if spread or fused:
+            name = kind.__qualname__.removesuffix(".Config")
+            raise UserError(
+                f"the model's {name} needs GPUs, and this machine has none: choose another recipe"
+            )
 
 
 def _is_installed(package: str) -> bool:
@@ -220,7 +263,7 @@ def build_on_meta(config: Trainer.Config) -> nn.Module:
         update_model(config, tied_stages=delays_gradients(config.parallelism))
         with torch.device("meta"):
             return config.model_spec.model.build()
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, NotImplementedError, ImportError) as error:
         raise UserError(f"the model: {' '.join(str(error).split())}") from error
 
 

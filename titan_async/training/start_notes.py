@@ -30,6 +30,13 @@ def start_notes(
             f"one stage: no delay, no feedback ({ASYNC_SCHEDULE} needs parallelism.pipeline_parallel_degree "
             "of at least 2)"
         )
+    if getattr(config, "adopted", False) and config.training.disable_cuda_graphs:
+        feedback = config.optimizer if isinstance(config.optimizer, AsyncOptimizers.Config) else None
+        on = delayed and feedback is not None and feedback.error_feedback.enable
+        notes.append(
+            "a configuration of torchtitan's: training.disable_cuda_graphs is set, which pipelines need"
+            + (", and optimizer.error_feedback is on" if on else "")
+        )
     if was_delayed not in (None, delayed):
         had, has = ("a", "none") if was_delayed else ("no", "one")
         notes.append(f"the checkpoint's run had {had} delay, this one has {has}: the training changes here")

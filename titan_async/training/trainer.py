@@ -5,20 +5,22 @@ ready after every batch.
 """
 
 import dataclasses
+import math
 import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import tyro
 from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.dataloader import BaseDataLoader, DataloaderExhaustedError
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.components.validate import Validator
@@ -30,7 +32,7 @@ from torchtitan.trainer import Trainer
 from titan_async._group_internals import set_joint_timeout
 from titan_async.pipelining.recording import Kind
 from titan_async.training import cpu, random_state
-from titan_async.training._titan_internals import saves_at, stages_of
+from titan_async.training._titan_internals import saves_at, stages_of, unmanaged
 from titan_async.training.balance import balance_model_spec
 from titan_async.training.checkpoint import (
     EMA_WEIGHTS,
@@ -95,6 +97,9 @@ class AsyncTrainer(Trainer):
         """A gradient that holds an infinity or a NaN anywhere makes no update on any rank. The run stops
         after this many skipped updates in a row."""
 
+        adopted: Annotated[bool, tyro.conf.Suppress] = False
+        """Whether this was torchtitan's `Trainer.Config`; see `adopt`."""
+
         def __post_init__(self) -> None:
             # By name: a dataclass with slots is another class than the one super() would look for.
             Trainer.Config.__post_init__(self)
@@ -111,6 +116,8 @@ class AsyncTrainer(Trainer):
         if isinstance(config.optimizer, AsyncOptimizers.Config) and not self.delayed:
             config.optimizer = config.optimizer.without_feedback()
         super().__init__(config)
+        if self.delayed and self.pp_has_last_stage and isinstance(self.loss_fn, ChunkedLossWrapper):
+            self.loss_fn.set_lm_head(unmanaged(self.model_parts[-1].lm_head))
         self._grad_norm: torch.Tensor | None = None
         self.skipped = SkippedUpdates(config.max_skipped_updates)
         self.resumes_delay = True
@@ -360,12 +367,14 @@ class AsyncTrainer(Trainer):
             local_average = loss * figures.global_valid_tokens / tokens
             average, largest = dist_utils.dist_sum(loss, mesh), dist_utils.dist_max(local_average, mesh)
             tokens_seen = dist_utils.dist_sum(torch.tensor(tokens_seen, device=self.device), mesh)
-        norm = self._grad_norm
+        norm = None if self._grad_norm is None else float(self._grad_norm.item())
+        if norm is None and not isinstance(self.metrics_processor, AsyncMetrics):
+            norm = math.nan  # torchtitan's processors take numbers alone
         self.metrics_processor.log(
             self.step,
             average,
             largest,
-            None if norm is None else float(norm.item()),
+            norm,
             extra_metrics={
                 "n_tokens_seen": tokens_seen,
                 "skipped_updates": self.skipped.total,

@@ -92,15 +92,13 @@ def _train(argv: list[str], until_end: contextlib.ExitStack) -> int:
         from titan_async.training import preflight
 
         preflight.check(config, world_size=int(os.environ["WORLD_SIZE"]))
+        if config.comm.mode == "fake_backend":
+            os.environ.setdefault("NGPU", os.environ["WORLD_SIZE"])
     if os.environ.get("RANK", "0") == "0":
         from titan_async.training import run_lock, saved_recipe
-        from titan_async.training.hf_architecture import export_warning
 
         until_end.enter_context(run_lock.locked(config.dump_folder))
         saved_recipe.write_recipe(resolved)
-        # Our trainer says so itself, in the run's record too.
-        if not hasattr(config, "monitor") and (warning := export_warning(config)):
-            print(warning, file=sys.stderr, flush=True)
 
     import torch.distributed as dist
     from torch.distributed.checkpoint.api import CheckpointException

@@ -1,0 +1,333 @@
+"""torchtitan's configurations, as its users have them, trained by our trainer."""
+
+import dataclasses
+import importlib
+import inspect
+import json
+import pkgutil
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torchtitan.models
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
+from torchtitan.components.validate import Validator
+from torchtitan.trainer import Trainer
+
+from tests.support.selection import slow
+from tests.support.trainer_loop import Trained, Trainers, arguments, distance, loop, merged
+from tests.support.training import train
+from titan_async.config.recipe_file import resolve
+from titan_async.data import shakespeare_tokenizer_folder
+from titan_async.errors import UserError
+from titan_async.training import preflight
+from titan_async.training.adopt import adopt
+from titan_async.training.checkpoint import AsyncCheckpointer
+from titan_async.training.metrics import AsyncMetrics
+from titan_async.training.optimizer import AsyncOptimizers
+from titan_async.training.start_notes import start_notes
+from titan_async.training.trainer import AsyncTrainer
+
+PIPELINE = (
+    "--parallelism.pipeline_parallel_degree", 2, "--parallelism.pipeline_parallel_schedule", "Async2BW",
+)  # fmt: skip
+SHARDED = ("--parallelism.data_parallel_shard_degree", 2)
+TENSOR = ("--parallelism.tensor_parallel_degree", 2)
+EXPERT = (*SHARDED, "--parallelism.expert_parallel_degree", 2)
+CONTEXT = ("--parallelism.context_parallel_degree", 2)
+
+
+def as_dict(section: Any) -> dict[str, Any]:
+    return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+
+
+def test_torchtitans_sections_become_ours_with_their_settings() -> None:
+    from tests.support.recipes import titan_llama
+
+    config = titan_llama()
+    before = dataclasses.replace(config)
+    ours = adopt(config, recipe="x")
+    assert type(ours) is AsyncTrainer.Config
+    assert config == before
+    for name, value in as_dict(config).items():
+        kept = getattr(ours, name)
+        if dataclasses.is_dataclass(value):
+            assert as_dict(value).items() <= as_dict(kept).items() or name == "training"
+        else:
+            assert kept is value
+    assert ours.training == dataclasses.replace(config.training, disable_cuda_graphs=True)
+    assert isinstance(ours.optimizer, AsyncOptimizers.Config) and ours.optimizer.error_feedback.enable
+    assert isinstance(ours.metrics, AsyncMetrics.Config)
+    assert isinstance(ours.checkpoint, AsyncCheckpointer.Config)
+    assert adopt(ours, recipe="x") is ours
+
+
+@pytest.mark.parametrize(
+    ("field", "stock"),
+    [
+        ("optimizer", OptimizersContainer),
+        ("lr_scheduler", LRSchedulersContainer),
+        ("metrics", MetricsProcessor),
+        ("checkpoint", CheckpointManager),
+        ("validator", Validator),
+    ],
+)
+def test_sections_of_the_users_own_stay(field: str, stock: Any) -> None:
+    from tests.support.recipes import titan_llama
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(stock.Config):  # type: ignore[misc]
+        pass
+
+    own = Config()
+    assert getattr(adopt(dataclasses.replace(titan_llama(), **{field: own}), recipe="x"), field) is own
+
+
+def test_what_returns_no_configuration_of_torchtitans_trainer_is_refused() -> None:
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        pass
+
+    with pytest.raises(UserError, match="^the recipe x is for a trainer of its own .* derive that from"):
+        adopt(Config(), recipe="x")
+    with pytest.raises(UserError, match="^the recipe x returns a dict: name a function that returns"):
+        adopt({}, recipe="x")
+
+
+def test_a_line_says_what_is_set(tmp_path: Path) -> None:
+    def notes(*flags: object) -> list[str]:
+        return start_notes(resolve(arguments(tmp_path, "titan_llama", *flags)), ["layers.0.w.weight"])
+
+    (line,) = notes(*PIPELINE)
+    assert "disable_cuda_graphs is set" in line and line.endswith("optimizer.error_feedback is on")
+    (line,) = notes()  # one stage
+    assert line.endswith("which pipelines need")
+    assert notes("--training.no-disable_cuda_graphs") == []
+
+
+LAYOUTS = [
+    pytest.param(2, 1, (), id="two stages"),
+    slow(4, 2, SHARDED, id="FSDP"),
+    slow(4, 1, TENSOR, id="TP"),
+    slow(4, 1, CONTEXT, id="CP"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "shares", "flags"), LAYOUTS)
+def test_it_follows_the_recurrence_with_feedback(
+    runs: Trainers, tmp_path: Path, ranks: int, shares: int, flags: tuple[object, ...]
+) -> None:
+    # With a loss by chunks, which computes the head's gradient in its forward, and with validations and
+    # checkpoints in between, after which a batch reads weights that are not the newest.
+    argv = arguments(tmp_path, "titan_llama", *PIPELINE, *flags)
+    results = runs(ranks, argv)
+    before, after = merged([r.before for r in results]), merged([r.after for r in results])
+    wanted = loop(argv, before, shares=shares)
+    assert distance(after, wanted.after) < 3e-6
+    for other in ({"delay": 0}, {"strength": 0.0}):
+        assert distance(after, loop(argv, before, shares=shares, **other).after) > 1e-3
+    for result in results:
+        assert result.losses == pytest.approx(wanted.losses, abs=1e-5)
+
+
+def note_lines(trainer: Any, trained: Trained) -> None:
+    trained.extra["lines"] = trainer.metrics_processor.lines = []
+    log = trainer.metrics_processor.log
+
+    def noting(*args: Any, **kwargs: Any) -> None:
+        log(*args, **kwargs)
+        trained.extra["lines"] = trainer.metrics_processor.lines
+
+    trainer.metrics_processor.log = noting
+
+
+def test_metrics_of_the_users_own_get_numbers(runs: Trainers, tmp_path: Path) -> None:
+    first, _ = runs(2, arguments(tmp_path, "titan_metrics", *PIPELINE, "--training.steps", 2), note_lines)
+    assert [line.split()[0] for line in first.extra["lines"]] == ["1", "2"]
+    assert [line.split()[2] == "nan" for line in first.extra["lines"]] == [True, False]
+
+
+TAKEN = {
+    "llama3": ("llama3_debugmodel", "llama3_debugmodel_varlen_attn", "llama3_debugmodel_dist_gemm",
+               "llama3_debugmodel_ce_loss"),
+    "qwen3": ("qwen3_debugmodel_moe_param_groups", "qwen3_moe_debug"),
+    "deepseek_v3": ("deepseek_v3_debugmodel",),
+    "gpt_oss": ("gpt_oss_debugmodel", "gpt_oss_debugmodel_flex"),
+    "muse_glimmer": ("muse_glimmer_debugmodel",),
+}  # fmt: skip
+"""The small models that train in a pipeline on any machine, by `--module`."""
+
+REFUSED = {
+    "deepseek_v3_debugmodel_mtp": "MTP does not support pipeline parallelism",
+    "deepseek_v3_debugmodel_hybridep": "requires expert parallelism",
+    "deepseek_v3_debugmodel_minimal_async_ep": "requires expert parallelism",
+    "flux_debugmodel": "for a trainer of its own",
+    "sft_debugmodel": "tests/assets/sft_test/data.json",
+    "llama3_8b": "set training.local_batch_size to at least 2",
+}
+"""What is said of some others."""
+
+
+def registries() -> Iterator[tuple[str, str]]:
+    """Each recipe of torchtitan whose packages are installed, behind its `--module`."""
+    for found in pkgutil.iter_modules(torchtitan.models.__path__):
+        try:
+            registry = importlib.import_module(f"torchtitan.models.{found.name}.config_registry")
+        except ModuleNotFoundError:
+            continue
+        for name, value in vars(registry).items():
+            own = inspect.isfunction(value) and value.__module__ == registry.__name__ and name[0] != "_"
+            if own and str(value.__annotations__.get("return")).rstrip("'>").endswith("Trainer.Config"):
+                yield found.name, name
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A folder for the loader that torchtitan's small recipes have, in the place of its c4_test."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    lines = [json.dumps({"text": f"{n} bottles of beer on the wall, " * (1 + n % 9)}) for n in range(150)]
+    (folder / "texts.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def outcome(folder: Path, module: str, name: str, texts: Path) -> str:
+    """What is said before a run of two stages, or nothing."""
+    file = folder / "x.toml"
+    file.write_text(f'recipe = "{name}"\n')
+    argv = [str(file), "--module", module, "--hf_assets_path", str(shakespeare_tokenizer_folder())]
+    argv += map(str, PIPELINE)
+    try:
+        config = resolve(argv)
+        if getattr(config.dataloader, "dataset", "") in ("c4", "c4_test"):
+            argv += ["--dataloader.dataset", "c4_test", "--dataloader.dataset_path", str(texts)]
+            config = resolve(argv)
+        degrees = config.parallelism
+        world = 2 * degrees.tensor_parallel_degree * degrees.expert_parallel_degree
+        preflight.check(config, world_size=world, make_folder=False)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("small", [True, slow(False)])
+def test_every_recipe_of_torchtitan_is_taken_or_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: Path, small: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = {
+        (module, name): outcome(tmp_path, module, name, texts)
+        for module, name in registries()
+        if ("debug" in name) is small
+    }
+    assert len(said) > 20
+    if small:
+        assert {(module, name) for module, names in TAKEN.items() for name in names} <= {
+            recipe for recipe, sentence in said.items() if not sentence
+        }
+    for (_, name), sentence in said.items():
+        assert "\n" not in sentence and len(sentence) < 500
+        assert REFUSED.get(name, "") in sentence
+
+
+@pytest.mark.parametrize(
+    ("module", "recipe", "flags", "sentence"),
+    [
+        ("llama3", "llama3_debugmodel_varlen_attn", CONTEXT, "VarlenAttention cannot be divided so"),
+        ("llama3", "llama3_debugmodel", (*CONTEXT, "--parallelism.context_parallel_load_balancer", "ptrr"),
+         'load_balancer "ptrr" needs block masks'),
+        ("llama3", "llama3_debugmodel_dist_gemm", TENSOR, "QKVLinear needs GPUs"),
+        ("deepseek_v3", "deepseek_v3_debugmodel_hybridep", EXPERT, "HybridEPTokenDispatcher needs GPUs"),
+        ("llama3", "llama3_debugmodel", ("--loss.num_chunks", 3), "does not divide the 2048 tokens"),
+        ("llama3", "llama3_debugmodel", (*CONTEXT, "--training.seq_len", 12), "divide the 6 tokens"),
+        ("llama3", "llama3_debugmodel", ("--dataloader.dataset", "c5"), "Dataset c5 is not supported"),
+        ("llama3", "llama3_debugmodel", ("--dataloader.dataset_path", "gone"), "gone"),
+        ("llama3", "llama3_debugmodel", ("--comm.mode", "local_tensor"), "is not for training"),
+        ("llama3", "llama3_debugmodel", ("--comm.mode", "fake_backend"), "with titan-async rehearse"),
+        ("llama3", "llama3_debugmodel", ("--debug.spmd_typechecking",), "SPMD typechecking is not supported"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused(
+    tmp_path: Path, texts: Path, module: str, recipe: str, flags: tuple[object, ...], sentence: str
+) -> None:
+    degrees = [int(str(value)) for name, value in pairwise(flags) if str(name).endswith("_degree")]
+    with pytest.raises(UserError) as caught:
+        preflight.check(
+            resolve(command(tmp_path, texts, module, recipe, *flags)),
+            world_size=2 * (degrees[0] if degrees else 1),
+            make_folder=False,
+        )
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def command(folder: Path, texts: Path, module: str, recipe: str, *flags: object) -> list[str]:
+    file = folder / "x.toml"
+    file.write_text(f'recipe = "{recipe}"\n')
+    tokenizer = shakespeare_tokenizer_folder()
+    words = [file, "--module", module, "--hf_assets_path", tokenizer, "--dataloader.dataset_path", texts]
+    return [str(word) for word in (*words, *PIPELINE, *flags)]
+
+
+def test_the_smallest_of_torchtitans_recipes_trains_as_it_is(tmp_path: Path, texts: Path) -> None:
+    run = trained(tmp_path, texts, "llama3", "llama3_debugmodel", "--training.steps", 3)
+    assert "training llama3 debugmodel on 2 stages under Async2BW for 3 steps" in run.out
+    assert "optimizer.error_feedback is on" in run.out
+    assert run.steps == [1, 2, 3] and run.losses[-1] < run.losses[0]
+
+
+def trained(folder: Path, texts: Path, module: str, recipe: str, *flags: object, pipeline=PIPELINE) -> Any:
+    (folder / "x.toml").write_text(f'recipe = "{recipe}"\n')
+    run = train(
+        folder, "--module", module, "--hf_assets_path", shakespeare_tokenizer_folder(),
+        "--dataloader.dataset_path", texts, "--training.local_batch_size", 4,
+        "--training.mixed_precision_param", "float32", "--training.max_norm", 1.0,
+        *pipeline, *flags, recipe="x.toml",
+    )  # fmt: skip
+    assert (run.status, run.err) == (0, ""), run.err
+    return run
+
+
+MODELS = [
+    ("llama3", "llama3_debugmodel", (SHARDED, TENSOR, CONTEXT)),
+    ("llama3", "llama3_debugmodel_varlen_attn", ((), SHARDED)),
+    ("qwen3", "qwen3_moe_debug", (SHARDED, TENSOR, EXPERT, CONTEXT)),
+    ("deepseek_v3", "deepseek_v3_debugmodel", (SHARDED, TENSOR, EXPERT, CONTEXT)),
+    ("gpt_oss", "gpt_oss_debugmodel", (SHARDED, TENSOR, EXPERT)),
+    ("gpt_oss", "gpt_oss_debugmodel_flex", (SHARDED, TENSOR, EXPERT, CONTEXT)),
+    ("muse_glimmer", "muse_glimmer_debugmodel", (SHARDED, TENSOR, EXPERT)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "recipe", "layout"),
+    [(module, recipe, layout) for module, recipe, layouts in MODELS for layout in layouts],
+)
+def test_torchtitans_models_train_in_two_stages(
+    tmp_path: Path, texts: Path, module: str, recipe: str, layout: tuple[object, ...]
+) -> None:
+    run = trained(tmp_path, texts, module, recipe, "--training.steps", 3, *layout)
+    assert run.steps == [1, 2, 3] and run.losses[-1] < run.losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", None])
+def test_it_trains_without_a_delay_as_well(tmp_path: Path, texts: Path, schedule: str | None) -> None:
+    pipeline = (*PIPELINE[:3], schedule) if schedule else ()
+    run = trained(tmp_path, texts, "llama3", "llama3_debugmodel", "--training.steps", 3, pipeline=pipeline)
+    assert run.steps == [1, 2, 3] and run.losses[-1] < run.losses[0]
+
+
+@pytest.mark.slow
+def test_it_resumes_where_it_stopped(tmp_path: Path, texts: Path) -> None:
+    flags = ("llama3", "llama3_debugmodel", "--checkpoint.enable", "--debug.seed", 0)
+    flags += ("--lr_scheduler.total_steps", 4)
+    (tmp_path / "once").mkdir()
+    once = trained(tmp_path / "once", texts, *flags, "--training.steps", 4)
+    first = trained(tmp_path, texts, *flags, "--training.steps", 2)
+    second = trained(tmp_path, texts, *flags, "--training.steps", 4)
+    assert first.losses + second.losses == once.losses

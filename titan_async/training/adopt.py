@@ -1,0 +1,64 @@
+"""Makes an `AsyncTrainer.Config` of torchtitan's `Trainer.Config`, so that its recipes train as they are."""
+
+import dataclasses
+from typing import Any
+
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
+from torchtitan.components.validate import Validator
+from torchtitan.config import derive
+from torchtitan.trainer import Trainer
+
+from titan_async.errors import UserError
+from titan_async.training.checkpoint import AsyncCheckpointer
+from titan_async.training.lr_scheduler import AsyncLRSchedulers
+from titan_async.training.metrics import AsyncMetrics
+from titan_async.training.optimizer import AsyncOptimizers
+from titan_async.training.trainer import AsyncTrainer
+from titan_async.training.validator import AsyncValidator
+
+__all__ = ["adopt"]
+
+_OURS = {
+    OptimizersContainer.Config: AsyncOptimizers.Config,
+    LRSchedulersContainer.Config: AsyncLRSchedulers.Config,
+    MetricsProcessor.Config: AsyncMetrics.Config,
+    CheckpointManager.Config: AsyncCheckpointer.Config,
+    Validator.Config: AsyncValidator.Config,
+}
+"""What takes the place of torchtitan's own sections, with their settings: error feedback, losses of all
+stages, checkpoints of a pipeline that is full. Subclasses are their user's, and stay."""
+
+
+def adopt(config: Any, *, recipe: str) -> AsyncTrainer.Config:
+    """The configuration that trains what `config` says, under Async2BW too.
+
+    Args:
+        config: what a recipe function has returned; not changed. An `AsyncTrainer.Config` is returned as
+            it is.
+        recipe: the function's name, for messages.
+
+    Raises:
+        UserError: it is no `Trainer.Config`, or one of another trainer.
+    """
+    if isinstance(config, AsyncTrainer.Config):
+        return config
+    if not isinstance(config, Trainer.Config):
+        raise UserError(
+            f"the recipe {recipe} returns a {type(config).__qualname__}: name a function that returns a "
+            "Trainer.Config"
+        )
+    if type(config) is not Trainer.Config:
+        raise UserError(
+            f"the recipe {recipe} is for a trainer of its own ({type(config).__qualname__}), whose loop "
+            "knows no delayed gradients: derive that from titan_async.training.trainer.AsyncTrainer, or "
+            "choose another recipe"
+        )
+    changes = {
+        field.name: derive(section, _OURS[type(section)])
+        for field in dataclasses.fields(config)
+        if type(section := getattr(config, field.name)) in _OURS
+    }
+    training = dataclasses.replace(config.training, disable_cuda_graphs=True)  # they support no pipelines
+    return derive(config, AsyncTrainer.Config, **changes, training=training, adopted=True)
