@@ -15,7 +15,7 @@ from titan_async.checkpoint.safetensors_files import SafetensorsFolder
 from titan_async.checkpoint.tensors import TensorInfo
 from titan_async.config.recipe_file import Resolved, resolve_recipe
 from titan_async.errors import UserError
-from titan_async.huggingface.layout import Layout, layout_of, read_from, tensors_in
+from titan_async.huggingface.layout import TIED, Layout, layout_of, read_from, tensors_in
 from titan_async.training.checkpoint import EMA_WEIGHTS, NEXT_WEIGHTS, complete_steps
 from titan_async.training.saved_recipe import RECIPE
 
@@ -163,7 +163,8 @@ def _check_recipe(saved: SavedTensors | _HfTensors, layout: Layout, weights: str
             why = f"its {kept} is of the type {found.dtype}"
         if why:
             break
-    others = [key for key in saved.tensors if key not in layout.shapes and not key.startswith(_OTHER_STATE)]
+    known = {*layout.shapes, *(TIED if layout.tied else ())}
+    others = [key for key in saved.tensors if key not in known and not key.startswith(_OTHER_STATE)]
     if why is None and others:
         why = f"it has {others[0]}, which the recipe's model has not"
     if why:
