@@ -152,8 +152,7 @@ def test_no_config_is_a_sentence(tmp_path: Path) -> None:
 
 
 def wrong_models() -> dict[str, Any]:
-    tied, layers, softmax, unbalanced = (copy.deepcopy(spec) for spec in (DENSE, DENSE, EXPERTS, EXPERTS))
-    tied.model.enable_weight_tying = True
+    layers, softmax, unbalanced = (copy.deepcopy(spec) for spec in (DENSE, EXPERTS, EXPERTS))
     layers.model.layers[1].attention_norm.eps = layers.model.layers[1].ffn_norm.eps = 1e-6
     softmax.model.layers[0].moe.router.score_func = "softmax"
     unbalanced.model.layers[0].moe.load_balance_coeff = None
@@ -161,7 +160,6 @@ def wrong_models() -> dict[str, Any]:
     biased.model.layers[1].feed_forward.w1.bias = biased.model.layers[0].feed_forward.w1.bias = True
     yarn = dataclasses.replace(DENSE.model.layers[0].attention.rope, scaling="yarn")
     return {
-        "embedding and head are one weight": tied,
         "its norms have different epsilons": layers,
         "not those of dots.llm1": softmax,
         "layers are not those of dots": unbalanced,

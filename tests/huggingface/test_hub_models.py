@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tomllib
 from collections.abc import Callable
@@ -14,11 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.saved_runs import logits, torchtitan_model
+from tests.support.selection import slow
 from titan_async.checkpoint.distributed import SavedTensors
 from titan_async.cli.main import main
-from titan_async.config.recipe_file import resolve_recipe
+from titan_async.config.recipe_file import resolve_model, resolve_recipe
 from titan_async.data import shakespeare_tokenizer_folder
+from titan_async.errors import UserError
 from titan_async.huggingface.architecture import model_section, read_description
+from titan_async.planning.layout import split_of
+from titan_async.training.hf_architecture import describe
 
 VOCAB, LENGTH = 2048, 48
 
@@ -118,7 +123,12 @@ def transformers_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
         return loaded.eval()(tokens).logits
 
 
-@pytest.mark.parametrize("name", MODELS)
+# What a slow one has, another has, too.
+SLOW = ("qwen3", "qwen3 moe", "deepseek, whole queries")
+NAMES = pytest.mark.parametrize("name", [slow(name, id=name) if name in SLOW else name for name in MODELS])
+
+
+@NAMES
 def test_in_and_out_it_is_the_same_model(
     name: str, saved: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,3 +159,121 @@ def test_in_and_out_it_is_the_same_model(
     # And once more, from what was converted, whose recipe names no folder of this machine.
     assert main(["import", str(out), str(tmp_path / "again")]) == 0
     assert model_section(read_description(out)) == tomllib.loads((out / "recipe.toml").read_text())["model"]
+
+
+DESCRIPTIONS = {name: {"model_type": kind, **COMMON, **fields} for name, (kind, fields) in MODELS.items()}
+
+
+@pytest.mark.parametrize("name", DESCRIPTIONS)
+def test_a_section_describes_the_same_model_again(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DESCRIPTIONS[name]))
+    section = model_section(read_description(tmp_path))
+    resolved = resolve_model("hub", section, shown="config.json", flags=["--training.steps", "7"])
+    (tmp_path / "recipe.toml").write_text(resolved.to_toml())
+    again = resolve_recipe([str(tmp_path / "recipe.toml")])
+    assert (again.model, again.config.training.steps) == (section, 7)
+    assert describe(again.config.model_spec, 64) == describe(resolved.config.model_spec, 64)
+
+
+def test_stages_are_even_by_multiplications(tmp_path: Path) -> None:
+    """SmolLM2-135M's head does the work of eight layers on short texts: 30 layers make 19 and 11."""
+    smollm2 = {**COMMON, "model_type": "llama", "tie_word_embeddings": True, "vocab_size": 49_152,
+               "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+               "num_key_value_heads": 3, "max_position_embeddings": 8192}  # fmt: skip
+    parallelism = resolve_model("hub", smollm2, shown="x", flags=[]).config.parallelism
+    stages = split_of(parallelism, 30)
+    assert [sum(name.startswith("layers") for name in stage) for stage in stages] == [19, 11]
+    layer = 2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536 + 256 * 576
+    costs = 19 * layer, 11 * layer + 576 * 49_152
+    assert abs(costs[0] - costs[1]) < layer
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "sentence"),
+    [
+        ("llama", {"model_type": "gpt2"}, "model_type is gpt2, and only models of the types llama, qwen3, "),
+        ("llama", {"attention_bias": True}, "attention_bias is true, and torchtitan's llama3 has false alone: "),
+        ("llama", {"mlp_bias": True}, "mlp_bias is true, "),
+        ("llama", {"hidden_act": "gelu"}, 'hidden_act is "gelu", and torchtitan\'s llama3 has "silu" alone'),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling is {"),
+        ("llama", {"rope_scaling": {**LLAMA3, "factor": "8"}}, "rope_scaling.factor is '8', and must be a number"),
+        ("llama", {"rope_scaling": YARN}, "rope_scaling is {"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is {"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1, "),
+        ("llama", {"hidden_size": None}, "hidden_size is missing, and must be a whole number from 1 to "),
+        ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, and must be a whole number "),
+        ("llama", {"num_key_value_heads": 3}, "num_key_value_heads is 3, which does not divide num_attention_"),
+        ("llama", {"head_dim": 7}, "head_dim is 7, and must be even"),
+        ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, and must be a number above zero"),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window is true, "),
+        ("qwen3", {"attention_bias": True}, "attention_bias is true, "),
+        ("qwen3", {"rope_scaling": YARN}, "rope_scaling is {"),
+        ("qwen3 moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, of which num_experts, 8, has not "),
+        ("dots1", {"sliding_window": 8, "max_window_layers": 1}, "sliding_window is 8, "),
+        ("dots1", {"n_group": 3}, "n_group is 3, which does not divide n_routed_experts, 8"),
+        ("dots1", {"n_shared_experts": None}, "n_shared_experts is missing"),
+        ("dots1", {"topk_group": 5}, "topk_group is 5, of which n_group, 4, has not as many"),
+        ("deepseek", {"num_key_value_heads": 2}, "num_key_value_heads is 2, "),
+        ("deepseek", {"rope_interleave": False}, "rope_interleave is false, "),
+        ("deepseek", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1, "),
+        ("deepseek", {"rope_scaling": {**YARN, "mscale_all_dim": 1.0}}, "rope_scaling is {"),
+        ("deepseek", {"tie_word_embeddings": True}, "tie_word_embeddings is true, "),
+        ("deepseek", {"topk_method": "greedy"}, 'topk_method is "greedy", '),
+        ("deepseek", {"scoring_func": "softmax"}, 'scoring_func is "softmax", '),
+    ],
+)  # fmt: skip
+def test_what_torchtitan_does_not_have_is_refused_by_its_field(
+    name: str, changed: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**DESCRIPTIONS[name], **changed}))
+    with pytest.raises(ValueError, match="^" + re.escape(sentence)) as caught:
+        model_section(read_description(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_import_that_is_refused_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, run = tmp_path / "model", tmp_path / "run"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({**DESCRIPTIONS["llama"], "attention_bias": True}))
+    assert main(["import", str(model), str(run)]) == 2
+    assert capsys.readouterr().err.startswith(f"{model} has no tokenizer.json: fetch the model's tokenizer, too, ")
+    assert main(["import", str(model), str(run), "--hf_assets_path", str(shakespeare_tokenizer_folder())]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"{model}/config.json: attention_bias is true, and ") and err.count("\n") == 1
+    assert not run.exists()
+
+
+def test_a_copy_of_the_embedding_must_be_one(
+    saved: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some folders of tied models hold a head beside the embedding."""
+    model = tmp_path / "model"
+    shutil.copytree(saved("qwen3 tied"), model)
+    weights = load_file(model / "model.safetensors")
+    save_file({**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, model / "model.safetensors")
+    assert main(["import", str(model), str(tmp_path / "run")]) == 0
+    assert "lm_head.weight" not in SavedTensors(tmp_path / "run/checkpoint/step-0").tensors
+    save_file({**weights, "lm_head.weight": torch.zeros(VOCAB, 32)}, model / "model.safetensors")
+    capsys.readouterr()
+    assert main(["import", str(model), str(tmp_path / "other")]) == 2
+    assert capsys.readouterr().err.startswith(f"{model} has a lm_head.weight other than model.embed_tokens.weight")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('recipe = "hub"', ":1: the recipe hub needs a section [model], as titan-async import writes one"),
+        ('recipe = "hub"\nmodel = 3', ":2: model is a section, as in [model]"),
+        ('recipe = "hub"\n[model]\nmodel_type = "llama"', ": num_attention_heads is missing"),
+        ('recipe = "debug"\n[model]\nmodel_type = "llama"', ":2: unknown section model"),
+    ],
+)
+def test_a_section_that_is_wrong_is_one_sentence(text: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text(text)
+    with pytest.raises(UserError, match="^" + re.escape(f"{tmp_path}/x.toml{sentence}")):
+        resolve_recipe([str(tmp_path / "x.toml")])
+
+
+def test_a_section_has_no_other_fields(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="x: hidden_sizes is no field of"):
+        resolve_model("hub", {**DESCRIPTIONS["llama"], "hidden_sizes": 3}, shown="x", flags=[])

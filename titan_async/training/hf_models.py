@@ -134,7 +134,7 @@ def _llama(fields: _Fields) -> ModelSpec:
     return ModelSpec(
         name="llama3",
         flavor="of [model]",
-        model=Llama3Model.Config(layers=layers, **_ends(fields)),
+        model=Llama3Model.Config(layers=layers, **_ends(fields, tied=fields.flag("tie_word_embeddings"))),
         parallelize_fn=parallelize_llama,
         pipelining_fn=pipeline_llm,
         post_optimizer_build_fn=None,
@@ -160,7 +160,7 @@ def _qwen3(fields: _Fields) -> ModelSpec:
     return ModelSpec(
         name="qwen3",
         flavor="of [model]",
-        model=Qwen3Model.Config(layers=layers, **_ends(fields)),
+        model=Qwen3Model.Config(layers=layers, **_ends(fields, tied=fields.flag("tie_word_embeddings"))),
         parallelize_fn=parallelize_qwen3,
         pipelining_fn=pipeline_llm,
         post_optimizer_build_fn=register_moe_load_balancing_hook,
@@ -189,7 +189,7 @@ def _deepseek(fields: _Fields) -> ModelSpec:
     return ModelSpec(
         name="deepseek_v3",
         flavor="of [model]",
-        model=DeepSeekV3Model.Config(layers=layers, **_ends(fields)),
+        model=DeepSeekV3Model.Config(layers=layers, **_ends(fields, tied=False)),
         parallelize_fn=parallelize_deepseekv3,
         pipelining_fn=pipeline_llm,
         post_optimizer_build_fn=register_moe_load_balancing_hook,
@@ -197,10 +197,9 @@ def _deepseek(fields: _Fields) -> ModelSpec:
     )
 
 
-def _ends(fields: _Fields) -> dict[str, Any]:
+def _ends(fields: _Fields, *, tied: bool) -> dict[str, Any]:
     """What a decoder's configuration has beside its layers."""
     width, vocabulary = fields.whole("hidden_size"), fields.whole("vocab_size")
-    tied = fields.flag("tie_word_embeddings")
     return {
         "dim": width,
         "vocab_size": vocabulary,
