@@ -12,9 +12,9 @@ from titan_async.training.trainer import AsyncTrainer
 def dense_135m() -> AsyncTrainer.Config:
     """SmolLM2-135M's shape (163 M parameters untied), 3.3 B tokens of FineWeb-Edu; 1 to 8 GPUs.
 
-    - Width, depth, heads and rotary base are SmolLM2-135M's. SmolLM2 ties embedding and head (`smollm2_135m`);
-      apart, any schedule trains them. The head's 28.3 M parameters come on top of 134.5 M, and count in the
-      20 tokens a parameter.
+    - Width, depth, heads and rotary base are SmolLM2-135M's. SmolLM2 ties embedding and head
+      (`smollm2_135m`); apart, any schedule trains them. The head's 28.3 M parameters come on top of 134.5 M,
+      and count in the 20 tokens a parameter.
     - Sequences of 2048, as SmolLM2's; batches of 262 144 tokens, in the middle of the paper's 180 to 360 K.
     - Peak learning rate 1.5e-3, by the law in `_training.on_gpus`; not swept.
     - The head does the work of six layers (by multiplications, not measured), so that 30 layers and it
@@ -85,9 +85,9 @@ def dense_360m() -> AsyncTrainer.Config:
 def smollm2_135m() -> AsyncTrainer.Config:
     """SmolLM2-135M as it is, embedding and head one weight, 2.7 B tokens of FineWeb-Edu; 1 to 8 GPUs.
 
-    - All of its config.json: width, depth, heads, rotary base, tied embeddings, norms with an epsilon of 1e-5.
-    - Batches, learning rate by the law, and stages are those of `dense_135m`. The steps are fewer: 20 tokens for
-      each of 134.5 M parameters.
+    - All of its config.json: width, depth, heads, rotary base, tied embeddings, norms' epsilon of 1e-5.
+    - Batches, learning rate by the law, and stages are those of `dense_135m`. The steps are fewer: 20 tokens
+      for each of 134.5 M parameters.
     - Of the schedules only Async2BW divides a tied model into stages, so the synchronous twin has one.
     """
     return on_gpus(

@@ -106,11 +106,13 @@ def llama(
         for layer in range(n_layers)
     ]
     tokens = embedding(vocab_size, dim)
+    if tied:
+        tokens = dataclasses.replace(tokens, param_init={"weight": skip_param_init})
     return Llama3Model.Config(
         dim=dim,
         vocab_size=vocab_size,
         enable_weight_tying=tied,
-        tok_embeddings=dataclasses.replace(tokens, param_init={"weight": skip_param_init}) if tied else tokens,
+        tok_embeddings=tokens,
         norm=RMSNorm.Config(normalized_shape=dim, param_init=NORM),
         lm_head=head(vocab_size, dim),
         layers=layers,

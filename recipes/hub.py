@@ -15,8 +15,8 @@ def hub(model: Mapping[str, Any]) -> AsyncTrainer.Config:
     """The model of the Hub that `[model]` describes; titan-async import writes that section.
 
     - Its fields have the names and meanings of `config.json`.
-    - Settings as on a laptop, on Shakespeare's plays: two stages, 300 steps, sequences of 256 in float32. The text,
-      and what GPUs are for, its user sets: bfloat16, longer sequences, more of them, `compile`.
+    - Settings as on a laptop, on Shakespeare's plays: two stages, 300 steps, sequences of 256 in float32. The
+      text, and what GPUs are for, its user sets: bfloat16, longer sequences, more of them, `compile`.
     - Peak learning rate 1e-4, about a tenth of what such models are pretrained with; not swept.
     - Stages are even by multiplications: the head counts as so many layers as do its work.
     """
@@ -36,5 +36,5 @@ def _head_in_layers(spec: ModelSpec, seq_len: int) -> int:
         work += share * parameter.numel()
     attention = config.attention
     width = getattr(attention, "v_head_dim", None) or attention.head_dim
-    work += seq_len * attention.n_heads * width  # with the half of the keys that a token sees, and their values
+    work += seq_len * attention.n_heads * width  # with half of the keys, and of the values
     return min(round(spec.model.vocab_size * spec.model.dim / work), len(spec.model.layers))

@@ -118,7 +118,8 @@ def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, An
     if kind not in _SCALINGS:
         return given | {"rope_type": kind}
     length = "original_max_position_embeddings"
-    full = dict.fromkeys(_SCALINGS[kind]) | {length: config.get(length, config.get("max_position_embeddings"))}
+    full = dict.fromkeys(_SCALINGS[kind])
+    full[length] = config.get(length, config.get("max_position_embeddings"))
     if kind == "yarn":
         full |= {"beta_fast": 32, "beta_slow": 1, "truncate": True}
     return full | {key: value for key, value in given.items() if value is not None} | {"rope_type": kind}
@@ -126,9 +127,9 @@ def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, An
 
 def _dense_layers(config: Mapping[str, Any]) -> list[int]:
     """The layers without experts of a Qwen3 mixture."""
-    layers, listed = min(config.get("num_hidden_layers") or 0, MOST_LAYERS), config.get("mlp_only_layers") or []
-    each = config.get("decoder_sparse_step") or 1
-    return [layer for layer in range(layers) if layer in listed or (layer + 1) % each]
+    layers = range(min(config.get("num_hidden_layers") or 0, MOST_LAYERS))
+    listed, each = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
+    return [layer for layer in layers if layer in listed or (layer + 1) % each]
 
 
 def check_same(theirs: dict[str, Any], ours: dict[str, Any], *, folder: Path, recipe: str) -> None:
@@ -147,8 +148,8 @@ def check_same(theirs: dict[str, Any], ours: dict[str, Any], *, folder: Path, re
     if difference:
         name, found, needed = difference
         raise UserError(
-            f"{folder / 'config.json'} has {name} = {found}, where the model of {recipe} has {needed}: name a "
-            "recipe of the same model"
+            f"{folder / 'config.json'} has {name} = {found}, where the model of {recipe} has {needed}: name "
+            "a recipe of the same model"
         )
 
 
@@ -200,6 +201,7 @@ def _spec_of(description: dict[str, Any]) -> ModelSpec:
     if difference:
         name, found, needed = difference
         raise ValueError(
-            f"{name} is {found}, and torchtitan's {spec.name} has {needed} alone: this model cannot be trained here"
+            f"{name} is {found}, and torchtitan's {spec.name} has {needed} alone: this model cannot be "
+            "trained here"
         )
     return spec

@@ -113,8 +113,9 @@ def tensors_in(files: SafetensorsFolder, layout: Layout) -> dict[str, TensorInfo
         known.add(_TIED_IN_HF[0])
         if not torch.equal(*map(files.read, _TIED_IN_HF)):
             raise UserError(
-                f"{files.folder} has a lm_head.weight other than model.embed_tokens.weight, where the recipe's "
-                "model has one weight for both: remove it, or set tie_word_embeddings to false in config.json"
+                f"{files.folder} has a lm_head.weight other than model.embed_tokens.weight, where the "
+                "recipe's model has one weight for both: remove it, or set tie_word_embeddings to false in "
+                "config.json"
             )
     for name in files.tensors:
         if name not in known and not name.endswith(_NO_WEIGHT):

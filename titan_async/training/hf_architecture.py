@@ -1,7 +1,8 @@
 """What a recipe's model computes, in the words of Hugging Face's `config.json`.
 
-torchtitan's Llama 3 is `LlamaForCausalLM`, its Qwen3 `Qwen3ForCausalLM` or, with experts, `Qwen3MoeForCausalLM`,
-its DeepSeek-V3 `DeepseekV3ForCausalLM`; the project's own mixtures of experts are `Dots1ForCausalLM`.
+torchtitan's Llama 3 is `LlamaForCausalLM`, its Qwen3 `Qwen3ForCausalLM` or, with experts,
+`Qwen3MoeForCausalLM`, its DeepSeek-V3 `DeepseekV3ForCausalLM`; the project's own mixtures of experts are
+`Dots1ForCausalLM`.
 `hf_models` makes such models from these words.
 """
 
@@ -210,7 +211,7 @@ def _normalized_heads(spec: ModelSpec, layer: Any) -> dict[str, Any]:
     """Of Qwen3's attention, which dots.llm1 shares."""
     norm = layer.attention.qk_norm
     if norm is None or norm.eps != layer.attention_norm.eps:
-        raise _unknown(spec, "its layers are not those of dots.llm1 and Qwen3, with norms of queries and keys")
+        raise _unknown(spec, "its layers are not those of dots.llm1 and Qwen3, which normalize queries")
     return {**_common(spec, layer, CosSinRoPE.Config), **_heads(spec, layer)}
 
 

@@ -61,12 +61,12 @@ def spec_of(description: Mapping[str, Any]) -> ModelSpec:
     Raises:
         ValueError: a sentence that begins with the name of the field that is wrong.
     """
-    families = {"llama": _llama, "qwen3": _qwen3, "qwen3_moe": _qwen3, "dots1": _qwen3, "deepseek_v3": _deepseek}
-    kind = description.get("model_type")
+    families = dict.fromkeys(("qwen3", "qwen3_moe", "dots1"), _qwen3)
+    families |= {"llama": _llama, "deepseek_v3": _deepseek}
+    kind = str(description.get("model_type"))
     if kind not in families:
-        raise ValueError(
-            f"model_type is {kind}, and only models of the types {', '.join(families)} can be trained here"
-        )
+        known = ", ".join(sorted(families))
+        raise ValueError(f"model_type is {kind}, and only models of the types {known} can be trained here")
     return families[kind](_Fields(description))
 
 
@@ -342,7 +342,8 @@ def _experts(
     shared_experts: FeedForward.Config | None = None,
     **routing: Any,
 ) -> MoE.Config:
-    width, experts, top_k = fields.whole("hidden_size"), fields.whole(number), fields.whole("num_experts_per_tok")
+    width, experts = fields.whole("hidden_size"), fields.whole(number)
+    top_k = fields.whole("num_experts_per_tok")
     if top_k > experts:
         raise ValueError(f"num_experts_per_tok is {top_k}, of which {number}, {experts}, has not as many")
     return make_moe_config(
