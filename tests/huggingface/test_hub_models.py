@@ -7,6 +7,7 @@ import re
 import shutil
 import tomllib
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +206,7 @@ def test_stages_are_even_by_multiplications() -> None:
         ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, and must be "),
         ("llama", {"num_key_value_heads": 3}, "num_key_value_heads is 3, which does not divide "),
         ("llama", {"head_dim": 7}, "head_dim is 7, and must be even"),
-        ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, and must be a number above zero"),
+        ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, and must be a number above 0"),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window is true, "),
         ("qwen3", {"attention_bias": True}, "attention_bias is true, "),
         ("qwen3", {"rope_scaling": YARN}, "rope_scaling is {"),
@@ -277,9 +278,19 @@ def test_a_section_that_is_wrong_is_one_sentence(text: str, sentence: str, tmp_p
         resolve_recipe([str(tmp_path / "x.toml")])
 
 
-def test_a_section_has_no_other_fields(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="x: hidden_sizes is no field of"):
-        resolve_model("hub", {**DESCRIPTIONS["llama"], "hidden_sizes": 3}, shown="x", flags=[])
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"hidden_sizes": 3}, "hidden_sizes is no field of [model] for a model of this type: leave it out"),
+        ({"hidden_act": date(2026, 1, 1)}, 'hidden_act is "2026-01-01", and torchtitan'),
+        ({"rope_theta": 10**400}, "rope_theta is 1000"),
+        ({"rope_scaling": 3}, "the section [model] does not describe a model ("),
+        ({"model_type": ["llama"]}, "model_type is ['llama'], and only models of the types"),
+    ],
+)
+def test_a_section_of_other_values_is_one_sentence(changed: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"x: {sentence}")):
+        resolve_model("hub", {**DESCRIPTIONS["llama"], **changed}, shown="x", flags=[])
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str
     wanted |= {name: value for name, value in _ONLY.items() if name in theirs}
     for name in sorted(wanted, key=lambda name: name != "model_type"):
         if theirs.get(name) != wanted[name]:
-            return name, json.dumps(theirs.get(name)), json.dumps(wanted[name])
+            return name, *(json.dumps(value, default=str) for value in (theirs.get(name), wanted[name]))
     return None
 
 

@@ -87,8 +87,8 @@ class _Fields:
 
     def number(self, name: str) -> float:
         value = self.get(name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise self._wrong(name, "a number above zero")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _MOST:
+            raise self._wrong(name, f"a number above 0, of at most {_MOST}")
         return float(value)
 
     def flag(self, name: str) -> bool:
