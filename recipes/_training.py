@@ -54,6 +54,27 @@ def on_a_laptop(spec: ModelSpec, *, name: str, muon_lr: float, adamw_lr: float) 
     )
 
 
+def from_the_hub(spec: ModelSpec, *, seq_len: int, lr: float, head_layers: int) -> AsyncTrainer.Config:
+    """Trains a model of the Hub on the plays, until its user names another text: as on a laptop.
+
+    Args:
+        spec: the model.
+        seq_len: tokens of a sequence.
+        lr: peak learning rate.
+        head_layers: what the head costs in layers; the embedding, which computes nothing, counts as none.
+    """
+    config = on_a_laptop(spec, name="hub", muon_lr=lr, adamw_lr=lr)
+    return dataclasses.replace(
+        config,
+        training=dataclasses.replace(config.training, seq_len=seq_len),
+        parallelism=dataclasses.replace(
+            config.parallelism,
+            pipeline_parallel_first_stage_less_layers=0,
+            pipeline_parallel_last_stage_less_layers=head_layers,
+        ),
+    )
+
+
 def on_gpus(
     spec: ModelSpec,
     *,

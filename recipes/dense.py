@@ -1,4 +1,4 @@
-"""Dense models for GPUs, of the shapes of SmolLM2 and Llama 3.2, at 20 tokens a parameter.
+"""Dense models for GPUs, SmolLM2's and others of its shapes and of Llama 3.2's, at 20 tokens a parameter.
 
 Their vocabulary is SmolLM2's: 49 152 entries, open, made for text as in FineWeb-Edu, and small enough that
 the head does not dwarf the layers.
@@ -12,9 +12,9 @@ from titan_async.training.trainer import AsyncTrainer
 def dense_135m() -> AsyncTrainer.Config:
     """SmolLM2-135M's shape (163 M parameters untied), 3.3 B tokens of FineWeb-Edu; 1 to 8 GPUs.
 
-    - Width, depth, heads and rotary base are SmolLM2-135M's, as in arXiv 2606.30634. SmolLM2 ties embedding
-      and head, which a pipeline cannot: the head's 28.3 M parameters come on top of 134.5 M, and count in the
-      20 tokens a parameter.
+    - Width, depth, heads and rotary base are SmolLM2-135M's. SmolLM2 ties embedding and head
+      (`smollm2_135m`); apart, any schedule trains them. The head's 28.3 M parameters come on top of 134.5 M,
+      and count in the 20 tokens a parameter.
     - Sequences of 2048, as SmolLM2's; batches of 262 144 tokens, in the middle of the paper's 180 to 360 K.
     - Peak learning rate 1.5e-3, by the law in `_training.on_gpus`; not swept.
     - The head does the work of six layers (by multiplications, not measured), so that 30 layers and it
@@ -49,8 +49,8 @@ def dense_135m() -> AsyncTrainer.Config:
 def dense_360m() -> AsyncTrainer.Config:
     """SmolLM2-360M's shape (409 M parameters untied), 8.2 B tokens of FineWeb-Edu; 1 to 8 GPUs.
 
-    - Width, depth, heads and rotary base are SmolLM2-360M's, the model of the paper's table of optimizers
-      (arXiv 2606.30634). Untied, its head adds 47.2 M parameters to 361.8 M; both count in the 20 tokens.
+    - Width, depth, heads and rotary base are SmolLM2-360M's (`smollm2_360m`). Untied, its head adds 47.2 M
+      parameters to 361.8 M; both count in the 20 tokens.
     - Sequences of 2048, as SmolLM2's; batches of 327 680 tokens, within the paper's 180 to 360 K.
     - Peak learning rate 1.2e-3, by the law in `_training.on_gpus`; not swept.
     - The head does the work of four layers (by multiplications, not measured), so that 32 layers and it
@@ -72,6 +72,75 @@ def dense_360m() -> AsyncTrainer.Config:
         name="dense_360m",
         lr=1.2e-3,
         steps=24_965,
+        sequences=160,
+        seq_len=2048,
+        stages=4,
+        head_layers=4,
+        local_sequences=80,
+        microbatch=4,
+        subset="sample-10BT",
+    )
+
+
+def smollm2_135m() -> AsyncTrainer.Config:
+    """SmolLM2-135M as it is, embedding and head one weight, 2.7 B tokens of FineWeb-Edu; 1 to 8 GPUs.
+
+    - All of its config.json: width, depth, heads, rotary base, tied embeddings, norms' epsilon of 1e-5.
+    - Batches, learning rate by the law, and stages are those of `dense_135m`. The steps are fewer: 20 tokens
+      for each of 134.5 M parameters.
+    - Of the schedules only Async2BW divides a tied model into stages, so the synchronous twin has one.
+    """
+    return on_gpus(
+        dense_spec(
+            "SmolLM2-135M",
+            llama(
+                vocab_size=SMOLLM_VOCAB,
+                dim=576,
+                n_layers=30,
+                n_heads=9,
+                n_kv_heads=3,
+                hidden_dim=1536,
+                rope_theta=100_000,
+                tied=True,
+            ),
+        ),
+        name="smollm2_135m",
+        lr=1.5e-3,
+        steps=10_263,
+        sequences=128,
+        seq_len=2048,
+        stages=4,
+        head_layers=6,
+        local_sequences=64,
+        microbatch=4,
+        subset="sample-10BT",
+    )
+
+
+def smollm2_360m() -> AsyncTrainer.Config:
+    """SmolLM2-360M as it is, embedding and head one weight, 7.2 B tokens of FineWeb-Edu; 1 to 8 GPUs.
+
+    - All of its config.json, as in `smollm2_135m`: the model of the table of optimizers in arXiv 2606.30634.
+    - Batches, learning rate by the law, and stages are those of `dense_360m`; 20 tokens for each of 361.8 M
+      parameters. The synchronous twin has one stage.
+    """
+    return on_gpus(
+        dense_spec(
+            "SmolLM2-360M",
+            llama(
+                vocab_size=SMOLLM_VOCAB,
+                dim=960,
+                n_layers=32,
+                n_heads=15,
+                n_kv_heads=5,
+                hidden_dim=2560,
+                rope_theta=100_000,
+                tied=True,
+            ),
+        ),
+        name="smollm2_360m",
+        lr=1.2e-3,
+        steps=22_084,
         sequences=160,
         seq_len=2048,
         stages=4,

@@ -1,5 +1,6 @@
 """Dense models for recipes: Llama 3's architecture in any shape, from torchtitan's parts."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -7,7 +8,7 @@ import torch.nn as nn
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.config_utils import get_attention_config, make_ffn_config, make_gqa_config
-from torchtitan.models.common.param_init import depth_scaled_std
+from torchtitan.models.common.param_init import depth_scaled_std, skip_param_init
 from torchtitan.models.llama3 import Llama3Model, parallelize_llama
 from torchtitan.models.llama3.model import Llama3TransformerBlock
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
@@ -38,7 +39,7 @@ def embedding(vocab_size: int, dim: int) -> Embedding.Config:
 
 
 def head(vocab_size: int, dim: int) -> Linear.Config:
-    """Their output projection, a matrix of its own: a pipeline has it on another stage than the embedding."""
+    """Their output projection; a pipeline has it on another stage than the embedding."""
     std = dim**-0.5
     return Linear.Config(
         in_features=dim,
@@ -69,19 +70,21 @@ def llama(
     hidden_dim: int,
     n_kv_heads: int | None = None,
     rope_theta: float = 10_000,
+    tied: bool = False,
 ) -> Llama3Model.Config:
     """A Llama without biases: grouped-query attention, SwiGLU, RMSNorm, rotary positions.
 
     Query, key and value have matrices of their own, because Muon orthogonalizes each matrix by itself.
 
     Args:
-        vocab_size: rows of the embedding and of the head, which are not tied.
+        vocab_size: rows of the embedding and of the head.
         dim: width of the residual stream.
         n_layers: layers.
         n_heads: query heads, of size dim / n_heads.
         hidden_dim: width inside the feed-forward layers.
         n_kv_heads: key and value heads; as many as query heads if not given.
         rope_theta: base of the rotary frequencies.
+        tied: whether embedding and head are one weight, which starts as a head does.
     """
     layers = [
         Llama3TransformerBlock.Config(
@@ -102,10 +105,14 @@ def llama(
         )
         for layer in range(n_layers)
     ]
+    tokens = embedding(vocab_size, dim)
+    if tied:
+        tokens = dataclasses.replace(tokens, param_init={"weight": skip_param_init})
     return Llama3Model.Config(
         dim=dim,
         vocab_size=vocab_size,
-        tok_embeddings=embedding(vocab_size, dim),
+        enable_weight_tying=tied,
+        tok_embeddings=tokens,
         norm=RMSNorm.Config(normalized_shape=dim, param_init=NORM),
         lm_head=head(vocab_size, dim),
         layers=layers,

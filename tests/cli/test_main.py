@@ -93,10 +93,15 @@ def test_recipes_are_listed_without_running_them(tmp_path: Path) -> None:
         'def small() -> "Trainer.Config":\n    """A small one.\n\n    More."""\n'
         "def big() -> AsyncTrainer.Config: ...\n"
         "def _helper() -> Trainer.Config: ...\n"
+        "def told(model: dict) -> Trainer.Config: ...\n"
         "def other() -> int: ...\n"
     )
-    found = [(recipe.name, recipe.module, recipe.summary) for recipe in list_recipes(tmp_path)]
-    assert found == [("big", "some", ""), ("small", "some", "A small one.")]
+    found = [(r.name, r.module, r.summary, r.takes_model) for r in list_recipes(tmp_path)]
+    assert found == [
+        ("big", "some", "", False),
+        ("small", "some", "A small one.", False),
+        ("told", "some", "", True),
+    ]
 
 
 def test_own_recipes_have_a_summary_and_their_own_name() -> None:

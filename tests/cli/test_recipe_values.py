@@ -174,6 +174,8 @@ def test_dry_run_says_what_a_file_cannot(recipe_in: Callable[..., Resolved]) -> 
 
 def test_own_recipes_can_be_written_and_read_again(tmp_path: Path) -> None:
     for recipe in list_recipes():
+        if recipe.takes_model:  # tests/huggingface/test_hub_models.py
+            continue
         first, second = tmp_path / "first.toml", tmp_path / "second.toml"
         first.write_text(f'recipe = "{recipe.name}"')
         resolved = resolve_recipe([str(first)])

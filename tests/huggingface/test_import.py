@@ -99,10 +99,6 @@ def test_the_recipe_of_the_run(models: Path, tmp_path: Path, monkeypatch: pytest
     assert resolve_recipe(["other/recipe.toml"]).config.hf_assets_path == other
 
 
-def without_recipe(model: Path) -> None:
-    (model / "recipe.toml").unlink()
-
-
 def without_config(model: Path) -> None:
     (model / "config.json").unlink()
 
@@ -143,7 +139,6 @@ NORM = "model.norm.weight"
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (without_recipe, "{model} has no recipe.toml: name a recipe of the same model, as in titan-async"),
         (without_config, "{model} has no config.json: name a folder with a Hugging Face model"),
         (with_fewer_layers, "{model}/config.json has num_hidden_layers = 5, where the model of debug has 6"),
         (of_another_kind, '{model}/config.json has model_type = "gpt2", where the model of debug has'),

@@ -16,8 +16,9 @@ Start a run from a model in Hugging Face's format: a folder with config.json and
 from_pretrained loads it and titan-async convert writes it. RUN_DIR gets a checkpoint of step 0 with these
 weights and a recipe.toml, with which training begins there, with a new optimizer and from the first batch.
 
-RECIPE.toml must be of the same model, a Llama or a dots.llm1; without it, the recipe is that in HF_DIR, which
-titan-async convert has left there. The run takes HF_DIR's tokenizer, if there is one.
+RECIPE.toml must be of the same model. Without it, the recipe is that in HF_DIR, which titan-async convert has
+left there, or else one that is made from config.json: of a Llama, Qwen3 (dense or a mixture of experts),
+DeepSeek-V3 or dots.llm1. The run takes HF_DIR's tokenizer, if there is one.
 
 flags:
   --section.key value     any field of the recipe, as for titan-async train
@@ -26,6 +27,7 @@ flags:
 
 examples:
   titan-async import hf/debug outputs/more --training.steps 100
+  titan-async import assets/hf/SmolLM2-135M outputs/smollm2 --dataloader.dataset_path my_texts/
   titan-async train outputs/more/recipe.toml
 """
 

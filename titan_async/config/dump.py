@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,13 @@ _FOLDERS = (("dump_folder",), ("hf_assets_path",), ("checkpoint", "initial_load_
 
 
 def dump_config(
-    config: Any, *, recipe: str, base: Any, module: str | None = None, portable: bool = False
+    config: Any,
+    *,
+    recipe: str,
+    base: Any,
+    module: str | None = None,
+    model: Mapping[str, Any] | None = None,
+    portable: bool = False,
 ) -> str:
     """Returns the text of a recipe file for `config`.
 
@@ -32,10 +39,11 @@ def dump_config(
         recipe: the name of the recipe that it was made from.
         base: what that recipe returns.
         module: the `--module` that the recipe comes from, if it is not one of the project's.
+        model: the section `[model]`, if the recipe takes one.
         portable: for other machines: of absolute paths the names alone, and none of the run's folders.
     """
     dump = _Dump(portable)
-    table = dump.table(config, base, ())
+    table = dump.table(config, base, ()) | ({"model": dict(model)} if model else {})
     # A table's own keys come before its sections, or TOML would count them to the last section.
     body = tomli_w.dumps({"recipe": recipe, **dict(sorted(table.items(), key=_is_section))})
     comments = [f"# The recipe is found with --module {module}"] if module else []

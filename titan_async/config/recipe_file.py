@@ -10,7 +10,8 @@ it by their paths, in torchtitan's own section and field names; flags override t
     steps = 300
 
 Nothing that a file names is imported or run: a recipe is one of the project's, or comes from the
-module that the user gives on the command line with `--module`.
+module that the user gives on the command line with `--module`. A recipe of the project that takes a model is
+called with the section `[model]`, plain values that describe one.
 
 torchtitan is imported by `resolve` only, after CPU support has been applied where it is needed.
 """
@@ -21,20 +22,21 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from titan_async.config.edit import nearest
-from titan_async.config.flags import parse_arguments
+from titan_async.config.edit import Edit, nearest
+from titan_async.config.flags import Arguments, parse_arguments
 from titan_async.config.recipe_list import import_recipe_module, list_recipes
-from titan_async.config.toml_file import RecipeSource, read_recipe_file
+from titan_async.config.toml_file import RecipeSource, TomlFile, read_recipe_file
 from titan_async.errors import UserError
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
-__all__ = ["Resolved", "resolve", "resolve_recipe"]
+__all__ = ["Resolved", "resolve", "resolve_model", "resolve_recipe"]
 
 _ADOPTION = "titan_async.training.adopt"
 
@@ -49,6 +51,8 @@ class Resolved:
     """What the recipe function returns, before file and flags."""
     module: str | None
     dry_run: bool
+    model: Mapping[str, Any] | None = None
+    """The section `[model]`, if the recipe takes one."""
 
     def to_toml(self, *, portable: bool = False) -> str:
         """Returns a recipe file that resolves to the same configuration.
@@ -59,7 +63,12 @@ class Resolved:
         from titan_async.config.dump import dump_config
 
         return dump_config(
-            self.config, recipe=self.recipe, base=self.base, module=self.module, portable=portable
+            self.config,
+            recipe=self.recipe,
+            base=self.base,
+            module=self.module,
+            model=self.model,
+            portable=portable,
         )
 
 
@@ -84,20 +93,51 @@ def resolve_recipe(argv: Sequence[str]) -> Resolved:
         UserError: as `resolve` does.
     """
     arguments = parse_arguments(argv)
-    source = read_recipe_file(arguments.recipe_file)
-    make_recipe = _find_recipe(source, arguments.module)
+    return _resolve(read_recipe_file(arguments.recipe_file), arguments)
+
+
+def resolve_model(recipe: str, model: Mapping[str, Any], *, shown: str, flags: Sequence[str]) -> Resolved:
+    """As `resolve_recipe` of a file that names a recipe and has a section `[model]`.
+
+    Args:
+        recipe: one that takes a model.
+        model: the section.
+        shown: the file that errors are attributed to.
+        flags: as after a recipe file.
+
+    Raises:
+        UserError: as `resolve`.
+    """
+    file = TomlFile(name_shown=shown, text="", data={})
+    edits = [Edit(path=("model",), value=model, origin=file)]
+    return _resolve(RecipeSource(shown, recipe, file, edits), parse_arguments([shown, *flags]))
+
+
+def _resolve(source: RecipeSource, arguments: Arguments) -> Resolved:
+    make_recipe, takes_model = _find_recipe(source, arguments.module)
 
     from titan_async.config.editor import apply_edits
     from titan_async.config.inner_folders import check_inner_folders
     from titan_async.config.number_ranges import check_numbers
 
     assert source.recipe is not None
-    base = _configuration(make_recipe, source)
-    config = apply_edits(base, [*source.edits, *arguments.edits], shown=arguments.recipe_file)
+    edits, model = source.edits, None
+    if takes_model:
+        model = _model_section(source)
+        edits = [edit for edit in source.edits if edit.path != ("model",)]
+        base = _configuration(partial(make_recipe, model), source)
+    else:
+        base = _configuration(make_recipe, source)
+    config = apply_edits(base, [*edits, *arguments.edits], shown=arguments.recipe_file)
     check_numbers(config)
     check_inner_folders(config)
     return Resolved(
-        config=config, recipe=source.recipe, base=base, module=arguments.module, dry_run=arguments.dry_run
+        config=config,
+        recipe=source.recipe,
+        base=base,
+        module=arguments.module,
+        dry_run=arguments.dry_run,
+        model=model,
     )
 
 
@@ -114,9 +154,26 @@ def _configuration(make_recipe: Callable[[], Any], source: RecipeSource) -> Trai
     return adopt(config, recipe=source.recipe)  # type: ignore[no-any-return]
 
 
-def _find_recipe(source: RecipeSource, module: str | None) -> Callable[[], Any]:
+def _model_section(source: RecipeSource) -> dict[str, Any]:
+    """The section `[model]`, of which later files override earlier ones' keys."""
+    model: dict[str, Any] = {}
+    for edit in source.edits:
+        if edit.path == ("model",):
+            if not isinstance(edit.value, Mapping):
+                raise edit.origin.error(edit.path, "model is a section, as in [model]")
+            model |= edit.value
+    if not model:
+        raise source.recipe_file.error(
+            ("recipe",),
+            f"the recipe {source.recipe} needs a section [model], as titan-async import writes one",
+        )
+    return model
+
+
+def _find_recipe(source: RecipeSource, module: str | None) -> tuple[Callable[..., Any], bool]:
+    """The recipe's function, and whether it takes a model."""
     name = source.recipe
-    known = {} if module is not None else {recipe.name: recipe.module for recipe in list_recipes()}
+    known = {} if module is not None else {recipe.name: recipe for recipe in list_recipes()}
     if name is None:
         choice = f": one of {', '.join(known)}" if known else ""
         raise UserError(f'{source.path}: no recipe is named; add recipe = "..."{choice}')
@@ -124,14 +181,14 @@ def _find_recipe(source: RecipeSource, module: str | None) -> Callable[[], Any]:
         if name not in known:
             raise _unknown_recipe(source, name, list(known))
         _apply_cpu_support()
-        return getattr(import_recipe_module(known[name]), name)  # type: ignore[no-any-return]
+        return getattr(import_recipe_module(known[name].module), name), known[name].takes_model
     _apply_cpu_support()
     imported = _import_user_module(module)
     function = getattr(imported, name, None)
     if name.startswith("_") or not callable(function) or isinstance(function, type):
         public = [key for key, value in vars(imported).items() if _looks_like_recipe(key, value)]
         raise _unknown_recipe(source, name, public, of=f" in {imported.__name__}")
-    return function  # type: ignore[no-any-return]
+    return function, False
 
 
 def _unknown_recipe(source: RecipeSource, name: str, known: list[str], of: str = "") -> UserError:

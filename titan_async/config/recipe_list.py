@@ -30,6 +30,8 @@ class Recipe:
     """Its module's name inside `titan_async.recipes`."""
     summary: str
     """The first line of its docstring."""
+    takes_model: bool = False
+    """Whether it describes no model itself, and takes the section `[model]` of the recipe file."""
 
 
 def recipes_folder() -> Path | None:
@@ -72,7 +74,7 @@ def list_recipes(folder: Path | None = None) -> list[Recipe]:
         for node in tree.body:
             if isinstance(node, ast.FunctionDef) and _is_recipe(node):
                 summary = (ast.get_docstring(node) or "").partition("\n")[0].strip()
-                found.append(Recipe(name=node.name, module=path.stem, summary=summary))
+                found.append(Recipe(node.name, path.stem, summary, takes_model=bool(node.args.args)))
     return sorted(found, key=lambda recipe: recipe.name)
 
 

@@ -1,42 +1,70 @@
 """What a model computes, in the words of Hugging Face's `config.json`: read, and compared with a recipe's."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtitan.protocols.model_spec import ModelSpec
+
+from titan_async.config.values import NONE_WORD
 from titan_async.errors import UserError
-from titan_async.training.hf_architecture import LLAMA3_SCALING
+from titan_async.training.hf_architecture import LLAMA3_SCALING, YARN_SCALING, describe
+from titan_async.training.hf_models import MOST_LAYERS, spec_of
 from titan_async.whole_files import read_json
 
-__all__ = ["KEPT_TYPE", "check_same", "read_description"]
+__all__ = ["KEPT_TYPE", "check_same", "model_section", "read_description", "spec_of_section"]
 
 KEPT_TYPE = (".mlp.gate.weight", ".mlp.gate.e_score_correction_bias")
 """Endings of tensors that no change of type touches: transformers keeps routers in float32."""
 
+_COMMON: dict[str, Any] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+_SIGMOID_ROUTER: dict[str, Any] = {
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+}
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-    },
-    "dots1": {
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "n_shared_experts": None,
-        "first_k_dense_replace": 0,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": False,
-        "routed_scaling_factor": 1.0,
+    "llama": _COMMON | {"mlp_bias": False},
+    "qwen3": _COMMON | {"head_dim": 128},
+    "qwen3_moe": _COMMON | {"norm_topk_prob": False},
+    "dots1": _COMMON | _SIGMOID_ROUTER | {"n_shared_experts": None},
+    "deepseek_v3": {
+        **_COMMON,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_shared_experts": 1,
+        "q_lora_rank": 1536,
+        "rope_interleave": True,
+        "num_nextn_predict_layers": 0,
     },
 }
 """What transformers takes for a field that a `config.json` leaves out."""
 
+_ONLY = {
+    "quantization_config": None,
+    "attention_dropout": 0.0,
+    "use_sliding_window": False,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+}
+"""What a model here has, and no description of it says."""
+
 _DEFAULT_THETA = 10_000.0
+_SCALINGS = {"llama3": LLAMA3_SCALING, "yarn": YARN_SCALING}
+_UNLESS_NONE = ("q_lora_rank",)
+"""Fields that transformers gives another value than None if they are left out."""
 _NOT_COMPARED = ("architectures", "max_position_embeddings", "max_window_layers")
 
 
@@ -61,25 +89,47 @@ def read_description(folder: Path) -> dict[str, Any]:
         raise UserError(f"{file} does not describe a model ({error}); fetch it again") from error
 
 
-def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     full = {**_DEFAULTS.get(str(config.get("model_type")), {}), **config}
     heads, width = config.get("num_attention_heads"), config.get("hidden_size")
     if full.get("num_key_value_heads") is None:
         full["num_key_value_heads"] = heads
     if full.get("head_dim") is None and isinstance(heads, int) and isinstance(width, int) and heads > 0:
         full["head_dim"] = width // heads
+    if config.get("model_type") == "qwen3_moe":
+        full |= {"mlp_only_layers": _dense_layers(full), "decoder_sparse_step": 1}
+        full.setdefault("num_experts", full.get("num_local_experts"))  # as transformers 5 writes it
     # transformers 5 has `rope_parameters` where 4 has `rope_theta` and `rope_scaling`.
     rope = full.get("rope_scaling") or full.get("rope_parameters") or {}
     full["rope_theta"] = rope.get("rope_theta", full.get("rope_theta", _DEFAULT_THETA))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    full["rope_scaling"] = (
-        None if kind == "default" else {"rope_type": kind} | {key: rope.get(key) for key in LLAMA3_SCALING}
-    )
+    full["rope_scaling"] = _scaling(rope, full)
     layers = config.get("num_hidden_layers")
     slides = "sliding_attention" in (full.get("layer_types") or [])
     if not slides and ("layer_types" in config or full.get("max_window_layers", 62) >= (layers or 0)):
         full["sliding_window"] = None
     return full
+
+
+def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    given = {key: value for key, value in rope.items() if key not in ("type", "rope_theta")}
+    if kind not in _SCALINGS:
+        return given | {"rope_type": kind}
+    length = "original_max_position_embeddings"
+    full = dict.fromkeys(_SCALINGS[kind])
+    full[length] = config.get(length, config.get("max_position_embeddings"))
+    if kind == "yarn":
+        full |= {"beta_fast": 32, "beta_slow": 1, "truncate": True}
+    return full | {key: value for key, value in given.items() if value is not None} | {"rope_type": kind}
+
+
+def _dense_layers(config: Mapping[str, Any]) -> list[int]:
+    """The layers without experts of a Qwen3 mixture."""
+    layers = range(min(config.get("num_hidden_layers") or 0, MOST_LAYERS))
+    listed, each = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
+    return [layer for layer in layers if layer in listed or (layer + 1) % each]
 
 
 def check_same(theirs: dict[str, Any], ours: dict[str, Any], *, folder: Path, recipe: str) -> None:
@@ -94,10 +144,64 @@ def check_same(theirs: dict[str, Any], ours: dict[str, Any], *, folder: Path, re
     Raises:
         UserError: they differ; the sentence names the first field.
     """
-    names = [name for name in ours if name not in _NOT_COMPARED]
-    for name in sorted(names, key=lambda name: name != "model_type"):
-        if theirs.get(name) != ours[name]:
-            raise UserError(
-                f"{folder / 'config.json'} has {name} = {json.dumps(theirs.get(name))}, where the model of "
-                f"{recipe} has {json.dumps(ours[name])}: name a recipe of the same model"
-            )
+    difference = _difference(theirs, ours)
+    if difference:
+        name, found, needed = difference
+        raise UserError(
+            f"{folder / 'config.json'} has {name} = {found}, where the model of {recipe} has {needed}: name "
+            "a recipe of the same model"
+        )
+
+
+def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """The first field that differs, the family before all others, with both values."""
+    wanted = {name: value for name, value in ours.items() if name not in _NOT_COMPARED}
+    wanted |= {name: value for name, value in _ONLY.items() if name in theirs}
+    for name in sorted(wanted, key=lambda name: name != "model_type"):
+        if theirs.get(name) != wanted[name]:
+            return name, *(json.dumps(value, default=str) for value in (theirs.get(name), wanted[name]))
+    return None
+
+
+def model_section(description: dict[str, Any]) -> dict[str, Any]:
+    """The section `[model]` of a recipe, plain values that describe a model, of a `config.json`.
+
+    Args:
+        description: from `read_description`.
+
+    Raises:
+        ValueError: torchtitan has no such model; the sentence begins with the field's name.
+    """
+    ours = describe(_spec_of(description), description["max_position_embeddings"])
+    kept = {name: value for name, value in ours.items() if value is not None or name in _UNLESS_NONE}
+    return {name: NONE_WORD if value is None else value for name, value in kept.items()}
+
+
+def spec_of_section(section: Mapping[str, Any]) -> ModelSpec:
+    """The model that the section `[model]` of a recipe describes.
+
+    Raises:
+        ValueError: as `model_section`.
+    """
+    try:
+        description = _with_defaults({k: None if v == NONE_WORD else v for k, v in section.items()})
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"the section [model] does not describe a model ({error})") from error
+    spec = _spec_of(description)
+    known = {**_ONLY, **describe(spec, 1)}
+    for name in section:
+        if name not in known:
+            raise ValueError(f"{name} is no field of [model] for a model of this type: leave it out")
+    return spec
+
+
+def _spec_of(description: dict[str, Any]) -> ModelSpec:
+    spec = spec_of(description)
+    difference = _difference(description, describe(spec, 1))
+    if difference:
+        name, found, needed = difference
+        raise ValueError(
+            f"{name} is {found}, and torchtitan's {spec.name} has {needed} alone: this model cannot be "
+            "trained here"
+        )
+    return spec

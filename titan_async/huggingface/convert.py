@@ -63,8 +63,9 @@ def convert(
     parameters = sum(math.prod(info.shape) for info in tensors.values())
     main_type = max(tensors.values(), key=lambda info: math.prod(info.shape)).dtype
     tokens = special_tokens(config.hf_assets_path)
+    longest = (saved.resolved.model or {}).get("max_position_embeddings", 0)  # before it was imported
     description = {
-        **describe(config.model_spec, config.training.seq_len),
+        **describe(config.model_spec, max(config.training.seq_len, longest)),
         **tokens,
         "torch_dtype": str(main_type).removeprefix("torch."),
     }

@@ -7,6 +7,7 @@ leaves everything else as it is for a new run, so that training begins with a fr
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torchtitan.trainer import Trainer
@@ -14,9 +15,9 @@ from torchtitan.trainer import Trainer
 from titan_async.checkpoint.distributed import save_tensors
 from titan_async.checkpoint.folders import new_folder
 from titan_async.checkpoint.safetensors_files import SafetensorsFolder
-from titan_async.config.recipe_file import Resolved, resolve_recipe
+from titan_async.config.recipe_file import Resolved, resolve_model, resolve_recipe
 from titan_async.errors import UserError
-from titan_async.huggingface.architecture import check_same, read_description
+from titan_async.huggingface.architecture import check_same, model_section, read_description
 from titan_async.huggingface.layout import layout_of, read_from, tensors_in
 from titan_async.training.hf_architecture import describe
 from titan_async.training.saved_recipe import RECIPE, recipe_text
@@ -39,7 +40,8 @@ def import_model(
     Args:
         model: a folder with `config.json` and safetensors. If it has a tokenizer, the run takes that one.
         run: a folder that does not exist, or is empty.
-        recipe: a recipe file with the same model; None for the folder's own `recipe.toml`.
+        recipe: a recipe file with the same model; None for the folder's own `recipe.toml` or, if it has none,
+            the recipe `hub` with the model that `config.json` describes.
         flags: for `resolve_recipe`, after the recipe file.
         progress: called after each tensor with the bytes written and those to write.
 
@@ -52,7 +54,7 @@ def import_model(
     """
     folder = Path(model)
     description = read_description(folder)
-    resolved = _resolve(folder, run, recipe, flags)
+    resolved = _resolve(folder, run, description, recipe, flags)
     config = resolved.config
     if not config.checkpoint.enable:
         raise UserError("checkpoint.enable is off, so training would not load the weights: turn it on")
@@ -77,14 +79,24 @@ def import_model(
     return config
 
 
-def _resolve(folder: Path, run: str, recipe: str | None, flags: Sequence[str]) -> Resolved:
-    if recipe is None and not (folder / RECIPE).is_file():
-        raise UserError(
-            f"{folder} has no {RECIPE}: name a recipe of the same model, as in titan-async import "
-            f"{folder} {run} RECIPE.toml"
-        )
+def _resolve(
+    folder: Path, run: str, description: dict[str, Any], recipe: str | None, flags: Sequence[str]
+) -> Resolved:
     own = ["--dump_folder", os.path.abspath(run)]
     named = {flag.partition("=")[0].replace("-", "_") for flag in flags}
-    if (folder / "tokenizer.json").is_file() and "__hf_assets_path" not in named:
+    has_tokenizer = "__hf_assets_path" in named
+    if (folder / "tokenizer.json").is_file() and not has_tokenizer:
         own += ["--hf_assets_path", os.path.abspath(folder)]
-    return resolve_recipe([recipe or str(folder / RECIPE), *flags, *own])
+        has_tokenizer = True
+    if recipe is not None or (folder / RECIPE).is_file():
+        return resolve_recipe([recipe or str(folder / RECIPE), *flags, *own])
+    if not has_tokenizer:
+        raise UserError(
+            f"{folder} has no tokenizer.json: fetch the model's tokenizer, too, or name its folder with "
+            "--hf_assets_path"
+        )
+    try:
+        section = model_section(description)
+    except ValueError as error:
+        raise UserError(f"{folder / 'config.json'}: {error}") from error
+    return resolve_model("hub", section, shown=str(folder / "config.json"), flags=[*flags, *own])

@@ -1,22 +1,26 @@
 """Which tensors of Hugging Face's format each tensor of a model becomes, and back, one at a time."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torchtitan.config import ParallelismConfig
 from torchtitan.trainer import Trainer
 
 from titan_async.checkpoint.safetensors_files import SafetensorsFolder
 from titan_async.checkpoint.tensors import TensorInfo
 from titan_async.errors import UserError
 from titan_async.training.preflight import build_on_meta
-from titan_async.training.tying import is_tied, store_once, untied
+from titan_async.training.tying import HEAD, is_tied, untied
 
 __all__ = ["Layout", "layout_of", "read_from", "tensors_in"]
 
 _NO_WEIGHT = ".rotary_emb.inv_freq"
 """The ending of what old folders hold beside weights: it follows from `config.json`."""
+
+_TIED_IN_HF = ("lm_head.weight", "model.embed_tokens.weight")
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class Layout:
     """Those that hold whole numbers, such as counts; the others hold weights."""
     adapter: Any
     """torchtitan's."""
+    tied: bool
+    """Whether the head is the embedding, of which there is one tensor then."""
 
     def to_hf(self, key: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
         """One of the model's tensors in Hugging Face's format."""
@@ -51,13 +57,12 @@ def layout_of(config: Trainer.Config) -> Layout:
         UserError: the model has tensors that Hugging Face's format does not know.
     """
     spec = config.model_spec
-    model = build_on_meta(config)
-    if is_tied(spec.model):
-        store_once(model)  # and to its adapter it is a model whose head lies elsewhere
-        adapter = spec.state_dict_adapter(untied(spec.model), None)
-    else:
-        adapter = spec.state_dict_adapter(spec.model, None)
-    tensors = model.state_dict()
+    # Whole, whatever its stages.
+    model = build_on_meta(dataclasses.replace(config, parallelism=ParallelismConfig()))
+    tied = is_tied(spec.model)
+    # A tied model's adapter would want the embedding with every other tensor.
+    adapter = spec.state_dict_adapter(untied(spec.model) if tied else spec.model, None)
+    tensors = {key: value for key, value in model.state_dict().items() if not (tied and key == HEAD)}
     names = {
         key: {name: tuple(part.shape) for name, part in adapter.to_hf({key: value}).items()}
         for key, value in tensors.items()
@@ -71,7 +76,7 @@ def layout_of(config: Trainer.Config) -> Layout:
     buffers = frozenset(tensors) - {name for name, _ in model.named_parameters()}
     shapes = {key: tuple(value.shape) for key, value in tensors.items()}
     whole = frozenset(key for key, value in tensors.items() if not value.is_floating_point())
-    return Layout(shapes, names, buffers, whole, adapter)
+    return Layout(shapes, names, buffers, whole, adapter, tied)
 
 
 def tensors_in(files: SafetensorsFolder, layout: Layout) -> dict[str, TensorInfo]:
@@ -101,6 +106,14 @@ def tensors_in(files: SafetensorsFolder, layout: Layout) -> dict[str, TensorInfo
             raise UserError(f"the parts of {key} in {files.folder} are of different types: give them one")
         tensors[key] = TensorInfo(layout.shapes[key], types.pop())
     known = {name for names in layout.names.values() for name in names}
+    if layout.tied and set(_TIED_IN_HF) <= files.tensors.keys():
+        known.add(_TIED_IN_HF[0])
+        if not torch.equal(*map(files.read, _TIED_IN_HF)):
+            raise UserError(
+                f"{files.folder} has a lm_head.weight other than model.embed_tokens.weight, where the "
+                "recipe's model has one weight for both: remove it, or set tie_word_embeddings to false in "
+                "config.json"
+            )
     for name in files.tensors:
         if name not in known and not name.endswith(_NO_WEIGHT):
             raise UserError(

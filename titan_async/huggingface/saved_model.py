@@ -18,6 +18,7 @@ from titan_async.errors import UserError
 from titan_async.huggingface.layout import Layout, layout_of, read_from, tensors_in
 from titan_async.training.checkpoint import EMA_WEIGHTS, NEXT_WEIGHTS, complete_steps
 from titan_async.training.saved_recipe import RECIPE
+from titan_async.training.tying import HEAD
 
 __all__ = ["WEIGHTS", "SavedModel", "open_saved"]
 
@@ -163,7 +164,8 @@ def _check_recipe(saved: SavedTensors | _HfTensors, layout: Layout, weights: str
             why = f"its {kept} is of the type {found.dtype}"
         if why:
             break
-    others = [key for key in saved.tensors if key not in layout.shapes and not key.startswith(_OTHER_STATE)]
+    known = {*layout.shapes, *([HEAD] if layout.tied else [])}  # torchtitan's own trainer saves both names
+    others = [key for key in saved.tensors if key not in known and not key.startswith(_OTHER_STATE)]
     if why is None and others:
         why = f"it has {others[0]}, which the recipe's model has not"
     if why:
