@@ -24,7 +24,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from titan_async.config.edit import Edit, nearest
@@ -125,7 +124,10 @@ def _resolve(source: RecipeSource, arguments: Arguments) -> Resolved:
     if takes_model:
         model = _model_section(source)
         edits = [edit for edit in source.edits if edit.path != ("model",)]
-        base = _configuration(partial(make_recipe, model), source)
+        try:
+            base = make_recipe(model)
+        except ValueError as error:
+            raise UserError(f"{source.path}: {error}") from None
     else:
         base = _configuration(make_recipe, source)
     config = apply_edits(base, [*edits, *arguments.edits], shown=arguments.recipe_file)
