@@ -73,11 +73,12 @@ class TiedParameters:
         if self._connected:
             return
         group = group_of(self._stage)
-        mine = (self._stage.stage_index, [_described(parameter) for parameter in self._parameters])
-        everyone: list[tuple[int, list[str]]] = [(0, [])] * dist.get_world_size(group)
+        mine = [_described(parameter) for parameter in self._parameters]
+        everyone: list[list[str]] = [[]] * dist.get_world_size(group)
         dist.all_gather_object(everyone, mine, group=group)
-        of_stage = dict(everyone)
-        first, last = of_stage[0], of_stage[self._stage.num_stages - 1]
+        # By ranks, and not by what they say of themselves: in a rehearsal all say what this rank does.
+        rank_of = self._stage.stage_index_to_group_rank
+        first, last = (everyone[rank_of[index]] for index in (0, self._stage.num_stages - 1))
         if first != last:
             raise ValueError(
                 f"the first stage ties {' and '.join(first) or 'nothing'}, the last stage "
@@ -86,10 +87,7 @@ class TiedParameters:
             )
         self._connected = True
         if self._parameters:
-            ranks = [
-                dist.get_global_rank(group, self._stage.stage_index_to_group_rank[index])
-                for index in (0, self._stage.num_stages - 1)
-            ]
+            ranks = [dist.get_global_rank(group, rank_of[index]) for index in (0, self._stage.num_stages - 1)]
             self._group = joint_group(ranks)
             self._copy_from(ranks[0])
 
