@@ -34,7 +34,7 @@ from titan_async.training.data_preflight import check_data
 from titan_async.training.layout_preflight import check_layout, data_parallel_degree, takes_stages
 from titan_async.training.optimizer_preflight import check_optimizer
 
-__all__ = ["build_on_meta", "check"]
+__all__ = ["build_on_meta", "check", "check_messages"]
 
 _STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 """What a checkpoint holds beside the model."""
@@ -84,6 +84,19 @@ def check(config: Trainer.Config, *, world_size: int, make_folder: bool = True) 
     return model
 
 
+def check_messages(config: Trainer.Config) -> None:
+    """Refuse a pipeline whose ranks are imaginary, but for one, and nobody makes up what these send.
+
+    Raises:
+        UserError: it is one.
+    """
+    if config.comm.mode == "fake_backend" and config.parallelism.pipeline_parallel_degree > 1:
+        raise UserError(
+            'comm.mode "fake_backend" sends nothing, and a pipeline waits for messages: set it to "default", '
+            "or try such a run with titan-async rehearse, which makes them up"
+        )
+
+
 def _check_libraries(config: Trainer.Config) -> None:
     """Refuse what needs a package that is not installed, or a device that is not there."""
     if config.metrics.enable_wandb and not _is_installed("wandb"):
@@ -98,11 +111,6 @@ def _check_libraries(config: Trainer.Config) -> None:
         )
     if config.comm.mode == "local_tensor":
         raise UserError('comm.mode "local_tensor" is not for training: set it to "default"')
-    if config.comm.mode == "fake_backend" and config.parallelism.pipeline_parallel_degree > 1:
-        raise UserError(
-            'comm.mode "fake_backend" sends nothing, and a pipeline waits for messages: set it to "default", '
-            "or try such a run with titan-async rehearse, which makes them up"
-        )
     if not has_accelerator() and config.profiler.enable_memory_snapshot:
         raise UserError(
             "profiler.enable_memory_snapshot records the memory of GPUs, and this machine has none: turn it "
