@@ -91,7 +91,7 @@ WRONG_FILES = [
         "set --compile.enable and include 'model' in --compile.components.",
     ),
     (
-        "[parallelism]\npipeline_parallel_degree = 2",
+        "[parallelism]\npipeline_parallel_degree = 2\n[training]\ndisable_cuda_graphs = false",
         "x.toml: CUDA graphs do not support pipeline parallelism yet. Set --training.disable_cuda_graphs.",
     ),
     ("x = [1,", "x.toml:2: not valid TOML: invalid value at the end of the file"),

@@ -542,3 +542,58 @@ def evaluate_through_identities(rank, group):
 def test_an_evaluation_does_not_overwrite_what_is_being_sent(pool):
     """Also: inputs that come split may be of another number of microbatches than in training."""
     assert pool.run(4, evaluate_through_identities) == [None, None, None, True]
+
+
+class Bridge(torch.autograd.Function):
+    """A loss whose gradient is known already."""
+
+    @staticmethod
+    def forward(ctx, hidden, gradient, loss):
+        ctx.save_for_backward(gradient)
+        return loss.detach().clone()
+
+    @staticmethod
+    def backward(ctx, unit):
+        return ctx.saved_tensors[0], None, None
+
+
+class Headed(nn.Module):
+    """A last stage whose loss applies its head and runs that backwards, as torchtitan's chunked losses do."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.body(x)
+
+    def loss(self, hidden, target):
+        leaf = hidden.detach().requires_grad_()
+        loss = nn.functional.mse_loss(self.head(leaf), target, reduction="sum")
+        loss.backward()
+        return Bridge.apply(hidden, leaf.grad, loss)
+
+
+def loss_that_runs_backwards(rank, group):
+    torch.manual_seed(0)
+    first, last = nn.Linear(3, 3), Headed()
+    x, y = torch.randn(2, 4, 3)
+    whole = copy.deepcopy((first, last))
+    nn.functional.mse_loss(whole[1].head(whole[1](whole[0](x))), y, reduction="sum").backward()
+    module = (first, last)[rank]
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"), group=group)
+    schedule = ScheduleAsync2BW(stage, 2, loss_fn=last.loss, scale_grads=False)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)  # what was before counts
+    args, options = ((x,), {}) if stage.is_first else ((), {"target": y})
+    schedule.step(*args, **options)
+    schedule.drain()
+    return [
+        float((own.grad - 1 - other.grad).abs().max())
+        for own, other in zip(module.parameters(), whole[rank].parameters(), strict=True)
+    ]
+
+
+def test_a_loss_may_run_backwards_itself(pool):
+    for differences in pool.run(2, loss_that_runs_backwards):
+        assert max(differences) < 1e-5

@@ -198,6 +198,10 @@ def test_measured_times_take_the_place_of_assumed_ones(run, tmp_path):
             (f"toml_configs/{RECIPE}", "--parallelism.pipeline_parallel_degree", "3", "--nodes", "1"),
             "--nodes 1 makes 8 ranks",
         ),
+        (
+            (f"toml_configs/{RECIPE}", "--parallelism.context_parallel_degree", "2"),
+            "context_parallel_degree is 2, and plans do not know",
+        ),
         ((f"toml_configs/{RECIPE}", "--json", "/dev/null/plan.json", "--no-suggest"), "cannot write"),
     ],
 )

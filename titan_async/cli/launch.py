@@ -71,6 +71,7 @@ def train(argv: Sequence[str]) -> int:
     else:
         nproc = processes_per_node(config.parallelism, os.environ, 0 if fake else gpus)
         world_size = nproc * (_positive(os.environ, "NNODES") or 1)
+    preflight.check_messages(config)
     with quiet():
         model = preflight.check(config, world_size=world_size, make_folder=not resolved.dry_run)
     if resolved.dry_run:

@@ -135,6 +135,7 @@ def ranks_without_shards(parallelism: ParallelismConfig) -> int:
         parallelism.pipeline_parallel_degree
         * parallelism.data_parallel_replicate_degree
         * parallelism.tensor_parallel_degree
+        * parallelism.context_parallel_degree
     )
 
 

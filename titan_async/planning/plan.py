@@ -168,6 +168,12 @@ class Planner:
         Raises:
             UserError: if its numbers do not go together.
         """
+        context = config.parallelism.context_parallel_degree
+        if context > 1:
+            raise UserError(
+                f"parallelism.context_parallel_degree is {context}, and plans do not know what it costs: set "
+                "it to 1 for the plan"
+            )
         world_size = world_size_of(config)
         check_layout(config, world_size=world_size)
         layout = layout_of(config, world_size)

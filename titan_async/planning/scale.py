@@ -58,8 +58,8 @@ def on_nodes(config: Trainer.Config, nodes: int, per_node: int) -> Trainer.Confi
     world_size, fixed = nodes * per_node, ranks_without_shards(config.parallelism)
     if world_size % fixed:
         raise UserError(
-            f"--nodes {nodes} makes {world_size} ranks ({per_node} a node), which pipeline, replicate and "
-            f"tensor degrees of {fixed} altogether do not divide: give other nodes, or change "
+            f"--nodes {nodes} makes {world_size} ranks ({per_node} a node), which pipeline, replicate, "
+            f"tensor and context degrees of {fixed} altogether do not divide: give other nodes, or change "
             "parallelism.pipeline_parallel_degree"
         )
     shards = world_size // fixed

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_tensor, all_to_all_single
+from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.config import derive, override
 from torchtitan.distributed.context_parallel import api as context_parallel
@@ -234,22 +234,25 @@ def _shard_context(
     cp_mesh: DeviceMesh,
     inputs: tuple[Tensor, ...],
     attention_masks: Tensor | Mapping[str, Tensor] | None,
+    load_balancer_type: str | None = "headtail",
     *args: Any,
     **options: Any,
 ) -> tuple[tuple[Tensor, ...], Any]:
     """torchtitan's `cp_shard`, for dense masks: each rank has some of the queries, and all keys."""
-    rows, length = inputs[0].shape[:2]
-    places = torch.arange(length, device=inputs[0].device).expand(rows, length)
-    (*inputs, mine), _ = _shard_inputs(cp_mesh, (*inputs, places), None, *args, **options)
-    queries = mine[0]
-    keys = all_gather_tensor(queries, gather_dim=0, group=cp_mesh.get_group())
+    ranks = cp_mesh.size()
+    pieces = torch.arange(inputs[0].shape[1], device=inputs[0].device).view(2 * ranks, -1)
+    if load_balancer_type is not None:  # a rank has a piece from the head, and one from the tail
+        pieces = pieces[[piece for rank in range(ranks) for piece in (rank, 2 * ranks - 1 - rank)]]
+    keys = pieces.flatten()
+    queries = keys.view(ranks, -1)[cp_mesh.get_local_rank()]
+    inputs, _ = _shard_inputs(cp_mesh, inputs, None, load_balancer_type, *args, **options)
 
     def divided(mask: Tensor) -> Tensor:
         return mask[:, :, queries][:, :, :, keys]
 
     if isinstance(attention_masks, Mapping):
-        return tuple(inputs), {name: divided(mask) for name, mask in attention_masks.items()}
-    return tuple(inputs), None if attention_masks is None else divided(attention_masks)
+        return inputs, {name: divided(mask) for name, mask in attention_masks.items()}
+    return inputs, None if attention_masks is None else divided(attention_masks)
 
 
 _shard_inputs = context_parallel.cp_shard

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterable
 from functools import partial
 
+import datasets
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.trainer import Trainer
@@ -72,6 +73,7 @@ def _check_torchtitans(
     data_parallel: int,
 ) -> None:
     """Refuse a data set that a loader of torchtitan's does not find, by making it as each rank will."""
+    datasets.disable_progress_bars()
     try:
         loader.build(
             dp_world_size=data_parallel,

@@ -64,7 +64,7 @@ class MuonConfig(Configurable.Config):
     momentum_dtype: StateDtype = "auto"
     """Dtype of the momentum."""
 
-    bucket_mb: float = 32
+    bucket_mb: float = 32.0
     """Megabytes of sharded matrices that travel between ranks together. Holds for `param_groups` too."""
 
     def __post_init__(self) -> None:

@@ -36,7 +36,7 @@ from titan_async.training.optimizer_preflight import check_optimizer
 from titan_async.training.pipeline import delays_gradients
 from titan_async.training.tying import update_model
 
-__all__ = ["build_on_meta", "check"]
+__all__ = ["build_on_meta", "check", "check_messages"]
 
 _STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 """What a checkpoint holds beside the model."""
@@ -86,6 +86,19 @@ def check(config: Trainer.Config, *, world_size: int, make_folder: bool = True) 
     return model
 
 
+def check_messages(config: Trainer.Config) -> None:
+    """Refuse a pipeline whose ranks are imaginary, but for one, and nobody makes up what these send.
+
+    Raises:
+        UserError: it is one.
+    """
+    if config.comm.mode == "fake_backend" and config.parallelism.pipeline_parallel_degree > 1:
+        raise UserError(
+            'comm.mode "fake_backend" sends nothing, and a pipeline waits for messages: set it to "default", '
+            "or try such a run with titan-async rehearse, which makes them up"
+        )
+
+
 def _check_libraries(config: Trainer.Config) -> None:
     """Refuse what needs a package that is not installed, or a device that is not there."""
     if config.metrics.enable_wandb and not _is_installed("wandb"):
@@ -100,11 +113,6 @@ def _check_libraries(config: Trainer.Config) -> None:
         )
     if config.comm.mode == "local_tensor":
         raise UserError('comm.mode "local_tensor" is not for training: set it to "default"')
-    if config.comm.mode == "fake_backend" and config.parallelism.pipeline_parallel_degree > 1:
-        raise UserError(
-            'comm.mode "fake_backend" sends nothing, and a pipeline waits for messages: set it to "default", '
-            "or try such a run with titan-async rehearse, which makes them up"
-        )
     if not has_accelerator() and config.profiler.enable_memory_snapshot:
         raise UserError(
             "profiler.enable_memory_snapshot records the memory of GPUs, and this machine has none: turn it "

@@ -91,6 +91,7 @@ def _train(argv: list[str], until_end: contextlib.ExitStack) -> int:
         # Under torchrun nobody has looked at the configuration yet.
         from titan_async.training import preflight
 
+        preflight.check_messages(config)
         preflight.check(config, world_size=int(os.environ["WORLD_SIZE"]))
         if config.comm.mode == "fake_backend":
             os.environ.setdefault("NGPU", os.environ["WORLD_SIZE"])
