@@ -164,6 +164,42 @@ def save_and_load(optimizers: AsyncOptimizers, folder: Path, into: AsyncOptimize
     into.load_state_dict(state)
 
 
+def test_two_stages_resume_as_one_and_one_as_two(tmp_path: Path) -> None:
+    class Other(Stage):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleDict({"4": self.layers["3"]})
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleDict({"3": Stage().layers["3"], "4": Other().layers["4"]})
+
+    for name, cls in (("elements", Averaged), ("whole", Normed)):
+        config = section(tmp_path, (cls, {"pattern": "wq", "lr": 0.05}))
+        parts, whole = [Stage(), Other()], Both()
+        stages = [config.build(model_parts=[part]) for part in parts]
+        one = config.build(model_parts=[whole])
+        for stage, optimizers in zip(parts, stages, strict=True):
+            for seed in (1, 2):
+                train_a_step(stage, optimizers, seed)
+        state = {key: value for each in stages for key, value in each.state_dict().items()}
+        dcp.save({"optimizer": state}, checkpoint_id=tmp_path / name, no_dist=True)
+        loaded = {"optimizer": one.state_dict()}
+        dcp.load(loaded, checkpoint_id=tmp_path / name, no_dist=True)
+        one.load_state_dict(loaded["optimizer"])
+        assert one.state_dict().keys() == state.keys()
+        again = [config.build(model_parts=[part]) for part in (Stage(), Other())]
+        dcp.save({"optimizer": one.state_dict()}, checkpoint_id=tmp_path / f"{name}-one", no_dist=True)
+        for optimizers, before in zip(again, stages, strict=True):
+            back = {"optimizer": optimizers.state_dict()}
+            dcp.load(back, checkpoint_id=tmp_path / f"{name}-one", no_dist=True)
+            optimizers.load_state_dict(back["optimizer"])
+            for key, value in before.state_dict().items():
+                now = optimizers.state_dict()[key]
+                assert torch.equal(now, value) if isinstance(value, torch.Tensor) else now == value, key
+
+
 def test_options_are_those_of_the_recipe_and_the_count_of_steps_is_the_checkpoints(tmp_path: Path) -> None:
     stage = Stage()
     optimizers = section(tmp_path, (Averaged, {"beta": 0.5})).build(model_parts=[stage])
