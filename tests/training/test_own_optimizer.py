@@ -31,6 +31,7 @@ from tests.support.optimizers import (
     Restless,
 )
 from tests.support.processes import Pools
+from tests.support.training import train
 from tests.training.test_optimizer import Stage, config_of, train_a_step, unwrapped
 from titan_async.errors import UserError
 from titan_async.optim import ErrorFeedback
@@ -385,3 +386,17 @@ def test_soap_without_its_package_is_one_sentence(tmp_path: Path, monkeypatch: p
         torch.device("meta"),
     ):
         check_optimizer(config, Stage())
+
+
+@pytest.mark.slow
+def test_soap_trains_on_shards_and_goes_on_exactly(tmp_path: Path) -> None:
+    pytest.importorskip("pytorch_optimizer")
+    flags = ("--optimizer.name", "soap", "--optimizer.soap.precondition_frequency", 2,
+             "--parallelism.data_parallel_shard_degree", 2, "--lr_scheduler.total_steps", 6,
+             "--metrics.log_freq", 1, "--training.steps", 6)  # fmt: skip
+    whole = train(tmp_path, *flags, "--dump_folder", "whole")
+    part = train(tmp_path, *flags, "--training.steps", 3)
+    rest = train(tmp_path, *flags)
+    assert [run.status for run in (whole, part, rest)] == [0, 0, 0], rest.err
+    assert "SOAP updates whole parameters: they are gathered at each step" in whole.out + whole.err
+    assert part.losses + rest.losses == whole.losses
