@@ -105,6 +105,42 @@ def test_resumes_in_a_new_loader(
     assert equal(list(itertools.islice(iter(resumed), 20)), expected)
 
 
+def test_gpus_have_a_worker_by_default_which_gives_the_same_batches(
+    tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, state = build(tokenizer), {}
+    batches = iter(alone)
+    expected = []
+    for number in range(8):
+        expected.append(next(batches))
+        if number == 3:
+            state = alone.state_dict()
+    assert alone.num_workers == 0
+    monkeypatch.setattr("titan_async.training.data.has_accelerator", lambda: True)
+    loader = build(tokenizer)
+    assert (loader.num_workers, loader.prefetch_factor) == (1, 16)
+    assert equal(list(itertools.islice(iter(loader), 8)), expected)
+    set_otherwise = build(tokenizer, num_workers=2, prefetch_factor=3)
+    assert (set_otherwise.num_workers, set_otherwise.prefetch_factor) == (2, 3)
+    assert build(tokenizer, num_workers=0).num_workers == 0
+
+    # A run goes on from a checkpoint of another machine, with as many as there were.
+    resumed = build(tokenizer)
+    resumed.load_state_dict(state)
+    assert resumed.num_workers == 0
+    assert equal(list(itertools.islice(iter(resumed), 4)), expected[4:])
+    with pytest.raises(UserError, match="num_workers 0, not 1"):
+        build(tokenizer, num_workers=1).load_state_dict(state)
+    monkeypatch.setattr("titan_async.training.data.has_accelerator", lambda: False)
+    iterator = iter(loader)
+    for _ in range(4):
+        next(iterator)
+    back = build(tokenizer)
+    back.load_state_dict(loader.state_dict())
+    assert back.num_workers == 1
+    assert equal(list(itertools.islice(iter(back), 4)), list(itertools.islice(iterator, 4)))
+
+
 def test_token_files_give_the_batches_of_their_text(
     tokenizer: HuggingFaceTokenizer, text_file: str, token_folder: str
 ) -> None:

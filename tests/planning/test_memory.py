@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.support.optimizers import Averaged
 from tests.support.peaks import peak_of_a_run
 from tests.support.planning import make_layout
 from tests.support.processes import Pools
@@ -16,8 +18,15 @@ ensure_device()
 
 from titan_async.config.recipe_file import resolve  # noqa: E402
 from titan_async.planning.layout import layout_of  # noqa: E402
-from titan_async.planning.memory import Memory, Shards, memory_of, shards_of  # noqa: E402
+from titan_async.planning.memory import (  # noqa: E402
+    Memory,
+    Shards,
+    _optimizer_bytes,
+    memory_of,
+    shards_of,
+)
 from titan_async.planning.parts import Weight, trace_parts  # noqa: E402
+from titan_async.training.optimizer import AsyncOptimizers  # noqa: E402
 
 P = "--parallelism."
 
@@ -53,6 +62,21 @@ def arguments(*flags: object, recipe: str) -> list[str]:
     return [
         str(ROOT / "toml_configs" / f"{recipe}.toml"), "--training.seq_len", "128", *map(str, flags)
     ]  # fmt: skip
+
+
+def test_an_optimizer_of_another_package_is_asked_what_it_keeps() -> None:
+    soap = pytest.importorskip("pytorch_optimizer").SOAP
+    config, layout = resolve(arguments(recipe="debug_cpu")), make_layout(2, dp_shard=2)
+    weights = [Weight("layers.0.w", (10, 6), False, "u")]
+    shards = {weight.name: shards_of(weight, layout) for weight in weights}
+    for cls, numbers in (
+        (Averaged, 2 * 30),
+        (soap, 2 * 60 + 2 * (10 * 10 + 6 * 6)),  # whole on every rank: moments, products, eigenbases
+        (torch.optim.Adafactor, 2 * 30),  # which does not say
+    ):
+        config.optimizer = AsyncOptimizers.Config().using(cls)
+        state, _ = _optimizer_bytes(config, layout, weights, shards, on_cpu=True)
+        assert sum(state.values()) == 4 * numbers, cls
 
 
 def test_an_average_is_one_more_shard_of_the_weights() -> None:

@@ -73,7 +73,7 @@ class _Dump:
                 self.unwritten.append((here, _model_words(value)))
             elif not is_settable(name, hint) or here == ("override", "imports"):
                 if value:
-                    self.unwritten.append((here, f"{value!r}"[:200].replace("\n", " ")))
+                    self.unwritten.append((here, _words(value)))
             elif value is None:
                 if getattr(base, name, None) is not None:
                     result[name] = NONE_WORD
@@ -94,7 +94,7 @@ class _Dump:
         try:
             result[name] = self._value(value, path)
         except TypeError:
-            self.unwritten.append((path, f"{value!r}"[:200].replace("\n", " ")))
+            self.unwritten.append((path, _words(value)))
 
     def _value(self, value: Any, path: tuple[str | int, ...]) -> Any:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -119,6 +119,14 @@ class _Dump:
     def _is_of_machine(self, value: Any) -> bool:
         """Whether it is a path that is to be kept from other machines."""
         return self._portable and isinstance(value, str | Path) and str(value).startswith(("/", "~", "file:"))
+
+
+def _words(value: Any) -> str:
+    """A value that TOML does not have, without the address that a function's own words end with."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} is {_words(item)}" for key, item in value.items())
+    name = getattr(value, "__qualname__", None)
+    return f"{value.__module__}.{name}" if name else f"{value!r}"[:200].replace("\n", " ")
 
 
 def _model_words(spec: Any) -> str:

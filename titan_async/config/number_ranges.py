@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from titan_async.config.device import has_accelerator
 from titan_async.errors import UserError
 
 __all__ = ["check_numbers"]
@@ -128,7 +129,8 @@ def _check_profiler(profiler: Any) -> None:
 
 
 def _check_workers(name: str, loader: Any) -> None:
-    if getattr(loader, "num_workers", 1) != 0:
+    workers = getattr(loader, "num_workers", 1)
+    if workers or (workers is None and has_accelerator()):
         return
     for field in ("prefetch_factor", "persistent_workers"):
         if getattr(loader, field, None):

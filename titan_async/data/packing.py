@@ -205,12 +205,11 @@ def check_data(saved: str, configured: str, accept_changed_data: bool) -> None:
 
 def too_little(source: TextSource, seq_len: int, needed: int, world_size: int) -> UserError:
     """What to say of data that do not fill so many sequences on each rank."""
-    where = source.local_path or source.dataset
     ranks = f" for each of {world_size} data-parallel ranks" if world_size > 1 else ""
     return UserError(
-        f"The {source.split} split of {where} has fewer than the {needed} sequences of {seq_len} tokens that "
-        f"are needed{ranks}: use more text, a higher validation_fraction if this is the validation split, or "
-        "a shorter training.seq_len."
+        f"The {source.split} split of {source.shown} has fewer than the {needed} sequences of {seq_len} "
+        f"tokens that are needed{ranks}: use more text, a higher validation_fraction if this is the "
+        "validation split, or a shorter training.seq_len."
     )
 
 

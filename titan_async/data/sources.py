@@ -1,8 +1,8 @@
 """Data layer: the documents a run trains on, as one stream whose position can be saved.
 
 `open_documents` turns a `TextSource` (what the user named) into a `DocumentStream`. Behind the stream
-stands a reader, of which there are four: plays in memory, local files, parquet files (local ones or those of
-the Hugging Face hub), and other datasets of the hub.
+stands a reader, of which there are five: plays in memory, local files, parquet files (local ones or those of
+the Hugging Face hub), other datasets of the hub, and functions of the user.
 """
 
 import functools
@@ -15,6 +15,7 @@ from typing import Any
 from titan_async.data.empty_records import EmptyRecords
 from titan_async.data.files import find_files, size_of
 from titan_async.data.fingerprints import fingerprint_of, fingerprints_of_files
+from titan_async.data.own_source import FunctionReader
 from titan_async.data.plays import play_scenes
 from titan_async.data.readers import (
     DocumentReader,
@@ -105,6 +106,11 @@ def open_documents(source: TextSource, *, rank: int = 0, world_size: int = 1) ->
             f"The token files in {source.dataset_path} hold no text: name the text that they were made from."
         )
     empty = EmptyRecords()
+    if source.function is not None:
+        check_split(source)
+        shares = share_of_worker(rank, world_size)
+        whole = f"{source.shown}, {source.split} with validation_fraction {source.validation_fraction}"
+        return DocumentStream(FunctionReader(source, *shares), whole)
     if source.local_path is None and source.dataset != "shakespeare":
         from titan_async.data.hub import open_hub_reader
 

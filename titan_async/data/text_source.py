@@ -2,8 +2,10 @@
 
 import difflib
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from titan_async.data.files import ACCEPTED_ENDINGS
 from titan_async.errors import UserError
@@ -46,6 +48,18 @@ class TextSource:
     seed: int = 0
     """Seed of the orders of all epochs."""
 
+    function: Callable[..., Iterable[Any]] | None = None
+    """A function of the user's that returns the documents, in the place of a dataset; see `FunctionReader`.
+    Their order is its own: they are not shuffled."""
+
+    @property
+    def shown(self) -> str:
+        """What a sentence calls the data."""
+        if self.function is not None:
+            module = getattr(self.function, "__module__", None)
+            return f"dataloader.source {module}.{getattr(self.function, '__qualname__', self.function)}"
+        return self.local_path or self.dataset
+
     @property
     def local_path(self) -> str | None:
         """The path of local data; None for the plays and for hub datasets."""
@@ -63,6 +77,18 @@ class TextSource:
             )
         if self.seed < 0:
             raise UserError(f"The data seed is {self.seed}: set it to 0 or more.")
+        if self.function is not None:
+            if not callable(self.function):
+                raise UserError(
+                    f"dataloader.source is a {type(self.function).__name__}: give a function that returns "
+                    "the documents, so that each epoch, rank and worker can begin them anew."
+                )
+            if self.dataset_path or self.dataset not in ("", "shakespeare"):
+                raise UserError(
+                    f"Both {self.shown} and the dataset {self.dataset_path or self.dataset!r} are set: "
+                    "remove one of them."
+                )
+            return
         if self.dataset in ("files", "tokens") and not self.dataset_path:
             raise UserError(
                 f'The dataset is "{self.dataset}" without a path: set dataset_path to a file or folder.'

@@ -401,6 +401,7 @@ class _MergedState(Mapping[Tensor, Any]):
 
 def _is_harmed(optimizer: Optimizer) -> bool:
     """Whether an optimizer is one around which feedback was measured to be worse than none."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # of one that adapts it
     if isinstance(optimizer, torch.optim.RMSprop):
         return not any(group["momentum"] for group in optimizer.param_groups)
     if isinstance(optimizer, (torch.optim.Adam, Lion)):

@@ -24,6 +24,7 @@ from titan_async.planning.parts import Part, Weight, together
 from titan_async.training.ema import keeps_average
 from titan_async.training.optimizer import AsyncOptimizers
 from titan_async.training.optimizer_config import MuonConfig
+from titan_async.training.optimizer_trial import state_elements, try_out
 
 __all__ = ["RESERVED_SHARE", "Memory", "Shards", "memory_of", "shards_of"]
 
@@ -288,16 +289,27 @@ def _optimizer_bytes(
 ) -> tuple[Counter[str], int]:
     """Bytes of state by name, and the most that a step holds beyond it.
 
-    Error feedback around another optimizer than Muon remembers its parameters during the step.
+    Error feedback around another optimizer than Muon remembers its parameters during the step. An optimizer
+    of another package is asked what it keeps; one that cannot answer is counted as AdamW.
     """
     own = isinstance(config.optimizer, AsyncOptimizers.Config)
     groups, corrects = groups_of(config), feeds_back(config, layout)
     state: Counter[str] = Counter()
-    snapshot, of_muon = 0, []
+    snapshot, whole, of_muon = 0, 0, []
     for weight in weights:
         group, size = group_of(weight.name, groups), shards[weight.name].sharded
-        for name, count, dtype in _state_of(group):
-            state[name] += size * count * _itemsize(dtype, config)
+        cls = config.optimizer.class_of(group.optimizer_name) if own else None
+        kept = cls and state_elements(cls, group.optimizer_kwargs, weight.shape)
+        if cls and kept is not None:
+            gathers = try_out(cls, group.optimizer_kwargs, [len(weight.shape)]).needs_whole
+            share = 1.0 if gathers else size / weight.size
+            state[f"state of {group.optimizer_name}"] += int(sum(kept.values()) * share) * _itemsize(
+                "auto", config
+            )
+            whole += 2 * weight.size * _itemsize("auto", config) * (gathers and size < weight.size)
+        else:
+            for name, count, dtype in _state_of(group):
+                state[name] += size * count * _itemsize(dtype, config)
         if corrects:
             state["error feedback"] += size * _itemsize(config.optimizer.error_feedback.dtype, config)
         if group.optimizer_name == "Muon":
@@ -305,7 +317,7 @@ def _optimizer_bytes(
         elif corrects:
             snapshot += size * _itemsize("auto", config)
     bucket = config.optimizer.muon.bucket_mb if own else MuonConfig().bucket_mb
-    return state, max(snapshot, _muon_extra(of_muon, shards, layout, bucket * 2**20, on_cpu))
+    return state, max(snapshot + whole, _muon_extra(of_muon, shards, layout, bucket * 2**20, on_cpu))
 
 
 def _muon_extra(

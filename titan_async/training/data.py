@@ -4,16 +4,19 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import numpy as np
 import torch
+import tyro
 from tokenizers import Tokenizer
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
+from titan_async.config.device import has_accelerator
 from titan_async.data import PackedDataset, TextSource, TokenBatches
 from titan_async.data.encoder import adds_marks, encode_plainly
 from titan_async.data.fingerprints import changed_files
@@ -24,6 +27,10 @@ __all__ = ["Batch", "TextDataLoader", "plain_worker_errors"]
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 """({"input": tokens, "positions": positions}, labels), all int64 of shape (batch, seq_len)."""
+
+
+_PREFETCHED = 16
+"""Batches that a worker has ready: some microbatches take longer to read than others."""
 
 
 class TextDataLoader(ParallelAwareDataloader):
@@ -63,6 +70,13 @@ class TextDataLoader(ParallelAwareDataloader):
         text_column: str = "text"
         """Column of parquet and hub data, or key of JSON lines, that holds the text."""
 
+        num_workers: int | None = None
+        """Worker processes that read and tokenize ahead. By default one for each rank on GPUs and none on a
+        CPU, which give the same batches, and as many as before in a run that resumes."""
+
+        prefetch_factor: int | None = None
+        """Batches that each worker has ready, of a microbatch each; by default 16."""
+
         infinite: bool = True
         """Start over at the end of the data, in a new order; False ends after one epoch."""
 
@@ -71,6 +85,13 @@ class TextDataLoader(ParallelAwareDataloader):
 
         data_seed: int = 0
         """Seed of the orders of all epochs."""
+
+        source: Annotated[Callable[..., Iterable[Any]] | None, tyro.conf.Suppress] = None
+        """A function that returns an iterable of documents, in the place of a dataset: texts, or arrays of
+        the tokens of each. It is called for each epoch, and given those of `epoch`, `split`, `rank` and
+        `world_size` for which it has parameters. By default each rank and worker takes its share of what it
+        gives, and validation its fraction. An iterable, or iterator, with `state_dict` and `load_state_dict`
+        resumes by them, any other by being read again."""
 
         accept_changed_data: bool = False
         """Resume where the checkpoint stopped although local files have changed since it was saved; some
@@ -92,6 +113,7 @@ class TextDataLoader(ParallelAwareDataloader):
                 text_column=self.text_column,
                 shuffle=self.shuffle,
                 seed=self.data_seed,
+                function=self.source,
             )
 
     resumes_files: bool = True
@@ -109,6 +131,8 @@ class TextDataLoader(ParallelAwareDataloader):
         snapshot_every_n_steps: int | None = 1,
         **kwargs: Any,
     ) -> None:
+        self._adopts_workers = config.num_workers is None
+        self._prefetched = config.prefetch_factor or _PREFETCHED
         source = config.text_source()
         common: dict[str, Any] = {
             "seq_len": seq_len,
@@ -130,10 +154,10 @@ class TextDataLoader(ParallelAwareDataloader):
             dataset,
             dp_rank=dp_rank,
             dp_world_size=dp_world_size,
-            num_workers=config.num_workers,
+            num_workers=int(has_accelerator()) if config.num_workers is None else config.num_workers,
             persistent_workers=config.persistent_workers,
             pin_memory=config.pin_memory,
-            prefetch_factor=config.prefetch_factor,
+            prefetch_factor=self._prefetched,
             snapshot_every_n_steps=snapshot_every_n_steps,
             **batching,
             worker_init_fn=shield_data_worker,
@@ -173,7 +197,10 @@ class TextDataLoader(ParallelAwareDataloader):
         if not state_dict:
             return
         self.check_degree(state_dict["world_size"])
-        _check("dataloader.num_workers", state_dict["num_workers"], self.num_workers)
+        saved = state_dict["num_workers"]
+        if self._adopts_workers:
+            self.num_workers, self.prefetch_factor = saved, self._prefetched if saved else None
+        _check("dataloader.num_workers", saved, self.num_workers)
         if "files" in state_dict and not self._accept_changed_data:
             _check_files(json.loads(state_dict["files"]), self._fingerprints())
         StatefulDataLoader.load_state_dict(self, json.loads(state_dict[self._rank_id]))
@@ -207,7 +234,21 @@ def _encode_with(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
             # torchtitan takes the token at the beginning for one at the end, where both are the same.
             marks = adds_marks(backend, tokenizer.bos_id, tokenizer.eos_id)
             tokenizer.hf_adds_bos, tokenizer.hf_adds_eos = marks
-    return functools.partial(tokenizer.encode, add_bos=True, add_eos=True)
+    return functools.partial(_encode, tokenizer)
+
+
+def _encode(tokenizer: BaseTokenizer, document: Any) -> Any:
+    if not isinstance(document, np.ndarray):
+        return tokenizer.encode(document, add_bos=True, add_eos=True)
+    # Tokens already, of the user's own source.
+    size = tokenizer.get_vocab_size()
+    if document.min() < 0 or document.max() >= size:
+        wrong = document.min() if document.min() < 0 else document.max()
+        raise UserError(
+            f"dataloader.source gives the token {wrong}, but the tokenizer in hf_assets_path has {size} "
+            "entries: set hf_assets_path to the one that they were made with"
+        )
+    return document
 
 
 def _tell_user_errors_plainly(batches: Iterator[Batch], has_workers: bool) -> Iterator[Batch]:

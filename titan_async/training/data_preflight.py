@@ -50,7 +50,7 @@ def check_data(config: Trainer.Config, tokenizer: BaseTokenizer, *, data_paralle
             _check_token_files(name, loader, config)
         build = partial(_sequences, loader, tokenizer, training.seq_len)
         # Each worker process of each rank has documents of its own.
-        readers = data_parallel * max(loader.num_workers, 1)
+        readers = data_parallel * max(loader.num_workers or 0, 1)
         enough = _AMPLE * readers
         documents = _count(_documents(loader), enough)
         if documents == 0 and loader.dataset != "tokens":

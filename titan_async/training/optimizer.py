@@ -1,13 +1,15 @@
 """The optimizers of a run: Muon for hidden matrices, AdamW for the rest, each with error feedback."""
 
 import dataclasses
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+import tyro
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
@@ -21,9 +23,13 @@ from titan_async.training.optimizer_config import (
     LionConfig,
     MuonConfig,
     SGDConfig,
+    SoapConfig,
     match_group,
     named_groups,
+    soap_class,
 )
+from titan_async.training.optimizer_trial import try_out
+from titan_async.training.plain_tensors import PlainTensorOptimizer
 from titan_async.training.tying import stored_name
 
 __all__ = ["FACTORIES", "OF_THE_WHOLE_RUN", "AsyncOptimizers"]
@@ -43,6 +49,9 @@ OF_THE_WHOLE_RUN = {
     "error_feedback_dtype": "optimizer.error_feedback.dtype",
 }
 """Options of Muon that a group does not set, and where they are set for all groups."""
+
+_OF_GROUP = "#"
+"""Between the name of another package's optimizer and the number of its group."""
 
 _NEW_OPTIONS = (
     "ns_form",
@@ -71,15 +80,51 @@ class AsyncOptimizers(OptimizersContainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
-        name: Literal["muon", "adamw", "lion", "sgd"] = "muon"
-        """"muon": Muon for the matrices inside the layers, AdamW for everything else; "adamw", "lion" or
-        "sgd" for all parameters. Ignored where `param_groups` is given."""
+        name: Literal["muon", "adamw", "lion", "sgd", "soap"] = "muon"
+        """"muon": Muon for the matrices inside the layers, AdamW for everything else; "soap": SOAP in the
+        place of Muon, from the package pytorch-optimizer; "adamw", "lion" or "sgd" for all parameters.
+        Ignored where `param_groups` is given."""
 
         muon: MuonConfig = field(default_factory=MuonConfig)
         adamw: AdamWConfig = field(default_factory=AdamWConfig)
         lion: LionConfig = field(default_factory=LionConfig)
         sgd: SGDConfig = field(default_factory=SGDConfig)
+        soap: SoapConfig = field(default_factory=SoapConfig)
         error_feedback: ErrorFeedbackConfig = field(default_factory=ErrorFeedbackConfig)
+
+        classes: Annotated[dict[str, type[torch.optim.Optimizer]], tyro.conf.Suppress] = field(
+            default_factory=dict
+        )
+        """Optimizers of other packages, by the names that `param_groups` have for them; see `using`."""
+
+        def using(
+            self, optimizer: type[torch.optim.Optimizer], *, pattern: str = ".*", **options: Any
+        ) -> "AsyncOptimizers.Config":
+            """A copy in which an optimizer of any package updates the parameters whose names match.
+
+            The others keep theirs. Of two calls the later one wins. Checkpoints, error feedback and sharded
+            parameters go with it as with the project's own; what cannot is refused before training starts.
+
+            Args:
+                optimizer: any subclass of `torch.optim.Optimizer` whose step needs gradients alone.
+                pattern: a regular expression, which is searched for in the names of parameters.
+                options: of its constructor: numbers, strings, truth values, and lists of them. They are
+                    `optimizer.param_groups.0.optimizer_kwargs` in recipe files and flags.
+
+            Raises:
+                UserError: it is no such class, or an option is something else.
+            """
+            return _using(self, optimizer, pattern, options)
+
+        def class_of(self, name: str) -> type[torch.optim.Optimizer] | None:
+            """The optimizer of another package that groups call so; None if it is none.
+
+            Raises:
+                UserError: its package is not installed.
+            """
+            if name == "SOAP" and name not in self.classes:
+                return soap_class()
+            return self.classes.get(name)
 
         def resolved_groups(self) -> list[ParamGroupConfig]:
             """The parameter groups: those given, else those that `name` stands for."""
@@ -107,6 +152,8 @@ class AsyncOptimizers(OptimizersContainer):
     """The options that differ from those of the checkpoint loaded last; see `changed_options`."""
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+        self._config = config
+        self._group_state: dict[int, frozenset[str]] = {}
         self._groups = config.resolved_groups()
         self._is_named = not config.param_groups
         feedback = config.error_feedback
@@ -134,11 +181,26 @@ class AsyncOptimizers(OptimizersContainer):
                 for optimizer in self.optimizers
             ]
 
-    @staticmethod
-    def _resolve_optimizer_factory(name: str) -> Callable[..., torch.optim.Optimizer]:
+    def _resolve_optimizer_factory(  # type: ignore[override]
+        self, name: str
+    ) -> Callable[..., torch.optim.Optimizer]:
         if name in FACTORIES:
             return FACTORIES[name]
+        name, _, index = name.partition(_OF_GROUP)
+        cls = self._config.class_of(name)
+        if cls is not None:
+            return functools.partial(self._plain_tensor_optimizer, cls, int(index))
         return OptimizersContainer._resolve_optimizer_factory(name)
+
+    def _plain_tensor_optimizer(
+        self, cls: type[torch.optim.Optimizer], index: int, groups: list[dict[str, Any]]
+    ) -> PlainTensorOptimizer:
+        # As arguments, since not every class looks for all of its options in its groups.
+        options = self._groups[index].optimizer_kwargs
+        (group,) = ({key: group[key] for key in ("params", "param_names")} for group in groups)
+        traits = try_out(cls, options, [param.dim() for param in group["params"]])
+        self._group_state[index] = traits.group_state
+        return PlainTensorOptimizer(cls, [group], traits=traits, **options)
 
     def _build_param_groups(  # type: ignore[override]
         self, model: nn.Module, param_group_configs: list[ParamGroupConfig], impl_kwargs: dict[str, Any]
@@ -151,9 +213,12 @@ class AsyncOptimizers(OptimizersContainer):
             if parameter.requires_grad:
                 fqn = stored_name(model, name)
                 members[match_group(fqn, self._groups)].append((fqn, parameter))
-        for config, matched in zip(self._groups, members, strict=True):
+        for index, (config, matched) in enumerate(zip(self._groups, members, strict=True)):
+            name = config.optimizer_name
+            if self._config.class_of(name) is not None:
+                name = f"{name}{_OF_GROUP}{index}"  # options are its constructor's: one for each group
             if matched:
-                groups[config.optimizer_name].append(
+                groups[name].append(
                     {
                         "params": [parameter for _, parameter in matched],
                         "param_names": [name for name, _ in matched],
@@ -161,7 +226,7 @@ class AsyncOptimizers(OptimizersContainer):
                         **config.optimizer_kwargs,
                     }
                 )
-                patterns[config.optimizer_name].append(config.pattern)
+                patterns[name].append(config.pattern)
         return groups, patterns
 
     def state_dict(self) -> dict[str, Any]:
@@ -172,10 +237,18 @@ class AsyncOptimizers(OptimizersContainer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of the parameters. Options stay those of this run, learning rates included."""
-        own = {key: value for key, value in super().state_dict().items() if key.startswith("param_groups.")}
+        own = {key: value for key, value in super().state_dict().items() if self._is_option(key)}
         self.changed = changed_options(state_dict, own, self._name_of)
         super().load_state_dict({**state_dict, **own})
         self.saved = None
+
+    def _is_option(self, key: str) -> bool:
+        """Whether a key of the state is an option, and not what an optimizer counts in a group of its."""
+        kind, _, rest = key.partition(".")
+        parameter, _, option = rest.rpartition(".")
+        if kind != "param_groups":
+            return False
+        return option not in self._group_state.get(match_group(parameter, self._groups), ())
 
     def _name_of(self, parameter: str, option: str) -> str:
         """What the recipe calls an option of a parameter."""
@@ -207,22 +280,75 @@ class AsyncOptimizers(OptimizersContainer):
 
     def learning_rates(self) -> dict[str, float]:
         """The current learning rates, as "lr/Muon", or "lr/AdamW/0" where an optimizer has several groups."""
-        rates = {}
+        rates: dict[str, dict[int, float]] = defaultdict(dict)
         for optimizer in self._unwrapped():
-            name = f"lr/{type(optimizer).__name__}"
-            many = len(optimizer.param_groups) > 1
-            for index, group in enumerate(optimizer.param_groups):
-                rates[f"{name}/{index}" if many else name] = float(group["lr"])
-        return rates
+            for group in optimizer.param_groups:
+                index = match_group(group["param_names"][0], self._groups)
+                rates[f"lr/{type(optimizer).__name__}"][index] = float(group["lr"])
+        return {
+            f"{name}/{number}" if len(of_groups) > 1 else name: rate
+            for name, of_groups in rates.items()
+            for number, (_, rate) in enumerate(sorted(of_groups.items()))
+        }
+
+    def notes(self) -> list[str]:
+        """What is no mistake, but costs: the optimizers for which parameters are gathered at each step."""
+        gathering = {
+            type(each.optimizer).__name__
+            for optimizer in self.optimizers
+            for each in (optimizer, getattr(optimizer, "optimizer", None))
+            if isinstance(each, PlainTensorOptimizer) and each.gathers
+        }
+        return [
+            f"{name} updates whole parameters: they are gathered at each step, and every rank of a stage "
+            "holds all of its state"
+            for name in sorted(gathering)
+        ]
 
     def _unwrapped(self) -> Iterator[torch.optim.Optimizer]:
         for optimizer in self.optimizers:
-            yield optimizer.optimizer if isinstance(optimizer, ErrorFeedback) else optimizer
+            while isinstance(optimizer, ErrorFeedback | PlainTensorOptimizer):
+                optimizer = optimizer.optimizer
+            yield optimizer
+
+
+def _using(
+    config: AsyncOptimizers.Config,
+    optimizer: type[torch.optim.Optimizer],
+    pattern: str,
+    options: dict[str, Any],
+) -> AsyncOptimizers.Config:
+    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
+        raise UserError(
+            f"optimizer.using takes a class of optimizers, a subclass of torch.optim.Optimizer, "
+            f"not {optimizer!r}"
+        )
+    for key, value in options.items():
+        if not _is_plain(value):
+            raise UserError(
+                f"the option {key} of {optimizer.__name__} is a {type(value).__name__}, but a recipe holds "
+                "numbers, strings, truth values and lists of them: set it in a subclass"
+            )
+    name, classes = optimizer.__name__, config.classes
+    if FACTORIES.get(name) is not optimizer:
+        if name in FACTORIES or classes.get(name, optimizer) is not optimizer:
+            name = f"{optimizer.__module__}.{name}"
+        classes = {**classes, name: optimizer}
+    first = ParamGroupConfig(pattern=pattern, optimizer_name=name, optimizer_kwargs=options)
+    # A pattern that takes all leaves nothing to those that come after it.
+    others = [] if pattern == ".*" else [g for g in config.resolved_groups() if g.pattern != pattern]
+    return dataclasses.replace(config, param_groups=[first, *others], classes=classes)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _implementation(name: str, impl_kwargs: dict[str, Any]) -> dict[str, Any]:
     """torchtitan's choice among the implementations of an optimizer, as far as there is one."""
-    if name in ("Muon", "Lion"):
+    if name in ("Muon", "Lion") or not (name in FACTORIES or name == "DistMuon"):
         return {}
     if name == "SGD" and impl_kwargs.get("fused"):
         # DTensor has no sharding rule for the fused SGD.

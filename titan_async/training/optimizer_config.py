@@ -1,10 +1,12 @@
 """The section `[optimizer]` of a recipe: what can be set, and which parameters go to which optimizer."""
 
+import importlib
 import math
 import re
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torchtitan.components.optimizer import ParamGroupConfig
 from torchtitan.config import Configurable
 
@@ -17,8 +19,10 @@ __all__ = [
     "LionConfig",
     "MuonConfig",
     "SGDConfig",
+    "SoapConfig",
     "match_group",
     "named_groups",
+    "soap_class",
 ]
 
 HIDDEN_MATRICES = r"^layers\.(?!.*(norm|router|bias)).*$"
@@ -118,6 +122,30 @@ class SGDConfig(Configurable.Config):
 
 
 @dataclass(kw_only=True, slots=True)
+class SoapConfig(Configurable.Config):
+    lr: float = 3e-3
+    """Peak learning rate of SOAP (arXiv 2409.11321), on AdamW's scale."""
+
+    beta1: float = 0.95
+    """Decay of the first moment."""
+
+    beta2: float = 0.95
+    """Decay of the second moment and of the preconditioners."""
+
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+
+    weight_decay: float = 0.1
+    """Decoupled weight decay."""
+
+    precondition_frequency: int = 10
+    """Updates between two computations of the eigenbases."""
+
+    max_precondition_dim: int = 10_000
+    """Sides of a matrix that are longer have no preconditioner."""
+
+
+@dataclass(kw_only=True, slots=True)
 class ErrorFeedbackConfig(Configurable.Config):
     enable: bool = True
     """Correct for the delay of one update (arXiv 2606.30634). Without a delay, that is under a
@@ -145,16 +173,17 @@ class ErrorFeedbackConfig(Configurable.Config):
 class Sections(Protocol):
     """The sections that `named_groups` reads."""
 
-    name: Literal["muon", "adamw", "lion", "sgd"]
+    name: Literal["muon", "adamw", "lion", "sgd", "soap"]
     muon: MuonConfig
     adamw: AdamWConfig
     lion: LionConfig
     sgd: SGDConfig
+    soap: SoapConfig
 
 
 def named_groups(config: Sections) -> list[ParamGroupConfig]:
     """The parameter groups that `optimizer.name` stands for."""
-    muon, adamw, lion, sgd = config.muon, config.adamw, config.lion, config.sgd
+    muon, adamw, lion, sgd, soap = config.muon, config.adamw, config.lion, config.sgd, config.soap
     everything = {
         "adamw": ParamGroupConfig(
             pattern=".*",
@@ -181,6 +210,19 @@ def named_groups(config: Sections) -> list[ParamGroupConfig]:
             optimizer_kwargs={"lr": sgd.lr, "momentum": sgd.momentum, "weight_decay": sgd.weight_decay},
         ),
     }
+    if config.name == "soap":
+        soap_options = {
+            "lr": soap.lr,
+            "betas": (soap.beta1, soap.beta2),
+            "eps": soap.eps,
+            "weight_decay": soap.weight_decay,
+            "precondition_frequency": soap.precondition_frequency,
+            "max_precondition_dim": soap.max_precondition_dim,
+        }
+        return [
+            ParamGroupConfig(pattern=HIDDEN_MATRICES, optimizer_name="SOAP", optimizer_kwargs=soap_options),
+            everything["adamw"],
+        ]
     if config.name != "muon":
         return [everything[config.name]]
     matrices = {
@@ -200,6 +242,21 @@ def named_groups(config: Sections) -> list[ParamGroupConfig]:
         ParamGroupConfig(pattern=HIDDEN_MATRICES, optimizer_name="Muon", optimizer_kwargs=matrices),
         everything["adamw"],
     ]
+
+
+def soap_class() -> type[torch.optim.Optimizer]:
+    """SOAP of the package pytorch-optimizer, which not everybody has.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        return importlib.import_module("pytorch_optimizer").SOAP  # type: ignore[no-any-return]
+    except ImportError as error:
+        raise UserError(
+            "the optimizer SOAP is that of the package pytorch-optimizer, which cannot be imported "
+            f'({error}): pip install "pytorch-optimizer>=4.1,<5", or choose another optimizer.name'
+        ) from error
 
 
 def match_group(name: str, groups: list[ParamGroupConfig]) -> int:

@@ -4,20 +4,22 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
-from titan_async.config.edit import unknown_name
+from titan_async.config.edit import nearest, unknown_name
 from titan_async.config.values import show
 from titan_async.errors import UserError
 from titan_async.training.optimizer import FACTORIES, OF_THE_WHOLE_RUN, AsyncOptimizers
 from titan_async.training.optimizer_config import match_group
+from titan_async.training.optimizer_trial import try_out
 
 __all__ = ["check_optimizer"]
 
-_OPTIMIZERS = (*FACTORIES, "DistMuon")
+_OPTIMIZERS = (*FACTORIES, "SOAP", "DistMuon")
 
 _TORCH_WORDS = {
     "learning rate": ("lr",),
@@ -28,12 +30,15 @@ _TORCH_WORDS = {
 """What torch's own optimizers call options, and how recipes spell them."""
 
 
-def check_optimizer(config: OptimizersContainer.Config, model: nn.Module) -> None:
+def check_optimizer(
+    config: OptimizersContainer.Config, model: nn.Module, *, is_divided: bool = False
+) -> None:
     """Refuse optimizers that do not go together with the parameters of a model.
 
     Args:
         config: the section; not changed.
         model: the whole model, on the meta device.
+        is_divided: whether no rank has all parameters whole.
 
     Raises:
         UserError: one sentence that names the key and the mend.
@@ -46,19 +51,25 @@ def check_optimizer(config: OptimizersContainer.Config, model: nn.Module) -> Non
     members: list[list[tuple[str, nn.Parameter]]] = [[] for _ in groups]
     for name, parameter in parameters:
         members[match_group(name, groups)].append((name, parameter))
+    known = (*_OPTIMIZERS, *config.classes) if own else _OPTIMIZERS
     for index, (group, matched) in enumerate(zip(groups, members, strict=True)):
-        _check_group(index, group, matched, [name for name, _ in parameters])
+        _check_group(index, group, matched, [name for name, _ in parameters], known)
     if own:
         for index, (group, matched) in enumerate(zip(groups, members, strict=True)):
             _check_settings(config, index, group, matched)
+            _try_out(config, index, group, matched, is_divided)
 
 
 def _check_group(
-    index: int, group: ParamGroupConfig, matched: Sequence[object], names: Sequence[str]
+    index: int,
+    group: ParamGroupConfig,
+    matched: Sequence[object],
+    names: Sequence[str],
+    known: Sequence[str],
 ) -> None:
     field = f"optimizer.param_groups.{index}"
-    if group.optimizer_name not in _OPTIMIZERS:
-        raise UserError(unknown_name(f"{field}.optimizer_name", group.optimizer_name, _OPTIMIZERS))
+    if group.optimizer_name not in known:
+        raise UserError(unknown_name(f"{field}.optimizer_name", group.optimizer_name, known))
     if not matched:
         taken = any(re.search(group.pattern, name) for name in names)
         why = "earlier groups take all that it matches" if taken else "matches no parameter of the model"
@@ -73,7 +84,7 @@ def _check_settings(
     group: ParamGroupConfig,
     matched: list[tuple[str, nn.Parameter]],
 ) -> None:
-    factory = FACTORIES.get(group.optimizer_name)
+    factory = FACTORIES.get(group.optimizer_name) or config.class_of(group.optimizer_name)
     if factory is None:
         return  # torchtitan's own, which needs devices
     settings = group.optimizer_kwargs
@@ -81,9 +92,12 @@ def _check_settings(
     elsewhere = OF_THE_WHOLE_RUN if group.optimizer_name == "Muon" else {}
     options = dict(list(inspect.signature(factory).parameters.items())[1:])
     known = [key for key in options if key not in elsewhere]
+    takes_more = any(option.kind is inspect.Parameter.VAR_KEYWORD for option in options.values())
     for key, value in settings.items():
         if key in elsewhere:
             raise UserError(f"{field}.{key} holds for all groups: set {elsewhere[key]} instead")
+        if key not in known and takes_more and not nearest(key, known, cutoff=0.7):
+            continue
         if key not in known:
             raise UserError(unknown_name(f"a key of {field}", key, known))
         wanted = _wrong_kind(key, value, options[key].default)
@@ -91,12 +105,44 @@ def _check_settings(
             raise UserError(f"{field}.{key} must be {wanted}, not {show(value)}")
     if group.optimizer_name == "SGD" and settings.get("fused"):
         raise UserError(f"{field}.fused: torch's fused SGD updates no sharded parameters; leave it out")
+    given: list[Any] = matched
+    refusals: tuple[type[Exception], ...] = (ValueError, TypeError, NotImplementedError)
+    if group.optimizer_name not in FACTORIES:
+        given = [{**settings, "params": [parameter for _, parameter in matched]}]
+        refusals = (Exception,)
     try:
         # Implementations for certain devices refuse tensors without data.
-        factory(matched, **{k: v for k, v in settings.items() if k not in ("fused", "foreach")})
-    except (ValueError, TypeError, NotImplementedError) as error:
+        built = factory(given, **{k: v for k, v in settings.items() if k not in ("fused", "foreach")})
+    except refusals as error:
         sentence = " ".join(str(error).split())
         raise UserError(f"{_place(config, index, group, sentence)}: {sentence}") from error
+    for key in settings.keys() - set(options):  # which a constructor may take without using them
+        if key not in built.defaults and not hasattr(built, key):
+            raise UserError(unknown_name(f"a key of {field}", key, known))
+
+
+def _try_out(
+    config: AsyncOptimizers.Config,
+    index: int,
+    group: ParamGroupConfig,
+    matched: list[tuple[str, nn.Parameter]],
+    is_divided: bool,
+) -> None:
+    """Refuse an optimizer of another package that a run could not use as it is."""
+    cls = None if group.optimizer_name in FACTORIES else config.class_of(group.optimizer_name)
+    if cls is None:
+        return
+    field = f"optimizer.param_groups.{index}" if config.param_groups else f"optimizer.{config.name}"
+    try:
+        traits = try_out(cls, group.optimizer_kwargs, [parameter.dim() for _, parameter in matched])
+    except UserError as error:
+        raise UserError(f"{field}: {group.optimizer_name} cannot train here: {error}") from error
+    if traits.couples and is_divided:
+        raise UserError(
+            f"{field}: {group.optimizer_name} with these options measures all gradients together, but here "
+            "each rank has a part of the model: turn that off (a clip of its own, for example; "
+            "training.max_norm clips by the norm of the whole model), or choose another optimizer"
+        )
 
 
 def _wrong_kind(key: str, value: object, default: object) -> str | None:

@@ -80,7 +80,8 @@ def check(config: Trainer.Config, *, world_size: int, make_folder: bool = True) 
     _check_overrides(config)
     _check_balance(config, model)
     _check_parts(config, model)
-    check_optimizer(config.optimizer, model)
+    replicas = config.parallelism.data_parallel_replicate_degree
+    check_optimizer(config.optimizer, model, is_divided=world_size > replicas)
     check_data(config, tokenizer, data_parallel=data_parallel_degree(config, world_size))
     _check_folders(config, make=make_folder)  # last, since it makes one
     return model

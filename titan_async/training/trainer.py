@@ -416,7 +416,10 @@ class AsyncTrainer(Trainer):
         if self._export_warning:
             self.reporter.warn(self._export_warning)
         names = [canonical_fqn(name) for part in self.model_parts for name, _ in part.named_parameters()]
-        for note in start_notes(self.config, names, was_delayed=self.was_delayed):
+        notes = start_notes(self.config, names, was_delayed=self.was_delayed)
+        if isinstance(self.optimizers, AsyncOptimizers):
+            notes += self.optimizers.notes()
+        for note in notes:
             self.reporter.warn(note)
         self.reporter.start(self._first_step or 0)
 

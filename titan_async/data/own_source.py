@@ -1,0 +1,113 @@
+"""Data layer: documents of the user's own function, as texts or as tokens."""
+
+import inspect
+import itertools
+import json
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from titan_async.data.readers import Position, is_validation
+from titan_async.data.text_source import TextSource
+from titan_async.errors import UserError
+
+__all__ = ["FunctionReader"]
+
+_END = object()
+
+
+class FunctionReader:
+    """Documents of the iterable that a function returns, in its order.
+
+    The function is called for each epoch. Where it has parameters of these names it is given ``epoch`` (from
+    0), ``split`` ("train" or "validation"), and ``rank`` and ``world_size``, the share of a data-parallel
+    rank, or of one of its worker processes. If it takes the split, or the share, all that it gives belongs to
+    it.
+
+    A position is [documents read, those of them in the split, state]. The state is what the iterable's
+    ``state_dict`` returns, or its iterator's; without one, resuming reads the documents again and skips them.
+    """
+
+    def __init__(self, source: TextSource, rank: int, world_size: int) -> None:
+        assert source.function is not None
+        self._source, self._function = source, source.function
+        self._share = rank, world_size
+        self._takes = inspect.signature(source.function).parameters.keys()
+
+    def read(self, epoch: int, position: Position) -> Iterator[tuple[Any, Position]]:
+        source, (rank, world_size) = self._source, self._share
+        values = {"epoch": epoch, "split": source.split, "rank": rank, "world_size": world_size}
+        wanted = source.split == "validation"
+        done, kept, state = position or (0, 0, None)
+        documents = self._guarded(
+            lambda: self._function(**{k: v for k, v in values.items() if k in self._takes})
+        )
+        if not hasattr(documents, "__iter__"):
+            raise UserError(
+                f"{source.shown} returns a {type(documents).__name__}: return an iterable of documents"
+            )
+        if state is not None and hasattr(documents, "load_state_dict"):
+            self._guarded(lambda: documents.load_state_dict(state))
+        iterator = self._guarded(lambda: iter(documents))
+        keeper = next((each for each in (iterator, documents) if hasattr(each, "state_dict")), None)
+        if state is None:
+            # Counted, not remembered, by what has no state.
+            for _ in range(done):
+                self._guarded(lambda: next(iterator, _END))
+        elif not hasattr(documents, "load_state_dict"):
+            self._guarded(lambda: iterator.load_state_dict(state))
+        for index in itertools.count(done):
+            document = self._guarded(lambda: next(iterator, _END))
+            if document is _END:
+                if index == 0:
+                    raise UserError(
+                        f"{source.shown} gives no document in epoch {epoch} for {source.split}, part "
+                        f"{rank} of {world_size}: give more, and return a new iterable at each call"
+                    )
+                return
+            if "split" not in self._takes and wanted != is_validation(index, source.validation_fraction):
+                continue
+            kept += 1
+            if "rank" not in self._takes and (kept - 1) % world_size != rank:
+                continue
+            checked = self._checked(document, index)
+            if len(checked):
+                yield checked, [index + 1, kept, self._state_of(keeper)]
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        """The result of the user's code, whose failures are told in a sentence."""
+        try:
+            return call()
+        except UserError:
+            raise
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise UserError(
+                f"{self._source.shown} failed: {type(error).__name__}: {' '.join(str(error).split())} "
+                f"({frame.filename}:{frame.lineno}); a try of it alone, in Python, shows more"
+            ) from error
+
+    def _checked(self, document: object, index: int) -> Any:
+        if isinstance(document, str):
+            return document.strip() and document
+        tokens = np.asarray(document)
+        if tokens.ndim == 1 and (tokens.dtype.kind in "iu" or not tokens.size):
+            return tokens.astype(np.int64)
+        raise UserError(
+            f"document {index} of {self._source.shown} is a {type(document).__name__}: give texts (str), or "
+            "the tokens of each document as a list or an array of whole numbers"
+        )
+
+    def _state_of(self, keeper: Any) -> Any:
+        if keeper is None:
+            return None
+        state = self._guarded(keeper.state_dict)
+        try:
+            return json.loads(json.dumps(state))
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"state_dict() of {self._source.shown} holds more than numbers, strings, lists and "
+                f"dictionaries ({error}): leave the rest out, or leave out state_dict"
+            ) from error
