@@ -271,7 +271,7 @@ def test_what_is_no_optimizer_or_no_plain_option_is_refused(tmp_path: Path) -> N
 def test_flags_and_a_saved_recipe_set_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from titan_async.config.recipe_file import resolve_recipe
 
-    (tmp_path / "my_recipes.py").write_text(
+    (tmp_path / "own_optimizer_recipe.py").write_text(
         "import dataclasses\n"
         "from tests.support.optimizers import Averaged\n"
         "from titan_async.recipes.debug import debug\n\n"
@@ -284,9 +284,9 @@ def test_flags_and_a_saved_recipe_set_its_options(tmp_path: Path, monkeypatch: p
     (tmp_path / "mine.toml").write_text('recipe = "mine"\n')
     kwargs = "--optimizer.param_groups.0.optimizer_kwargs"
     flags = [f"{kwargs}.lr", "0.25", f"{kwargs}.name", "b", f"{kwargs}.flag", "false"]
-    resolved = resolve_recipe([str(tmp_path / "mine.toml"), "--module", "my_recipes", *flags])
+    resolved = resolve_recipe([str(tmp_path / "mine.toml"), "--module", "own_optimizer_recipe", *flags])
     (tmp_path / "saved.toml").write_text(resolved.to_toml())
-    again = resolve_recipe([str(tmp_path / "saved.toml"), "--module", "my_recipes"]).config
+    again = resolve_recipe([str(tmp_path / "saved.toml"), "--module", "own_optimizer_recipe"]).config
     assert dataclasses.asdict(again.optimizer) == dataclasses.asdict(resolved.config.optimizer)
     group = again.optimizer.param_groups[0]
     assert group.optimizer_kwargs == {"lr": 0.25, "name": "b", "flag": False}
