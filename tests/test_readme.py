@@ -82,6 +82,18 @@ def test_the_example_of_a_recipe_function_resolves(tmp_path, monkeypatch):
     assert len(config.model_spec.model.layers) == 4
 
 
+def test_the_examples_of_torchtitans_configurations_resolve(tmp_path, monkeypatch):
+    as_it_is, with_muon = blocks("docs/torchtitan.md", "toml")
+    (module,) = re.findall(r"^titan-async train my.toml --module (\w+)$", PAGES["docs/torchtitan.md"], re.M)
+    config = resolved(tmp_path, monkeypatch, as_it_is, "--module", module)
+    assert config.parallelism.pipeline_parallel_schedule == "Async2BW"
+    assert (
+        config.optimizer.error_feedback.enable and config.optimizer.param_groups[0].optimizer_name == "AdamW"
+    )
+    groups = resolved(tmp_path, monkeypatch, with_muon, "--module", module).optimizer.resolved_groups()
+    assert [group.optimizer_name for group in groups] == ["Muon", "AdamW"]
+
+
 def test_the_example_of_own_text_resolves(tmp_path, monkeypatch):
     (text,) = blocks("docs/data.md", "toml")
     config = resolved(tmp_path, monkeypatch, text)

@@ -571,7 +571,7 @@ class Headed(nn.Module):
         leaf = hidden.detach().requires_grad_()
         loss = nn.functional.mse_loss(self.head(leaf), target, reduction="sum")
         loss.backward()
-        return Bridge.apply(hidden, leaf.grad, loss)
+        return Bridge.apply(hidden, leaf.grad, loss.detach())
 
 
 def loss_that_runs_backwards(rank, group):

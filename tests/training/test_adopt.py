@@ -240,7 +240,7 @@ def test_every_recipe_of_torchtitan_is_taken_or_refused_in_a_sentence(
         ("llama3", "llama3_debugmodel_varlen_attn", CONTEXT, "VarlenAttention cannot be divided so"),
         ("llama3", "llama3_debugmodel", (*CONTEXT, "--parallelism.context_parallel_load_balancer", "ptrr"),
          'load_balancer "ptrr" needs block masks'),
-        ("llama3", "llama3_debugmodel_dist_gemm", TENSOR, "QKVLinear needs GPUs"),
+        ("llama3", "llama3_debugmodel_dist_gemm", TENSOR, "AllGatherFusedFeedForward needs GPUs"),
         ("deepseek_v3", "deepseek_v3_debugmodel_hybridep", EXPERT, "HybridEPTokenDispatcher needs GPUs"),
         ("llama3", "llama3_debugmodel", ("--loss.num_chunks", 3), "does not divide the 2048 tokens"),
         ("llama3", "llama3_debugmodel", (*CONTEXT, "--training.seq_len", 12), "divide the 6 tokens"),
@@ -248,6 +248,12 @@ def test_every_recipe_of_torchtitan_is_taken_or_refused_in_a_sentence(
         ("llama3", "llama3_debugmodel", ("--dataloader.dataset_path", "gone"), "gone"),
         ("llama3", "llama3_debugmodel", ("--comm.mode", "local_tensor"), "is not for training"),
         ("llama3", "llama3_debugmodel", ("--comm.mode", "fake_backend"), "with titan-async rehearse"),
+        (
+            "llama3",
+            "llama3_debugmodel",
+            ("--comm.mode", "fake_backend", "--checkpoint.enable"),
+            "turn checkpoint.enable off",
+        ),
         ("llama3", "llama3_debugmodel", ("--debug.spmd_typechecking",), "SPMD typechecking is not supported"),
     ],
 )  # fmt: skip
@@ -323,7 +329,7 @@ def test_imaginary_ranks_need_no_variable(tmp_path: Path) -> None:
     # One process stands for rank 0 of four.
     run = train(
         tmp_path, "--comm.mode", "fake_backend", "--parallelism.pipeline_parallel_degree", 1,
-        "--parallelism.data_parallel_shard_degree", 4, "--training.steps", 1, "--validator.no-enable",
+        "--parallelism.data_parallel_shard_degree", 4, "--training.steps", 1, "--validator.no-enable", "--checkpoint.no-enable",
     )  # fmt: skip
     assert run.status == 0, run.err
     assert len(list((tmp_path / "run" / "comm_traces").glob("*"))) <= 1

@@ -148,6 +148,10 @@ class LoopGptOssExperts(GptOssGroupedExperts):
     _grouped_mm = LoopGroupedExperts._grouped_mm
     _bounds = LoopGroupedExperts._bounds
 
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        # Its products are in bfloat16, whatever the model computes in.
+        return super().forward(x_RD, num_tokens_per_expert_E).type_as(x_RD)
+
 
 class GlooTokenDispatcher(AllToAllTokenDispatcher):
     """Exchanges by `all_to_all_single`, because gloo's list all-to-all wants chunks of one size."""

@@ -88,12 +88,18 @@ def check(config: Trainer.Config, *, world_size: int, make_folder: bool = True) 
 
 
 def check_messages(config: Trainer.Config) -> None:
-    """Refuse a pipeline whose ranks are imaginary, but for one, and nobody makes up what these send.
+    """Refuse what needs ranks that are not imaginary, where nobody makes up what these send.
 
     Raises:
-        UserError: it is one.
+        UserError: a pipeline does, or a checkpoint.
     """
-    if config.comm.mode == "fake_backend" and config.parallelism.pipeline_parallel_degree > 1:
+    if config.comm.mode != "fake_backend":
+        return
+    if config.checkpoint.enable and not config.checkpoint.load_only:
+        raise UserError(
+            'comm.mode "fake_backend" leaves one rank, whose part is no checkpoint: turn checkpoint.enable off'
+        )
+    if config.parallelism.pipeline_parallel_degree > 1:
         raise UserError(
             'comm.mode "fake_backend" sends nothing, and a pipeline waits for messages: set it to "default", '
             "or try such a run with titan-async rehearse, which makes them up"
