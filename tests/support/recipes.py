@@ -16,7 +16,6 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 from torchtitan.components.validate import Validator
 from torchtitan.models.common.config_utils import get_attention_config, make_ffn_config, make_gqa_config
 from torchtitan.models.qwen3 import model_registry
-from torchtitan.models.qwen3.config_registry import qwen3_debugmodel
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
@@ -101,13 +100,6 @@ def titan_llama() -> Trainer.Config:
         activation_checkpoint=None,
         debug=config.debug,
     )
-
-
-def titan_qwen3() -> Trainer.Config:
-    """torchtitan's small Qwen3, whose embedding and head are not one weight here."""
-    config = qwen3_debugmodel()
-    model = dataclasses.replace(config.model_spec.model, enable_weight_tying=False)
-    return dataclasses.replace(config, model_spec=dataclasses.replace(config.model_spec, model=model))
 
 
 class FormattedMetrics(MetricsProcessor):

@@ -25,7 +25,6 @@ LAYOUTS = [
     pytest.param(4, 1, TENSOR, id="TP, spmd_types"),
     slow(4, 1, (*TENSOR, *DTENSOR), id="TP, partial_dtensor"),
     pytest.param(4, 1, CONTEXT, id="CP"),
-    slow(4, 1, (*CONTEXT, "--parallelism.context_parallel_load_balancer", "none"), id="CP, in order"),
     # One microbatch a pass, fewer than stages, which all passes together are not.
     pytest.param(
         4,
@@ -63,7 +62,6 @@ MUON_LAYOUTS = [
     slow(4, 4, 0, (*ONE_STAGE, *SHARDED, *REPLICATED), id="HSDP"),
     slow(4, 2, 0, (*ONE_STAGE, *SHARDED, *TENSOR), id="FSDP and TP"),
     slow(4, 2, 0, (*SYNCHRONOUS, *SHARDED), id="1F1B over FSDP"),
-    slow(4, 1, 0, (*SYNCHRONOUS, *CONTEXT), id="1F1B over CP"),
     slow(4, 2, 1, SHARDED, id="Async2BW over FSDP"),
     slow(4, 1, 1, TENSOR, id="Async2BW over TP"),
 ]

@@ -97,7 +97,8 @@ def check_messages(config: Trainer.Config) -> None:
         return
     if config.checkpoint.enable and not config.checkpoint.load_only:
         raise UserError(
-            'comm.mode "fake_backend" leaves one rank, whose part is no checkpoint: turn checkpoint.enable off'
+            'comm.mode "fake_backend" leaves one rank, whose part is no checkpoint: turn checkpoint.enable '
+            "off"
         )
     if config.parallelism.pipeline_parallel_degree > 1:
         raise UserError(
