@@ -45,11 +45,10 @@ def check_recorded(config: Any) -> None:
     Raises:
         UserError: it does not record what its ranks do.
     """
-    section = getattr(config, "monitor", None)  # torchtitan's own trainer has no such section
-    if section is None or not section.events:
+    if not config.monitor.events:
         raise UserError(
-            "--live shows what a run records, and this one does not: "
-            + ("leave out --live" if section is None else "set monitor.events to true, or leave out --live")
+            "--live shows what a run records, and this one records nothing: set monitor.events to true, or "
+            "leave out --live"
         )
 
 

@@ -103,7 +103,6 @@ def layout_of(config: Trainer.Config, world_size: int) -> Layout:
         shards = max(world_size // ranks_without_shards(parallelism), 1)
     passes = accumulation_of(training, shards * parallelism.data_parallel_replicate_degree)
     size = microbatch_size_of(config)
-    pipeline = getattr(config, "pipeline", None)  # torchtitan's own trainer has no such section
     name = parallelism.pipeline_parallel_schedule
     return Layout(
         schedule=ASYNC_SCHEDULE if is_async(parallelism) else name,
@@ -116,7 +115,7 @@ def layout_of(config: Trainer.Config, world_size: int) -> Layout:
         microbatches=training.local_batch_size // size * passes,
         passes=1 if delays_gradients(parallelism) else passes,
         seq_len=training.seq_len,
-        lookahead=pipeline.lookahead if pipeline is not None and delays_gradients(parallelism) else 0,
+        lookahead=config.pipeline.lookahead if delays_gradients(parallelism) else 0,
         steps=training.steps,
         stages=split_of(parallelism, len(config.model_spec.model.layers)),
     )

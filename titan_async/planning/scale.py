@@ -84,9 +84,8 @@ def at_degrees(config: Trainer.Config, degrees: Degrees) -> Trainer.Config:
         expert_parallel_degree=degrees.ep,
         pipeline_parallel_microbatch_size=degrees.microbatch_size,
     )
-    if hasattr(config, "pipeline"):
-        pipeline = dataclasses.replace(config.pipeline, lookahead=0)
-        config = dataclasses.replace(config, pipeline=pipeline)
+    pipeline = dataclasses.replace(config.pipeline, lookahead=0)
+    config = dataclasses.replace(config, pipeline=pipeline)
     config = _with_batch(config, parallelism, _sequences(config, own), data_parallel)
     if degrees.lookahead:
         pipeline = dataclasses.replace(config.pipeline, lookahead=degrees.lookahead)
@@ -103,7 +102,7 @@ def with_schedule(config: Trainer.Config, schedule: str) -> Trainer.Config:
     """
     own = config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
     parallelism = dataclasses.replace(config.parallelism, pipeline_parallel_schedule=schedule)
-    if hasattr(config, "pipeline") and schedule != ASYNC_SCHEDULE:
+    if schedule != ASYNC_SCHEDULE:
         config = dataclasses.replace(config, pipeline=dataclasses.replace(config.pipeline, lookahead=0))
     changed = _with_batch(config, parallelism, _sequences(config, own), own)
     check_tying(changed)

@@ -111,12 +111,7 @@ def count_stages(parallelism: ParallelismConfig) -> int:
 
 def measures_balance(config: Trainer.Config) -> bool:
     """Whether a run splits its model by measured times."""
-    pipeline = getattr(config, "pipeline", None)  # torchtitan's own trainer has no such section
-    return (
-        pipeline is not None
-        and pipeline.balance == "measured"
-        and config.parallelism.pipeline_parallel_degree > 1
-    )
+    return config.pipeline.balance == "measured" and config.parallelism.pipeline_parallel_degree > 1
 
 
 def balance_model_spec(model_spec: ModelSpec, pipeline: PipelineConfig) -> ModelSpec:

@@ -32,8 +32,7 @@ class EmaConfig:
 
 def keeps_average(config: Trainer.Config) -> bool:
     """Whether a run with this configuration averages its weights."""
-    section = getattr(config, "ema", None)  # torchtitan's own trainer has no such section
-    return section is not None and section.decay > 0
+    return config.ema.decay > 0
 
 
 class WeightAverage:
