@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -91,7 +92,8 @@ def save_model(name: str, folder: Path) -> None:
     kind, fields = MODELS[name]
     if kind == "deepseek_v3":
         fields = {**fields, "num_nextn_predict_layers": 0}
-    config = transformers.AutoConfig.for_model(kind, **{**COMMON, **fields}, attn_implementation="eager")
+    fields = copy.deepcopy({**COMMON, **fields})  # transformers writes into dictionaries that it is given
+    config = transformers.AutoConfig.for_model(kind, **fields, attn_implementation="eager")
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
