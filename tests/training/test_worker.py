@@ -16,7 +16,8 @@ from titan_async.training.reporter import Reporter
 
 @pytest.fixture
 def loggers() -> Iterator[None]:
-    there = [logging.getLogger(name) for name in (None, "titan_async", "torch.utils.cpp_extension")]
+    libraries = ("torch.utils.cpp_extension", "torch.distributed.tensor._redistribute")
+    there = [logging.getLogger(name) for name in (None, "titan_async", *libraries)]
     levels = [logger.level for logger in there]
     yield
     for logger, level in zip(there, levels, strict=True):

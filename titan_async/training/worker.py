@@ -183,9 +183,12 @@ def _quiet() -> None:
         "DTensor manual_seed",
         "Torchinductor does not support code generation for complex",
         "In CPU autocast, but the target dtype is not supported",
+        r"`torch\.distributed\.\w+` is deprecated",
+        r"FSDP2-wrapped module \(FSDPEmbedding\) returned a view tensor",
     ):
         warnings.filterwarnings("ignore", message=message)
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    for name in ("torch.utils.cpp_extension", "torch.distributed.tensor._redistribute"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _lost_a_peer(error: BaseException) -> bool:
