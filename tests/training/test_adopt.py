@@ -301,8 +301,8 @@ MODELS = [
     ("deepseek_v3", "deepseek_v3_debugmodel", "EP"),
     ("gpt_oss", "gpt_oss_debugmodel", "alone"),
 ]
-"""Of each family one of the layouts that docs/torchtitan.md lists. `qwen3_moe_debug` takes three minutes and 7 GB a
-rank; `test_hub_models` trains a small one."""
+"""Of each family one of the layouts that docs/torchtitan.md lists. `qwen3_moe_debug` takes three minutes and
+7 GB a rank; `test_hub_models` trains a small one."""
 
 
 @pytest.mark.slow
