@@ -15,7 +15,7 @@ from titan_async.planning import measured, plan
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.name for path in (ROOT / "toml_configs").glob("*.toml"))
 RECIPE = "debug_cpu.toml"
-LARGE = ("dense_360m", "dense_1b", "moe_2b", "moe_10b_200b")
+LARGE = ("dense_360m", "dense_1b", "moe_2b", "moe_10b_200b", "smollm2")
 """What others hold in small, and takes long to trace."""
 
 

@@ -297,7 +297,7 @@ LAYOUTS = {
 }
 MODELS = [
     ("llama3", "llama3_debugmodel", "TP"),
-    ("qwen3", "qwen3_debugmodel", "FSDP"),
+    ("qwen3", "qwen3_debugmodel", "alone"),
     ("deepseek_v3", "deepseek_v3_debugmodel", "EP"),
     ("gpt_oss", "gpt_oss_debugmodel", "alone"),
 ]

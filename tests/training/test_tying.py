@@ -64,12 +64,9 @@ def at_the_start(results: list[Trained]) -> Values:
     ("ranks", "shares", "flags"),
     [
         slow(2, 1, (), id="2 stages"),
-        slow(3, 1, (STAGES, 3), id="3 stages"),
         slow(4, 1, (STAGES, 4), id="4 stages"),
         pytest.param(4, 2, SHARDED, id="FSDP"),
-        slow(4, 1, TENSOR, id="TP, spmd_types"),
-        slow(4, 1, (*TENSOR, f"{P}spmd_backend", "partial_dtensor"), id="TP, partial_dtensor"),
-        slow(2, 1, ("--pipeline.lookahead", 1), id="lookahead"),
+        slow(4, 1, TENSOR, id="TP"),
         slow(2, 1, ("--pipeline.balance", "measured"), id="balanced by measurement"),
     ],
 )
