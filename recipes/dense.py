@@ -20,30 +20,7 @@ def dense_135m() -> AsyncTrainer.Config:
     - The head does the work of six layers (by multiplications, not measured), so that 30 layers and it
       split evenly over 2, 3, 4 and 6 stages. `pipeline.balance = "measured"` does without that estimate.
     """
-    return on_gpus(
-        dense_spec(
-            "135M-untied",
-            llama(
-                vocab_size=SMOLLM_VOCAB,
-                dim=576,
-                n_layers=30,
-                n_heads=9,
-                n_kv_heads=3,
-                hidden_dim=1536,
-                rope_theta=100_000,
-            ),
-        ),
-        name="dense_135m",
-        lr=1.5e-3,
-        steps=12_423,
-        sequences=128,
-        seq_len=2048,
-        stages=4,
-        head_layers=6,
-        local_sequences=64,
-        microbatch=4,
-        subset="sample-10BT",
-    )
+    return _135m("135M-untied", name="dense_135m", steps=12_423)
 
 
 def dense_360m() -> AsyncTrainer.Config:
@@ -56,30 +33,7 @@ def dense_360m() -> AsyncTrainer.Config:
     - The head does the work of four layers (by multiplications, not measured), so that 32 layers and it
       split evenly over 2, 3, 4, 6 and 9 stages.
     """
-    return on_gpus(
-        dense_spec(
-            "360M-untied",
-            llama(
-                vocab_size=SMOLLM_VOCAB,
-                dim=960,
-                n_layers=32,
-                n_heads=15,
-                n_kv_heads=5,
-                hidden_dim=2560,
-                rope_theta=100_000,
-            ),
-        ),
-        name="dense_360m",
-        lr=1.2e-3,
-        steps=24_965,
-        sequences=160,
-        seq_len=2048,
-        stages=4,
-        head_layers=4,
-        local_sequences=80,
-        microbatch=4,
-        subset="sample-10BT",
-    )
+    return _360m("360M-untied", name="dense_360m", steps=24_965)
 
 
 def smollm2_135m() -> AsyncTrainer.Config:
@@ -90,31 +44,7 @@ def smollm2_135m() -> AsyncTrainer.Config:
       for each of 134.5 M parameters.
     - Of the schedules only Async2BW divides a tied model into stages, so the synchronous twin has one.
     """
-    return on_gpus(
-        dense_spec(
-            "SmolLM2-135M",
-            llama(
-                vocab_size=SMOLLM_VOCAB,
-                dim=576,
-                n_layers=30,
-                n_heads=9,
-                n_kv_heads=3,
-                hidden_dim=1536,
-                rope_theta=100_000,
-                tied=True,
-            ),
-        ),
-        name="smollm2_135m",
-        lr=1.5e-3,
-        steps=10_263,
-        sequences=128,
-        seq_len=2048,
-        stages=4,
-        head_layers=6,
-        local_sequences=64,
-        microbatch=4,
-        subset="sample-10BT",
-    )
+    return _135m("SmolLM2-135M", name="smollm2_135m", steps=10_263, tied=True)
 
 
 def smollm2_360m() -> AsyncTrainer.Config:
@@ -124,31 +54,7 @@ def smollm2_360m() -> AsyncTrainer.Config:
     - Batches, learning rate by the law, and stages are those of `dense_360m`; 20 tokens for each of 361.8 M
       parameters. The synchronous twin has one stage.
     """
-    return on_gpus(
-        dense_spec(
-            "SmolLM2-360M",
-            llama(
-                vocab_size=SMOLLM_VOCAB,
-                dim=960,
-                n_layers=32,
-                n_heads=15,
-                n_kv_heads=5,
-                hidden_dim=2560,
-                rope_theta=100_000,
-                tied=True,
-            ),
-        ),
-        name="smollm2_360m",
-        lr=1.2e-3,
-        steps=22_084,
-        sequences=160,
-        seq_len=2048,
-        stages=4,
-        head_layers=4,
-        local_sequences=80,
-        microbatch=4,
-        subset="sample-10BT",
-    )
+    return _360m("SmolLM2-360M", name="smollm2_360m", steps=22_084, tied=True)
 
 
 def dense_1b() -> AsyncTrainer.Config:
@@ -186,4 +92,60 @@ def dense_1b() -> AsyncTrainer.Config:
         local_sequences=32,
         microbatch=2,
         subset="sample-100BT",
+    )
+
+
+def _135m(flavor: str, *, name: str, steps: int, tied: bool = False) -> AsyncTrainer.Config:
+    return on_gpus(
+        dense_spec(
+            flavor,
+            llama(
+                vocab_size=SMOLLM_VOCAB,
+                dim=576,
+                n_layers=30,
+                n_heads=9,
+                n_kv_heads=3,
+                hidden_dim=1536,
+                rope_theta=100_000,
+                tied=tied,
+            ),
+        ),
+        name=name,
+        lr=1.5e-3,
+        steps=steps,
+        sequences=128,
+        seq_len=2048,
+        stages=4,
+        head_layers=6,
+        local_sequences=64,
+        microbatch=4,
+        subset="sample-10BT",
+    )
+
+
+def _360m(flavor: str, *, name: str, steps: int, tied: bool = False) -> AsyncTrainer.Config:
+    return on_gpus(
+        dense_spec(
+            flavor,
+            llama(
+                vocab_size=SMOLLM_VOCAB,
+                dim=960,
+                n_layers=32,
+                n_heads=15,
+                n_kv_heads=5,
+                hidden_dim=2560,
+                rope_theta=100_000,
+                tied=tied,
+            ),
+        ),
+        name=name,
+        lr=1.2e-3,
+        steps=steps,
+        sequences=160,
+        seq_len=2048,
+        stages=4,
+        head_layers=4,
+        local_sequences=80,
+        microbatch=4,
+        subset="sample-10BT",
     )

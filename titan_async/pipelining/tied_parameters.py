@@ -65,7 +65,7 @@ class TiedParameters:
     def connect(self) -> None:
         """Compare the tied parameters of all stages, and copy the first stage's values to the last.
 
-        Does so once. A collective of the pipeline's ranks.
+        The first call is a collective of the pipeline's ranks; later ones do nothing.
 
         Raises:
             ValueError: on every rank, if the two ends do not tie the same.

@@ -169,7 +169,7 @@ def _alone(config: Trainer.Config) -> Any:
 
 
 def together(parts: Iterable[Part]) -> list[Part]:
-    """Parts as they lie on one stage, where the first of two that have a tied weight has the only copy."""
+    """The parts of one stage, or of a whole model, with a tied weight in the first part that has it only."""
     seen: set[str] = set()
     lying = []
     for part in parts:

@@ -131,15 +131,8 @@ def _llama(fields: _Fields) -> ModelSpec:
         )
         for _ in range(_layers(fields))
     ]
-    return ModelSpec(
-        name="llama3",
-        flavor="of [model]",
-        model=Llama3Model.Config(layers=layers, **_ends(fields, tied=fields.flag("tie_word_embeddings"))),
-        parallelize_fn=parallelize_llama,
-        pipelining_fn=pipeline_llm,
-        post_optimizer_build_fn=None,
-        state_dict_adapter=Llama3StateDictAdapter,
-    )
+    model = Llama3Model.Config(layers=layers, **_ends(fields, tied=fields.flag("tie_word_embeddings")))
+    return _spec("llama3", model, parallelize_llama, Llama3StateDictAdapter, None)
 
 
 def _qwen3(fields: _Fields) -> ModelSpec:
@@ -157,15 +150,9 @@ def _qwen3(fields: _Fields) -> ModelSpec:
         )
         for layer in range(_layers(fields))
     ]
-    return ModelSpec(
-        name="qwen3",
-        flavor="of [model]",
-        model=Qwen3Model.Config(layers=layers, **_ends(fields, tied=fields.flag("tie_word_embeddings"))),
-        parallelize_fn=parallelize_qwen3,
-        pipelining_fn=pipeline_llm,
-        post_optimizer_build_fn=register_moe_load_balancing_hook,
-        state_dict_adapter=Dots1StateDictAdapter if kind == "dots1" else Qwen3StateDictAdapter,
-    )
+    model = Qwen3Model.Config(layers=layers, **_ends(fields, tied=fields.flag("tie_word_embeddings")))
+    adapter = Dots1StateDictAdapter if kind == "dots1" else Qwen3StateDictAdapter
+    return _spec("qwen3", model, parallelize_qwen3, adapter, register_moe_load_balancing_hook)
 
 
 def _deepseek(fields: _Fields) -> ModelSpec:
@@ -186,14 +173,26 @@ def _deepseek(fields: _Fields) -> ModelSpec:
         )
         for layer in range(_layers(fields))
     ]
+    model = DeepSeekV3Model.Config(layers=layers, **_ends(fields, tied=False))
+    balance = register_moe_load_balancing_hook
+    return _spec("deepseek_v3", model, parallelize_deepseekv3, DeepSeekV3StateDictAdapter, balance)
+
+
+def _spec(
+    name: str,
+    model: Any,
+    parallelize_fn: Callable[..., Any],
+    adapter: type[Any],
+    after_optimizer: Callable[..., Any] | None,
+) -> ModelSpec:
     return ModelSpec(
-        name="deepseek_v3",
+        name=name,
         flavor="of [model]",
-        model=DeepSeekV3Model.Config(layers=layers, **_ends(fields, tied=False)),
-        parallelize_fn=parallelize_deepseekv3,
+        model=model,
+        parallelize_fn=parallelize_fn,
         pipelining_fn=pipeline_llm,
-        post_optimizer_build_fn=register_moe_load_balancing_hook,
-        state_dict_adapter=DeepSeekV3StateDictAdapter,
+        post_optimizer_build_fn=after_optimizer,
+        state_dict_adapter=adapter,
     )
 
 

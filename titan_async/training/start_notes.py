@@ -30,7 +30,7 @@ def start_notes(
             f"one stage: no delay, no feedback ({ASYNC_SCHEDULE} needs parallelism.pipeline_parallel_degree "
             "of at least 2)"
         )
-    if getattr(config, "adopted", False) and config.training.disable_cuda_graphs:
+    if config.adopted and config.training.disable_cuda_graphs:
         feedback = config.optimizer if isinstance(config.optimizer, AsyncOptimizers.Config) else None
         on = delayed and feedback is not None and feedback.error_feedback.enable
         notes.append(

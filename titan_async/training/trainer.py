@@ -234,7 +234,7 @@ class AsyncTrainer(Trainer):
             with self._passing(self.step - 1 - self._first_step, number * len(microbatches)):
                 loss += self._run(microbatches, global_valid_tokens).detach()
         if self.average is not None:
-            self.average.begin()  # from weights that the schedule has made the same where they are tied
+            self.average.begin()  # after the schedule's first batch, which makes copies of tied weights equal
         if self._gradient_ready:
             self._update()
         last_step = self.step == config.training.steps
