@@ -100,9 +100,14 @@ def train(
         fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
         assert isinstance(module, FSDPModule)
         module.set_force_sum_reduction_for_comms(True)
-    tied = [getattr(module, name).weight for name in ("embedding", "head") if hasattr(module, name)]
+    ends = [getattr(module, name) for name in ("embedding", "head") if hasattr(module, name)]
+    tied = [end.weight for end in ends]
     stage = PipelineStage(module, index, stages, torch.device("cpu"), group=group)
     schedule = ScheduleAsync2BW(stage, m, loss_fn=loss_fn, lookahead=lookahead, tied_parameters=tied)
+    if shards == 1:  # as a module from the meta device is given its values
+        for end in ends:
+            end.weight = nn.Parameter(end.weight.detach().clone())
+        tied = [end.weight for end in ends]
     optimizer = make_optimizer(module)
     inputs, targets = data(m)
     norms, copies = [], []

@@ -77,3 +77,23 @@ def test_the_cpu_overrides_hook_what_they_replace():
     for name in ("_dispatch_token_exchange", "_combine_token_exchange"):
         assert hasattr(AllToAllTokenDispatcher, name)
     assert "attention_masks" in inspect.signature(FlexAttention.forward).parameters
+
+
+def test_fsdp_is_left_out_where_it_does_nothing():
+    from torch import nn
+    from torch.distributed.fsdp import FSDPModule
+    from torchtitan.config import TrainingConfig
+    from torchtitan.distributed import fsdp
+
+    from titan_async.training._titan_internals import without_fsdp
+    from titan_async.training.pipeline import needs_fsdp
+
+    assert "fully_shard(model, **fsdp_config)" in inspect.getsource(fsdp.apply_fsdp_to_decoder)
+    with without_fsdp():
+        assert not isinstance(fsdp.fully_shard(nn.Linear(1, 1), mesh=None), FSDPModule)
+    assert fsdp.fully_shard is torch.distributed.fsdp.fully_shard
+    alone = TrainingConfig(dtype="float32", mixed_precision_param="float32")
+    mixed = TrainingConfig(dtype="float32", mixed_precision_param="bfloat16")
+    offloaded = TrainingConfig(dtype="float32", mixed_precision_param="float32", enable_cpu_offload=True)
+    assert [needs_fsdp(1, each) for each in (alone, mixed, offloaded)] == [False, True, True]
+    assert needs_fsdp(2, alone)

@@ -5,16 +5,23 @@ drains for validation and checkpoints without changing the trajectory, and appli
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.fsdp import FSDPModule
 
 from tests.support.processes import Pools, WorkerPool
-from tests.support.trainer_loop import arguments, distance, loop, merged, train
+from tests.support.trainer_loop import Trained, arguments, distance, loop, merged, train
 
 
 @pytest.fixture(scope="module")
 def pool(trainer_pools: Pools) -> WorkerPool:
     return trainer_pools(2)
+
+
+def note_wrapping(trainer: Any, trained: Trained) -> None:
+    modules = [module for part in trainer.model_parts for module in part.modules()]
+    trained.extra["wrapped"] = any(isinstance(module, FSDPModule) for module in modules)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +37,8 @@ def test_the_trainer_follows_the_recurrence(
         "--parallelism.pipeline_parallel_schedule", schedule,
         "--optimizer.error_feedback.strength", configured, "--checkpoint.interval", 2,
     )  # fmt: skip
-    results = pool.run(2, train, argv, timeout=240)
+    results = pool.run(2, train, argv, note_wrapping, timeout=240)
+    assert not any(result.extra["wrapped"] for result in results)
     before, after = merged([r.before for r in results]), merged([r.after for r in results])
     wanted = loop(argv, before, delay=delay, strength=strength)
     other = loop(argv, before, delay=1 - delay, strength=strength)

@@ -38,6 +38,7 @@ class TiedParameters:
     def __init__(self, stage: _PipelineStageBase, parameters: Sequence[nn.Parameter]) -> None:
         self._stage = stage
         self._parameters = list(parameters)
+        self._names: list[str] = []
         self._other = 0 if stage.is_last else stage.num_stages - 1
         self._indices: list[int] = []
         self._group: dist.ProcessGroup | None = None
@@ -55,12 +56,13 @@ class TiedParameters:
                 f"tied_parameters belong to the first and the last stage, but this is stage "
                 f"{stage.stage_index} of {stage.num_stages}: pass none here"
             )
-        trainable = {id(p) for p in stage.submod.parameters() if p.requires_grad}
-        if len({id(p) for p in parameters} & trainable) < len(parameters):
+        trainable = {id(p): name for name, p in stage.submod.named_parameters() if p.requires_grad}
+        if len({id(p) for p in parameters} & trainable.keys()) < len(parameters):
             raise ValueError(
                 "tied_parameters must be different trainable parameters of the stage's module, as they are "
                 "when the schedule is made"
             )
+        self._names = [trainable[id(parameter)] for parameter in parameters]
 
     def connect(self) -> None:
         """Compare the tied parameters of all stages, and copy the first stage's values to the last.
@@ -72,6 +74,7 @@ class TiedParameters:
         """
         if self._connected:
             return
+        self._look_up()
         group = group_of(self._stage)
         mine = [_described(parameter) for parameter in self._parameters]
         everyone: list[list[str]] = [[]] * dist.get_world_size(group)
@@ -102,8 +105,13 @@ class TiedParameters:
 
     def locate(self, parameters: Sequence[nn.Parameter]) -> None:
         """Note where the tied ones are among the module's trainable `parameters`, the order of gradients."""
+        self._look_up()
         positions = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._indices = [positions[id(parameter)] for parameter in self._parameters]
+
+    def _look_up(self) -> None:
+        # A module that was made on the meta device gets new parameters where its values are drawn.
+        self._parameters = [self._stage.submod.get_parameter(name) for name in self._names]
 
     def counted(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
         """`gradients` without those whose norm the first stage counts."""

@@ -3,7 +3,8 @@
 `tests/training/test_titan_internals.py` fails when one of them is gone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.distributed import fsdp
 from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part, _split_module
 from torchtitan.protocols.module import Module
 
@@ -29,6 +31,7 @@ __all__ = [
     "stages_of",
     "telling_waits",
     "unmanaged",
+    "without_fsdp",
     "wrap_initializers",
 ]
 
@@ -89,6 +92,20 @@ def unmanaged(head: nn.Module) -> Any:
     several versions does so for a batch.
     """
     return partial(head)
+
+
+@contextmanager
+def without_fsdp() -> Iterator[None]:
+    """Let torchtitan's `parallelize_fn` of any decoder leave FSDP out.
+
+    torchtitan applies it for its mixed precision, over a single rank too.
+    """
+    applied = fsdp.fully_shard
+    fsdp.fully_shard = lambda module, **options: module
+    try:
+        yield
+    finally:
+        fsdp.fully_shard = applied
 
 
 def wrap_initializers(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

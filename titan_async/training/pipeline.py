@@ -1,6 +1,7 @@
 """Puts a model on pipeline stages, for torch's own schedules and for `ScheduleAsync2BW`."""
 
 import dataclasses
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torchtitan.trainer import Trainer
 
 from titan_async.pipelining import ScheduleAsync2BW
 from titan_async.training import cpu
-from titan_async.training._titan_internals import parts_of
+from titan_async.training._titan_internals import parts_of, without_fsdp
 from titan_async.training.pipeline_config import PipelineConfig
 from titan_async.training.tying import is_tied, store_once, tied_parameters, untied
 
@@ -25,6 +26,7 @@ __all__ = [
     "check_supported",
     "delays_gradients",
     "is_async",
+    "needs_fsdp",
 ]
 
 ASYNC_SCHEDULE = "Async2BW"
@@ -101,11 +103,36 @@ def adapt_model_spec(
     )
 
 
-def _parallelize(parallelize_fn, tied: bool, model: nn.Module, **kwargs: Any) -> nn.Module:
-    model = cpu.adapt_module(parallelize_fn(model, **kwargs))
+def _parallelize(
+    parallelize_fn,
+    tied: bool,
+    model: nn.Module,
+    *,
+    parallel_dims: ParallelDims,
+    training: TrainingConfig,
+    **kwargs: Any,
+) -> nn.Module:
+    kwargs |= {"training": training, "parallel_dims": parallel_dims}
+    ranks_of_a_stage = parallel_dims.world_size // parallel_dims.pp
+    with nullcontext() if needs_fsdp(ranks_of_a_stage, training) else without_fsdp():
+        model = parallelize_fn(model, **kwargs)
+    model = cpu.adapt_module(model)
     if tied:
         store_once(model)
     return model
+
+
+def needs_fsdp(ranks_of_a_stage: int, training: TrainingConfig) -> bool:
+    """Whether a stage has several ranks, or computes in another dtype than that of its parameters.
+
+    Elsewhere FSDP would gather, reduce and cast nothing, and take a copy of the weights and 4 % of a step of
+    a small model for that.
+    """
+    return (
+        ranks_of_a_stage > 1
+        or training.enable_cpu_offload
+        or training.mixed_precision_param != training.dtype
+    )
 
 
 def _pipeline(
