@@ -25,6 +25,7 @@ from titan_async.training.ema import keeps_average
 from titan_async.training.optimizer import AsyncOptimizers
 from titan_async.training.optimizer_config import MuonConfig
 from titan_async.training.optimizer_trial import state_elements, try_out
+from titan_async.training.pipeline import needs_fsdp
 
 __all__ = ["RESERVED_SHARE", "Memory", "Shards", "memory_of", "shards_of"]
 
@@ -115,18 +116,22 @@ class _Stage:
         compute = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize
         reduce = TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize
         master = TORCH_DTYPE_MAP[training.dtype].itemsize
+        wrapped = needs_fsdp(layout.world_size // layout.pp, training)
+        if not wrapped:
+            reduce = compute = master
         self.casts_gradients = compute != reduce
         weights = [weight for part in together(parts) for weight in part.weights]
         shards = {weight.name: shards_of(weight, layout) for weight in weights}
         self.sharded = sum(shard.sharded for shard in shards.values()) * master
         self.average = self.sharded if keeps_average(config) else 0
         self.unsharded = sum(shard.unsharded for shard in shards.values()) * compute
+        self.first_copy = self.unsharded if wrapped else 0  # else the parameters themselves are computed with
         self.unsharded_gradients = sum(shard.unsharded for shard in shards.values()) * reduce
         units: dict[str, list[Shards]] = {}
         for weight in weights:
             units.setdefault(weight.unit, []).append(shards[weight.name])
         self.gathers = [_buffers(unit, compute, copies_alone=False) for unit in units.values()]
-        self.reductions = [_buffers(unit, reduce, copies_alone=True) for unit in units.values()]
+        self.reductions = [_buffers(unit, reduce, copies_alone=wrapped) for unit in units.values()]
         self.unit_gradients = [sum(s.unsharded for s in unit) * reduce for unit in units.values()]
         self.unit_shards = [sum(s.sharded for s in unit) * master for unit in units.values()]
         self.state, self.optimizer_extra = _optimizer_bytes(config, layout, weights, shards, on_cpu)
@@ -222,8 +227,10 @@ class _Account:
         self._live["gradients"] -= self._delivered.pop(task.stage, 0)
         if self._gathered[task.stage] < stage.versions:
             self._gathered[task.stage] += 1
-            name = "second version" if self._gathered[task.stage] == 2 else "unsharded weights"
-            self._live[name] += stage.unsharded
+            if self._gathered[task.stage] == 2:
+                self._live["second version"] += stage.unsharded
+            else:
+                self._live["unsharded weights"] += stage.first_copy
         # One unit is copied out while the next one comes in.
         pairs = zip(stage.gathers, [*stage.gathers[1:], 0], strict=True)
         self._note(task, max(one + other for one, other in pairs))
@@ -272,7 +279,7 @@ class _Account:
             self._live["gradients"] += shard
             self._note(task, buffer)
         if not self._delayed:
-            self._live["unsharded weights"] -= stage.unsharded
+            self._live["unsharded weights"] -= stage.first_copy
             self._gathered[task.stage] = 0
 
     def _U(self, task: Task, stage: _Stage) -> None:  # noqa: N802
