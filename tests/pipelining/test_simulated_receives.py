@@ -23,17 +23,17 @@ def spans_of(run):
         (None, 0.25, [4, 8, 12], [(5, 15), (15, 25), (25, 35)]),
         # F1 runs at three quarters until its first send is taken, at 5, so that it ends at 4 + 1 + 3.25. Its
         # message waits until the second stage is free, at 15, and all of F2 meanwhile runs at three quarters.
-        (0, 0.25, [4, 8.25, 8.25 + 16 / 3], [(5, 15), (16, 26), (27, 37)]),
-        (0, 0.0, [4, 8, 12], [(5, 15), (16, 26), (27, 37)]),
+        ((0, 9), 0.25, [4, 8.25, 8.25 + 16 / 3], [(5, 15), (16, 26), (27, 37)]),
+        ((0, 9), 0.0, [4, 8, 12], [(5, 15), (16, 26), (27, 37)]),
         # Posted at 5, the second receive waits 3.25 for F1 and takes its second, which costs F0 4.25 / 4; F2
         # has left at 12.5 and is received a second after the start of F1, which costs 1 / 4.
-        (1, 0.25, [4, 8.25, 12.5], [(5, 16.0625), (16.0625, 26.3125), (26.3125, 36.3125)]),
-        (1, 0.0, [4, 8, 12], [(5, 15), (15, 25), (25, 35)]),
+        ((1, 9), 0.25, [4, 8.25, 12.5], [(5, 16.0625), (16.0625, 26.3125), (26.3125, 36.3125)]),
+        ((1, 9), 0.0, [4, 8, 12], [(5, 15), (15, 25), (25, 35)]),
     ],
 )
 def test_two_stages_by_hand(ahead, share, first, second):
     programs = [[Task("F", stage, 0, i) for i in range(3)] for stage in (0, 1)]
-    timing = Timing([4, 10], [0, 0], latency=1, receives_ahead=ahead, message_share=share)
+    timing = Timing([4, 10], [0, 0], latency=1, receives_ahead=[ahead], message_share=share)
     upstream, downstream = spans_of(simulate(programs, timing))
     assert [end for _, end in upstream] == pytest.approx(first)
     assert downstream == [pytest.approx(span) for span in second]
@@ -50,7 +50,7 @@ def test_directions_add_up_and_of_one_only_one_message_counts(kind):
         [0, 0, 0],
         gather=seconds,
         reduction=seconds,
-        receives_ahead=[1, 0],
+        receives_ahead=[(1, 0), (0, 1)],
         message_share=[0.25, 0.125],
     )
     _, middle, last = spans_of(simulate(programs, timing))
@@ -64,7 +64,7 @@ def test_directions_add_up_and_of_one_only_one_message_counts(kind):
 def test_more_than_all_processors_is_refused():
     programs = [[Task("F", stage, 0, i) for i in range(3)] for stage in (0, 1)]
     with pytest.raises(ValueError, match="all processors .* lower their share"):
-        simulate(programs, Timing([4, 10], [0, 0], latency=1, receives_ahead=0, message_share=1.0))
+        simulate(programs, Timing([4, 10], [0, 0], latency=1, receives_ahead=[(0, 0)], message_share=1.0))
 
 
 def test_what_async_2bw_waits_for_where_nothing_is_slowed_down():
@@ -72,18 +72,23 @@ def test_what_async_2bw_waits_for_where_nothing_is_slowed_down():
     programs = schedule_programs("Async2BW", d, m, 8, d - 1)
     seconds = {
         ahead: simulate(
-            programs, Timing([1.0] * d, [2.0] * d, latency=latency, receives_ahead=ahead)
+            programs, Timing([1.0] * d, [2.0] * d, latency=latency, receives_ahead=[ahead] * (d - 1))
         ).step_seconds
-        for ahead in (None, 2, 1, 0)
+        for ahead in (None, (2, 2), (1, 1), (1, 0), (0, 1), (0, 0))
     }
     assert seconds[None] == pytest.approx(m * 3)
     # Only the first message of a step is not received before it is waited for; late, all are.
-    assert seconds[2] == pytest.approx(seconds[1]) == pytest.approx(m * 3 + latency)
-    assert seconds[0] == pytest.approx(m * (3 + 2 * latency))
+    assert seconds[2, 2] == pytest.approx(seconds[1, 1]) == pytest.approx(m * 3 + latency)
+    assert seconds[1, 0] == pytest.approx(m * (3 + latency) + latency)
+    assert seconds[0, 1] == pytest.approx(m * (3 + latency))
+    assert seconds[0, 0] == pytest.approx(m * (3 + 2 * latency))
 
 
 SHAPES = [("Async2BW", 3, 5, 2), ("Interleaved1F1B", 2, 4, 0), ("Async2BW", 2, 2, 0), ("1F1B", 3, 4, 0)]
 shapes = st.sampled_from([*SHAPES, ("Async2BW", 4, 7, 3), ("ZBVZeroBubble", 2, 4, 0)])
+
+
+some_ahead = st.integers(0, 2)
 
 
 def timing_of(stages, draw):
@@ -96,7 +101,7 @@ def timing_of(stages, draw):
         some(1, 4),
         some(1, 8),
         latency=some(0, 1, stages - 1),
-        receives_ahead=[draw(st.sampled_from([None, 0, 1, 2])) for _ in range(stages - 1)],
+        receives_ahead=[draw(st.none() | st.tuples(some_ahead, some_ahead)) for _ in range(stages - 1)],
         message_share=[draw(st.sampled_from([0.0, 0.03, 0.12])) for _ in range(stages - 1)],
         gather=some(0, 1),
         reduction=some(0, 1),
@@ -121,6 +126,7 @@ class Messages:
             ahead = timing.receives_ahead[edge]
             if ahead is None:
                 continue
+            ahead = ahead[kind != "F"]
             self.edge[sender], self.source[sender] = edge, place[sender]
             self.destination[sender] = rank, position
             own = [n for n in range(position) if programs[rank][n][1] == stage]
@@ -235,7 +241,7 @@ def stepped(programs, timing, tick):
     return starts
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [(1, 0), (0, 1)])
 @pytest.mark.parametrize(
     ("schedule", "d", "m", "lookahead"), [*SHAPES[:2], *(slow(*shape) for shape in SHAPES[2:])]
 )

@@ -52,14 +52,15 @@ class Timing:
     latency: float | Sequence[float] = 0.0
     """Of a message between two ranks, from when it is sent and its receive is posted; in a sequence, of those
     between a stage and the next, whatever their size."""
-    receives_ahead: int | Sequence[int | None] | None = None
-    """When a rank posts the receive of a task's input. 0: when it is free for the task. 1: when it starts the
-    task of the same kind before that one, and so on; of forwards not before the "G" of their batch, which is
-    where the first one's is posted at the latest. None: before the message is sent, at no cost. A sequence as
-    for `latency`; so is the following."""
+    receives_ahead: Sequence[tuple[int, int] | None] = ()
+    """When ranks post receives, of activations and of gradients, between a stage and the next. 0: when the
+    rank is free for the task. 1: when it starts the task of the same kind before that one, and so on; of
+    forwards not before the "G" of their batch, which is where the first one's is posted at the latest. None,
+    as by default: before the message is sent, at no cost."""
     message_share: float | Sequence[float] = 0.0
-    """Of a rank's speed, what each direction takes in which it waits for a message that it has posted, or in
-    which it has sent one that has not arrived. Gathers and reductions are not slowed down."""
+    """Between a stage and the next: of a rank's speed, what each direction takes in which it waits for a
+    message whose receive it has posted, or has sent one that has not arrived. Gathers and reductions are not
+    slowed down."""
     gather: Sequence[float] = ()
     """What a "G" takes; nothing by default, as the following."""
     reduction: Sequence[float] = ()
@@ -103,17 +104,11 @@ class Timing:
         """From the end of `needed`, on another rank, to the time at which `task` can use its result."""
         if task.kind == "U":
             return self.norm
-        latency = self.latency
-        return latency if isinstance(latency, int | float) else latency[min(task.stage, needed.stage)]
+        return _of_edge(self.latency, min(task.stage, needed.stage))
 
-    def lane(self, edge: int) -> tuple[float, int | None, float]:
-        """Latency, `receives_ahead` and share of the messages between a stage and the next."""
-        latency, ahead, share = self.latency, self.receives_ahead, self.message_share
-        return (
-            latency if isinstance(latency, int | float) else latency[edge],
-            ahead if ahead is None or isinstance(ahead, int) else ahead[edge],
-            share if isinstance(share, int | float) else share[edge],
-        )
+
+def _of_edge(value: float | Sequence[float], edge: int) -> float:
+    return value if isinstance(value, int | float) else value[edge]
 
 
 class Span(NamedTuple):
@@ -285,28 +280,27 @@ class _Simulation:
         self._pushed = 0
         self._lanes: dict[tuple[str, int], _Lane] = {}  # by what is sent and from where
         self._posts: dict[Task, list[Task]] = {}  # whose inputs' receives are posted when a task starts
-        for edge in range(self._num_stages - 1):
-            self._open(edge)
+        for edge, ahead in enumerate(timing.receives_ahead):
+            if ahead is not None and self._rank_of[edge] is not self._rank_of[edge + 1]:
+                self._open("F", edge, edge + 1, ahead[0])
+                self._open("B", edge + 1, edge, ahead[1])
 
-    def _open(self, edge: int) -> None:
-        latency, ahead, share = self._timing.lane(edge)
-        ends = self._rank_of[edge], self._rank_of[edge + 1]
-        if ahead is None or ends[0] is ends[1]:
-            return
-        self._lanes["F", edge] = _Lane(*ends, latency, share)
-        self._lanes["B", edge + 1] = _Lane(*ends[::-1], latency, share)
-        for rank, stage, kinds in ((ends[1], edge + 1, "GF"), (ends[0], edge, "BI")):
-            tasks = [task for task in rank.program if task.stage == stage and task.kind in kinds]
-            first = 0
-            for index, task in enumerate(tasks):
-                if task.kind == "G":
-                    first = index
-                    continue
-                at = max(index - ahead, first)
-                if index and tasks[index - 1].kind == "G":
-                    at = first
-                if at < index:
-                    self._posts.setdefault(tasks[at], []).append(task)
+    def _open(self, kind: str, source: int, destination: int, ahead: int) -> None:
+        timing, edge, rank = self._timing, min(source, destination), self._rank_of[destination]
+        latency, share = _of_edge(timing.latency, edge), _of_edge(timing.message_share, edge)
+        self._lanes[kind, source] = _Lane(self._rank_of[source], rank, latency, share)
+        kinds = "GF" if kind == "F" else "BI"
+        tasks = [task for task in rank.program if task.stage == destination and task.kind in kinds]
+        first = 0
+        for index, task in enumerate(tasks):
+            if task.kind == "G":
+                first = index
+                continue
+            at = max(index - ahead, first)
+            if index and tasks[index - 1].kind == "G":
+                at = first
+            if at < index:
+                self._posts.setdefault(tasks[at], []).append(task)
 
     def run(self) -> Run:
         for rank in self._ranks:
