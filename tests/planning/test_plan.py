@@ -126,7 +126,8 @@ def test_it_is_printed_as_tables_or_written_to_a_file(run, tmp_path):
         "Schedules",
         "ZBVZeroBubble",
         "activations",
-        "receives: posted late inside a node (4 of 108 SMs while one waits)\n  --pipeline.early_receives: a step",
+        "receives: posted late inside a node (4 of 108 SMs while one waits)",
+        "--pipeline.early_receives: a step takes",
         "NCCL's buffers",
     ):
         assert words in out
