@@ -18,7 +18,6 @@ from titan_async.planning.stage_cost import StageCost
 from titan_async.planning.step_time import (
     Receives,
     StepTime,
-    receives_of,
     seconds_by_receives,
     stage_costs,
     step_time,
@@ -211,7 +210,7 @@ class Planner:
             calibration=self.calibration,
             memory=[memory_of(config, layout, parts, rank) for rank in range(layout.pp)],
             schedules=[own, *others],
-            receives=receives_of(config),
+            receives=config.pipeline.early_receives,
             seconds_by_receives=seconds_by_receives(config, layout, costs, self.cluster),
             suggestion=found,
         )

@@ -28,7 +28,6 @@ from titan_async.planning.stage_cost import StageCost, message_bytes, stage_cost
 __all__ = [
     "Receives",
     "StepTime",
-    "receives_of",
     "seconds_by_receives",
     "stage_costs",
     "step_time",
@@ -38,7 +37,7 @@ __all__ = [
 _DAY = 86_400
 
 Receives = Literal["auto", "always", "never"]
-"""Which of Async2BW's receives are posted early; "auto" those of activations from another node."""
+"""`pipeline.early_receives`: which receives are early; with "auto" those of activations from another node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +92,7 @@ def step_time(
         ValueError: if the schedule does not go together with the layout.
     """
     costs = costs or stage_costs(config, layout, parts, cluster)
-    timing = timing_of(config, layout, costs, cluster, receives_of(config))
+    timing = timing_of(config, layout, costs, cluster, config.pipeline.early_receives)
     seconds = _step_seconds(layout, timing)
     ranks_of_a_stage = layout.world_size // layout.pp
     forward_flops = sum(part.forward_flops for part in _used(layout, parts))
@@ -118,11 +117,6 @@ def step_time(
         sent_bytes=sent,
         world_size=layout.world_size,
     )
-
-
-def receives_of(config: Trainer.Config) -> Receives:
-    """Which receives of a run are early."""
-    return getattr(config.pipeline, "early_receives", "auto")
 
 
 def seconds_by_receives(
