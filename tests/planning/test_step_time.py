@@ -71,8 +71,11 @@ def test_a_receive_that_waits_slows_its_rank_down(config, per_node, share):
         "always": pytest.approx(always, rel=1e-4),
         "auto": pytest.approx(activations if per_node == 1 else m * 3 * EACH, rel=1e-4),
     }
+    for early in seconds:
+        asked = dataclasses.replace(config.pipeline, early_receives=early)
+        asked = dataclasses.replace(config, pipeline=asked)
+        assert step_time(asked, layout, parts, cluster).step_seconds == seconds[early]
     time = step_time(config, layout, parts, cluster)
-    assert time.step_seconds == seconds["auto"]
     assert time.bubble == pytest.approx(1 - m * 3 * EACH / seconds["auto"], abs=1e-4)
     for free in (dataclasses.replace(layout, schedule="1F1B"), make_layout(1, pp=1, schedule="Async2BW")):
         assert seconds_by_receives(config, free, costs[: free.pp], cluster) == {}
