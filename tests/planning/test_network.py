@@ -1,11 +1,14 @@
 """Hardware by name; groups of ranks and the time of collectives, worked out by hand."""
 
+import dataclasses
+
 import pytest
 
 from tests.support.planning import ROUND, make_layout
 from titan_async.errors import UserError
-from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH, CLUSTERS, cluster_of
-from titan_async.planning.network import Group, Network
+from titan_async.pipelining.messages import MAX_CTAS
+from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH, CLUSTERS, LANE_BLOCKS, cluster_of
+from titan_async.planning.network import Group, Network, buffer_bytes
 
 
 def test_hardware_is_found_by_name():
@@ -22,6 +25,7 @@ def test_figures_are_in_the_units_they_claim(name):
     assert 0.5e12 < gpu.memory_bandwidth < 10e12
     assert gpu.memory_bandwidth > cluster.link_bandwidth > cluster.network_bandwidth > 1e9
     assert 0.3 < gpu.achievable < 0.7
+    assert 100 < gpu.processors < 200 and 0 < cluster.link_blocks < gpu.processors / 8
     assert cluster.reaching(0.25).accelerator.achievable == 0.25
 
 
@@ -72,3 +76,20 @@ def test_messages_know_whether_they_leave_the_node():
     assert two_a_node.message_seconds(3, 0, size) == pytest.approx(slow)
     one_each = Network(ROUND, make_layout(2, dp_shard=8))
     assert one_each.message_seconds(0, 1, size) == pytest.approx(slow)
+
+
+def test_processors_and_memory_of_messages_by_hand():
+    cluster = dataclasses.replace(ROUND, per_node=4, link_blocks=5, network_blocks=3)
+    network = Network(cluster, make_layout(4, dp_shard=2))  # two stages a node
+    assert [network.message_share(rank, rank + 1) for rank in range(3)] == [0.05, 0.03, 0.05]
+    assert LANE_BLOCKS == MAX_CTAS == 4
+    # 4.19, 4.92 and 0.52 MB a channel. The norm of the pipeline, and shards; four channels there and back.
+    channel = 4_194_304 + 4_915_200 + 524_288
+    delayed = make_layout(4, dp_shard=2, schedule="Async2BW")
+    assert [buffer_bytes(delayed, rank) // channel for rank in range(4)] == [32 + 8, 48, 48, 40]
+    assert buffer_bytes(delayed, 1) % channel == 0
+    assert buffer_bytes(make_layout(4), 0) == (16 + 16) * channel  # one group of torch's for both ways
+    alone = {"dp_shard": 4, "dp_replicate": 2, "tp": 2}
+    # Shards, replicas, tensor; and with experts theirs, and their shards.
+    for ep, groups in ((1, 3), (2, 5), (8, 4)):
+        assert buffer_bytes(make_layout(1, pp=1, ep=ep, **alone), 0) == groups * 16 * channel

@@ -12,7 +12,7 @@ from titan_async.pipelining.simulation import simulate
 from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH
 from titan_async.planning.network import Network
 from titan_async.planning.stage_cost import message_bytes, stage_cost
-from titan_async.planning.step_time import stage_costs, step_time, timing_of
+from titan_async.planning.step_time import seconds_by_receives, stage_costs, step_time, timing_of
 from titan_async.planning.update_cost import update_cost
 from titan_async.recipes.debug import debug
 
@@ -51,6 +51,34 @@ def test_what_follows_from_the_time_of_a_step(config):
     assert time.tokens_per_second == pytest.approx(2 * 8 * 1024 / (8 * 3 * EACH), rel=1e-4)
     assert time.days == pytest.approx(10 * time.step_seconds / 86_400)
     assert time.accelerator_hours == pytest.approx(time.days * 24 * 8)
+
+
+@pytest.mark.parametrize(("per_node", "share"), [(8, 0.04), (1, 0.08)])
+def test_a_receive_that_waits_slows_its_rank_down(config, per_node, share):
+    """Two equal stages hand over at the same times, so that a receive waits all the time that it is posted
+    ahead. That of activations is not in the last pair of a batch: the last stage is not slowed down there."""
+    cluster = dataclasses.replace(IDLE_NETWORK, per_node=per_node, link_blocks=4, network_blocks=8)
+    m, layout, parts = 4, make_layout(2, microbatches=4, schedule="Async2BW"), make_parts(2)
+    costs = stage_costs(config, layout, parts, cluster)
+    # From a pair's beginning to its end both are slowed down; but at the end of a batch the first stage alone
+    # is, until it has its gradient, after a pair; for what it has lost till then the last one waits.
+    always = ((m - 1) / (1 - share) + 1 + share) * 3 * EACH
+    # Activations alone: the first stage sends after a pair, and the last one has lost a share of that.
+    activations = (m + (m - 1) * share) * 3 * EACH
+    seconds = seconds_by_receives(config, layout, costs, cluster)
+    assert seconds == {
+        "never": pytest.approx(m * 3 * EACH, rel=1e-4),
+        "always": pytest.approx(always, rel=1e-4),
+        "auto": pytest.approx(activations if per_node == 1 else m * 3 * EACH, rel=1e-4),
+    }
+    for early in seconds:
+        asked = dataclasses.replace(config.pipeline, early_receives=early)
+        asked = dataclasses.replace(config, pipeline=asked)
+        assert step_time(asked, layout, parts, cluster).step_seconds == seconds[early]
+    time = step_time(config, layout, parts, cluster)
+    assert time.bubble == pytest.approx(1 - m * 3 * EACH / seconds["auto"], abs=1e-4)
+    for free in (dataclasses.replace(layout, schedule="1F1B"), make_layout(1, pp=1, schedule="Async2BW")):
+        assert seconds_by_receives(config, free, costs[: free.pp], cluster) == {}
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])

@@ -116,6 +116,28 @@ def test_a_bubble_is_something_to_gain():
     assert found is not None and found.time.bubble < now.bubble
 
 
+@pytest.mark.parametrize(
+    ("per_node", "blocks", "suggested"),
+    [
+        (8, 0, True),
+        (8, 4, False),  # received late, a message is waited for just the same, and keeps its sender busy
+        (1, 16, True),  # received early, it is there before, and no longer keeps its receiver busy
+    ],
+)
+def test_lookahead_is_suggested_where_it_hides_what_messages_take(per_node, blocks, suggested):
+    cluster = dataclasses.replace(
+        FREE, per_node=per_node, link_latency=0.005, link_blocks=blocks, network_blocks=blocks
+    )
+    found, _ = look(
+        config_of(2, 1, sequences=64),
+        light,
+        cluster,
+        lambda _, layout, __: (layout.pp, layout.microbatch_size) == (2, 2),
+    )
+    assert (found is not None) == suggested
+    assert not suggested or found.changes == {"pipeline.lookahead": (0, 1)}
+
+
 @pytest.mark.parametrize("schedule", ["1F1B", "Async2BW"])
 def test_no_layout_is_faster_than_the_fastest(schedule):
     config = config_of(2, 2, sequences=16, microbatch=4, schedule=schedule)

@@ -16,14 +16,18 @@ ROUND = Cluster(
         float32_peak=100e12,
         memory_bandwidth=1e15,
         achievable=0.5,
+        processors=100,
     ),
     per_node=8,
     link_bandwidth=100e9,
     link_latency=0.0,
     network_bandwidth=10e9,
     network_latency=0.0,
+    link_blocks=0,
+    network_blocks=0,
 )
-"""100 TFLOP/s reached; memory so fast that it does not count; no latency; 80 and 8 GB/s reached."""
+"""100 TFLOP/s reached; memory so fast that it does not count; no latency; 80 and 8 GB/s reached, by messages
+that take no processors."""
 
 
 def make_part(name, *, tflops=1.0, shape=(64, 64), expert=False, **others):

@@ -1,18 +1,21 @@
 """How long a pipeline takes, from the order of work of its ranks: a small deterministic simulation.
 
 A schedule is given as one list of tasks a rank, which the rank runs in that order, each as soon as its input
-is there. All times are in the same unit, seconds say. A message takes `latency` from one rank to another and
-occupies neither of them; receives are taken to be posted in time, and links to carry any number of messages.
+is there. All times are in the same unit, seconds say. A message takes `latency` from one rank to another. By
+default receives are posted in time and messages occupy neither rank. With NCCL both ends are kernels that
+take processors from what the rank computes until the message is there: see `Timing.receives_ahead`.
 
 Where an update is to be part of it, a batch has "R" and "U" tasks too: the reduction of a stage's gradient,
 with which its share of the gradient's norm starts on its way, and the clip and update, which wait for the
 norms of all stages. `titan_async.pipelining.programs` has such lists for every schedule.
 """
 
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import Literal, NamedTuple
 
 __all__ = ["COMPUTE", "Kind", "Run", "Task", "Timing", "inputs_of", "simulate"]
@@ -47,8 +50,17 @@ class Timing:
     weight_gradient: Sequence[float] | None = None
     """The part of a backward that "W" takes where it is in two halves; "I" takes the rest. Default: half."""
     latency: float | Sequence[float] = 0.0
-    """Of a message between two ranks; in a sequence, of those between a stage and the next, whatever their
-    size."""
+    """Of a message between two ranks, from when it is sent and its receive is posted; in a sequence, of those
+    between a stage and the next, whatever their size."""
+    receives_ahead: Sequence[tuple[int, int] | None] = ()
+    """When ranks post receives, of activations and of gradients, between a stage and the next. 0: when the
+    rank is free for the task. 1: when it starts the task of the same kind before that one, and so on; of
+    forwards not before the "G" of their batch, which is where the first one's is posted at the latest. None,
+    as by default: before the message is sent, at no cost."""
+    message_share: float | Sequence[float] = 0.0
+    """Between a stage and the next: of a rank's speed, what each direction takes in which it waits for a
+    message whose receive it has posted, or has sent one that has not arrived. Gathers and reductions are not
+    slowed down."""
     gather: Sequence[float] = ()
     """What a "G" takes; nothing by default, as the following."""
     reduction: Sequence[float] = ()
@@ -92,9 +104,11 @@ class Timing:
         """From the end of `needed`, on another rank, to the time at which `task` can use its result."""
         if task.kind == "U":
             return self.norm
-        if isinstance(self.latency, Sequence):
-            return self.latency[min(task.stage, needed.stage)]
-        return self.latency
+        return _of_edge(self.latency, min(task.stage, needed.stage))
+
+
+def _of_edge(value: float | Sequence[float], edge: int) -> float:
+    return value if isinstance(value, int | float) else value[edge]
 
 
 class Span(NamedTuple):
@@ -119,7 +133,7 @@ class Run:
 
     @property
     def busy(self) -> list[float]:
-        """Seconds that each rank spent in forwards and backwards."""
+        """Seconds that each rank spent in forwards and backwards, however slowly they ran."""
         return [sum(_busy(span) for span in spans) for spans in self.timelines]
 
     @property
@@ -186,15 +200,16 @@ def _peak(tasks: Sequence[Task], sizes: Sequence[float] | None) -> float:
 
 def inputs_of(task: Task, num_stages: int) -> list[Task]:
     """The tasks whose results a task needs. "B" stands for an "I" as well."""
-    if task.kind == "F":
-        return [task._replace(stage=task.stage - 1)] if task.stage else []
-    if task.kind in ("B", "I"):
-        own = [task._replace(kind="F")]
-        return own if task.stage == num_stages - 1 else [*own, task._replace(kind="B", stage=task.stage + 1)]
-    if task.kind == "W":
+    kind, stage, batch, microbatch = task
+    if kind == "F":
+        return [Task("F", stage - 1, batch, microbatch)] if stage else []
+    if kind in ("B", "I"):
+        own = [Task("F", stage, batch, microbatch)]
+        return own if stage == num_stages - 1 else [*own, Task("B", stage + 1, batch, microbatch)]
+    if kind == "W":
         return [task._replace(kind="B")]
-    if task.kind == "U":
-        return [task._replace(kind="R", stage=stage) for stage in range(num_stages)]
+    if kind == "U":
+        return [Task("R", each, batch, microbatch) for each in range(num_stages)]
     return []
 
 
@@ -219,37 +234,178 @@ def simulate(programs: Sequence[Sequence[Task]], timing: Timing) -> Run:
         1F1B     0.727
         Async2BW 1.000
     """
-    rank_of = {task.stage: rank for rank, program in enumerate(programs) for task in program}
-    ended: dict[Task, float] = {}
-    timelines: list[list[Span]] = [[] for _ in programs]
-    free = [0.0 for _ in programs]
-    progress = True
-    while progress:
-        progress = False
-        for rank, program in enumerate(programs):
-            spans = timelines[rank]
-            while len(spans) < len(program):
-                task = program[len(spans)]
-                start = free[rank]
-                for needed in inputs_of(task, len(rank_of)):
-                    end = ended.get(needed)
-                    if end is None:
-                        break
-                    if task.kind == "U" or rank_of[needed.stage] != rank:
-                        end += timing.delay(task, needed)
-                    start = max(start, end)
-                else:
-                    free[rank] = start + timing.seconds(task)
-                    ended[task._replace(kind="B") if task.kind == "I" else task] = free[rank]
-                    spans.append(Span(task, start, free[rank]))
-                    progress = True
-                    continue
-                break
-    waiting = [
-        f"rank {rank} cannot run {program[len(spans)]}"
-        for rank, (program, spans) in enumerate(zip(programs, timelines, strict=True))
-        if len(spans) < len(program)
-    ]
-    if waiting:
-        raise ValueError(f"the ranks wait for each other: {', '.join(waiting)}")
-    return Run(timelines)
+    return _Simulation(programs, timing).run()
+
+
+class _Rank:
+    """What a rank is doing."""
+
+    def __init__(self, program: Sequence[Task]) -> None:
+        self.program = program
+        self.spans: list[Span] = []
+        self.start = 0.0  # of the task that runs
+        self.end = math.inf  # when it will end at its present speed; infinite while none runs
+        self.left = 0.0  # of it, in seconds at full speed
+        self.since = 0.0  # when that was so
+        self.speed = 1.0
+        self.lanes: dict[_Lane, float] = {}  # the shares of those that occupy this rank
+
+
+@dataclass(eq=False)
+class _Lane:
+    """The messages of one direction between two ranks, one after another."""
+
+    source: _Rank
+    destination: _Rank
+    latency: float
+    share: float
+    sending: int = 0  # what has been sent and has not arrived
+    receiving: int = 0  # what has been posted and has not arrived
+    posted: set[Task] = field(default_factory=set)  # receives, by the task that sends
+    arrival: dict[Task, float] = field(default_factory=dict)  # of what is sent and posted
+    last: float = 0.0  # of the arrivals
+
+
+class _Simulation:
+    """Goes from event to event: the end of a task, the arrival of a message, an input that is there."""
+
+    def __init__(self, programs: Sequence[Sequence[Task]], timing: Timing) -> None:
+        self._timing = timing
+        self._ranks = [_Rank(program) for program in programs]
+        self._rank_of = {task.stage: rank for rank in self._ranks for task in rank.program}
+        self._num_stages = len(self._rank_of)
+        self._ended: dict[Task, float] = {}
+        self._waiting: dict[Task, list[_Rank]] = {}  # for a task's end
+        self._events: list[tuple[float, int, _Rank | _Lane]] = []
+        self._pushed = 0
+        self._lanes: dict[tuple[str, int], _Lane] = {}  # by what is sent and from where
+        self._posts: dict[Task, list[Task]] = {}  # whose inputs' receives are posted when a task starts
+        for edge, ahead in enumerate(timing.receives_ahead):
+            if ahead is not None and self._rank_of[edge] is not self._rank_of[edge + 1]:
+                self._open("F", edge, edge + 1, ahead[0])
+                self._open("B", edge + 1, edge, ahead[1])
+
+    def _open(self, kind: str, source: int, destination: int, ahead: int) -> None:
+        timing, edge, rank = self._timing, min(source, destination), self._rank_of[destination]
+        latency, share = _of_edge(timing.latency, edge), _of_edge(timing.message_share, edge)
+        self._lanes[kind, source] = _Lane(self._rank_of[source], rank, latency, share)
+        kinds = "GF" if kind == "F" else "BI"
+        tasks = [task for task in rank.program if task.stage == destination and task.kind in kinds]
+        first = 0
+        for index, task in enumerate(tasks):
+            if task.kind == "G":
+                first = index
+                continue
+            at = max(index - ahead, first)
+            if index and tasks[index - 1].kind == "G":
+                at = first
+            if at < index:
+                self._posts.setdefault(tasks[at], []).append(task)
+
+    def run(self) -> Run:
+        for rank in self._ranks:
+            self._try(rank, 0.0)
+        while self._events:
+            now, _, of = heappop(self._events)
+            if isinstance(of, _Lane):
+                self._arrive(of, now)
+            elif of.end == now:
+                self._finish(of, now)
+            elif of.end == math.inf:
+                self._try(of, now)
+        waiting = [
+            f"rank {number} cannot run {rank.program[len(rank.spans)]}"
+            for number, rank in enumerate(self._ranks)
+            if len(rank.spans) < len(rank.program)
+        ]
+        if waiting:
+            raise ValueError(f"the ranks wait for each other: {', '.join(waiting)}")
+        return Run([rank.spans for rank in self._ranks])
+
+    def _push(self, time: float, of: _Rank | _Lane) -> None:
+        self._pushed += 1
+        heappush(self._events, (time, self._pushed, of))
+
+    def _try(self, rank: _Rank, now: float) -> None:
+        """Start a free rank's next task, or see to it that this is tried again when it may be possible."""
+        if len(rank.spans) == len(rank.program):
+            return
+        task = rank.program[len(rank.spans)]
+        start = now
+        for needed in inputs_of(task, self._num_stages):
+            remote = self._rank_of[needed.stage] is not rank
+            lane = self._lanes.get(needed[:2]) if remote and self._lanes else None
+            if lane is not None:
+                self._post(lane, needed, now)
+            end = self._ended.get(needed)
+            if end is None:
+                self._waiting.setdefault(needed, []).append(rank)
+                return
+            if lane is not None:
+                end = lane.arrival[needed]
+            elif remote or task.kind == "U":
+                end += self._timing.delay(task, needed)
+            if end > start:
+                start = end
+        if start > now and self._lanes:  # until then messages may come and go
+            self._push(start, rank)
+            return
+        for following in self._posts.get(task, ()):
+            needed = inputs_of(following, self._num_stages)[-1]
+            self._post(self._lanes[needed[:2]], needed, now)
+        rank.start = rank.since = start
+        rank.left = self._timing.seconds(task)
+        self._go_on(rank, task)
+
+    def _go_on(self, rank: _Rank, task: Task) -> None:
+        """Let the rest of a task run at the speed that the messages under way leave."""
+        rank.speed = 1.0
+        if rank.lanes and task.kind not in ("G", "R"):
+            rank.speed -= sum(rank.lanes.values())
+            if rank.speed <= 0:
+                raise ValueError(f"messages take all processors while a rank runs {task}: lower their share")
+        rank.end = rank.since + rank.left / rank.speed
+        self._push(rank.end, rank)
+
+    def _finish(self, rank: _Rank, now: float) -> None:
+        task = rank.program[len(rank.spans)]
+        rank.spans.append(Span(task, rank.start, now))
+        rank.end = math.inf
+        if task.kind == "I":
+            task = task._replace(kind="B")
+        self._ended[task] = now
+        lane = self._lanes.get(task[:2])
+        if lane is not None:
+            lane.sending += 1
+            rank.lanes[lane] = lane.share
+            self._connect(lane, task, now)
+        for other in self._waiting.pop(task, ()):
+            self._try(other, now)
+        self._try(rank, now)
+
+    def _post(self, lane: _Lane, needed: Task, now: float) -> None:
+        """Post the receive of a task's result, once."""
+        if needed not in lane.posted:
+            lane.posted.add(needed)
+            lane.receiving += 1
+            lane.destination.lanes[lane] = lane.share
+            self._connect(lane, needed, now)
+
+    def _connect(self, lane: _Lane, needed: Task, now: float) -> None:
+        if needed in lane.posted and needed in self._ended:
+            lane.last = lane.arrival[needed] = max(now, lane.last) + lane.latency
+            self._push(lane.last, lane)
+
+    def _arrive(self, lane: _Lane, now: float) -> None:
+        """A message is there, and its two ends are free of it."""
+        lane.sending -= 1
+        lane.receiving -= 1
+        if not lane.sending:
+            del lane.source.lanes[lane]
+        if not lane.receiving:  # at the same time the next one may have been posted
+            del lane.destination.lanes[lane]
+        for rank in (lane.source, lane.destination):
+            if rank.end < math.inf:
+                rank.left = max(rank.left - (now - rank.since) * rank.speed, 0.0)
+                rank.since = now
+                self._go_on(rank, rank.program[len(rank.spans)])

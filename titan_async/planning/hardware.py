@@ -2,7 +2,7 @@
 
 Peaks, memories and bandwidths are those of the vendor's data sheets; sources stand beside them. What a
 training step reaches of them is an assumption, stated here and nowhere else: `achievable` of the peak
-inside layers, and `ACHIEVABLE_BANDWIDTH` of every bandwidth.
+inside layers, and `ACHIEVABLE_BANDWIDTH` of every bandwidth. So is what NCCL takes, read and not measured.
 """
 
 from dataclasses import dataclass, replace
@@ -10,11 +10,32 @@ from dataclasses import dataclass, replace
 from titan_async.config.edit import unknown_name
 from titan_async.errors import UserError
 
-__all__ = ["ACHIEVABLE_BANDWIDTH", "CLUSTERS", "Accelerator", "Cluster", "cluster_of"]
+__all__ = [
+    "ACHIEVABLE_BANDWIDTH",
+    "CHANNEL_BYTES",
+    "CLUSTERS",
+    "COLLECTIVE_CHANNELS",
+    "LANE_BLOCKS",
+    "Accelerator",
+    "Cluster",
+    "cluster_of",
+]
 
 ACHIEVABLE_BANDWIDTH = 0.8
 """Of a data sheet's bandwidth, what large transfers get: between accelerators as in NCCL's own tests, from
 memory as in STREAM. Assumed for all of them."""
+
+LANE_BLOCKS = 4
+"""Blocks of a send or receive of Async2BW, whose process groups ask NCCL for no more (`max_ctas`). By itself
+NCCL takes about 16 on NVLink and about 4 between nodes. Each has a processor to itself while it waits
+(NVIDIA/nccl issue 689)."""
+
+COLLECTIVE_CHANNELS = 16
+"""About what NCCL takes for a group with NVLink; each is a block too."""
+
+CHANNEL_BYTES = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + 2**22
+"""About what a connection takes for each of its channels, 9.6 MB: NCCL's default buffers for its protocols
+LL, LL128 and Simple (`DEFAULT_LL_BUFFSIZE`, `DEFAULT_LL128_BUFFSIZE`, `DEFAULT_BUFFSIZE` in its init.cc)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +49,8 @@ class Accelerator:
     """FLOP/s of dense products of bfloat16 or float16 matrices, summed up in float32."""
     float32_peak: float
     """FLOP/s in float32, without tensor cores."""
+    processors: int
+    """Streaming multiprocessors."""
     memory_bandwidth: float
     """Bytes a second."""
     achievable: float
@@ -56,6 +79,11 @@ class Cluster:
     node's network cards."""
     network_latency: float
     """Seconds until a small message to another node is there."""
+    link_blocks: int = LANE_BLOCKS
+    """Processors that a message between two accelerators of a node takes on each of them from when it is sent
+    or its receive is posted until it is there; 0 where messages are copied without."""
+    network_blocks: int = LANE_BLOCKS
+    """The same of a message to another node."""
 
     def reaching(self, achievable: float) -> "Cluster":
         """This cluster with another `Accelerator.achievable`."""
@@ -70,6 +98,8 @@ _NVSWITCH_NODE = {"per_node": 8, "link_latency": _NVLINK_LATENCY, "network_laten
 _PCIE_NODE = {"per_node": 8, "link_latency": _PCIE_LATENCY, "network_latency": 2 * _NETWORK_LATENCY}
 
 CLUSTERS: dict[str, Cluster] = {
+    # Processors: NVIDIA's architecture white papers; of B200 as its driver reports them.
+    #
     # NVIDIA H100 Tensor Core GPU data sheet, SXM: 1979 TFLOPS bfloat16 with sparsity, half without; 67 TFLOPS
     # float32; 80 GB, 3.35 TB/s; NVLink 900 GB/s, both directions together. DGX H100: eight 400 Gb/s ports.
     "h100-80gb": Cluster(
@@ -78,6 +108,7 @@ CLUSTERS: dict[str, Cluster] = {
             memory=80 * _GB,
             matrix_peak=989.4e12,
             float32_peak=67e12,
+            processors=132,
             memory_bandwidth=3.35e12,
             achievable=0.5,
         ),
@@ -92,6 +123,7 @@ CLUSTERS: dict[str, Cluster] = {
             memory=141 * _GB,
             matrix_peak=989.4e12,
             float32_peak=67e12,
+            processors=132,
             memory_bandwidth=4.8e12,
             achievable=0.5,
         ),
@@ -107,6 +139,7 @@ CLUSTERS: dict[str, Cluster] = {
             memory=40 * _GB,
             matrix_peak=312e12,
             float32_peak=19.5e12,
+            processors=108,
             memory_bandwidth=1.555e12,
             achievable=0.6,
         ),
@@ -120,6 +153,7 @@ CLUSTERS: dict[str, Cluster] = {
             memory=80 * _GB,
             matrix_peak=312e12,
             float32_peak=19.5e12,
+            processors=108,
             memory_bandwidth=2.039e12,
             achievable=0.6,
         ),
@@ -136,6 +170,7 @@ CLUSTERS: dict[str, Cluster] = {
             memory=180 * _GB,
             matrix_peak=2250e12,
             float32_peak=75e12,
+            processors=148,
             memory_bandwidth=8e12,
             achievable=0.45,
         ),
@@ -151,6 +186,7 @@ CLUSTERS: dict[str, Cluster] = {
             memory=48 * _GB,
             matrix_peak=362.05e12,
             float32_peak=91.6e12,
+            processors=142,
             memory_bandwidth=864e9,
             achievable=0.5,
         ),
@@ -167,6 +203,7 @@ CLUSTERS: dict[str, Cluster] = {
             memory=24 * _GB,
             matrix_peak=165.2e12,
             float32_peak=82.6e12,
+            processors=128,
             memory_bandwidth=1008e9,
             achievable=0.6,
         ),

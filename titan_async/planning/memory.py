@@ -1,9 +1,9 @@
 """Bytes of a rank at its fullest, item by item.
 
 The rank's tasks are gone through in their order, and what each makes and frees is added up. Counted are
-tensors, as torch allocates them; what the allocator rounds up, the libraries and the CUDA context take comes
-on top (`RESERVED_SHARE`). docs/memory.md describes what the schedule holds, docs/planning.md how this was
-compared with runs.
+tensors, as torch allocates them, and about what NCCL allocates beside them; what the allocator rounds up,
+other libraries and the CUDA context take comes on top (`RESERVED_SHARE`). docs/memory.md describes what the
+schedule holds, docs/planning.md how this was compared with runs.
 """
 
 from collections import Counter
@@ -19,6 +19,7 @@ from titan_async.optim.muon_options import DTYPES
 from titan_async.pipelining.actions import in_flight
 from titan_async.pipelining.simulation import Task
 from titan_async.planning.layout import Layout
+from titan_async.planning.network import buffer_bytes
 from titan_async.planning.optimizer_groups import feeds_back, group_of, groups_of
 from titan_async.planning.parts import Part, Weight, together
 from titan_async.training.ema import keeps_average
@@ -102,7 +103,10 @@ def memory_of(
     }
     account = _Account(stages, layout)
     account.run(layout.programs(layout.microbatches, _BATCHES)[pp_rank])
-    return Memory({name: size for name, size in account.fullest.items() if size}, account.moment)
+    items = {name: size for name, size in account.fullest.items() if size}
+    if not on_cpu and layout.world_size > 1:
+        items["NCCL's buffers"] = buffer_bytes(layout, pp_rank)
+    return Memory(items, account.moment)
 
 
 class _Stage:

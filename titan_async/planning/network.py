@@ -9,10 +9,16 @@ bandwidth.
 import math
 from dataclasses import dataclass
 
-from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH, Cluster
+from titan_async.planning.hardware import (
+    ACHIEVABLE_BANDWIDTH,
+    CHANNEL_BYTES,
+    COLLECTIVE_CHANNELS,
+    LANE_BLOCKS,
+    Cluster,
+)
 from titan_async.planning.layout import Layout
 
-__all__ = ["Group", "Groups", "Network"]
+__all__ = ["Group", "Groups", "Network", "buffer_bytes"]
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,12 @@ class Network:
             return cluster.network_latency + size / (cluster.network_bandwidth * ACHIEVABLE_BANDWIDTH)
         return cluster.link_latency + size / (cluster.link_bandwidth * ACHIEVABLE_BANDWIDTH)
 
+    def message_share(self, pp_rank: int, other: int) -> float:
+        """Of the processors of either rank, what a message between them takes while it is under way."""
+        apart = self.apart(pp_rank, other)
+        blocks = self.cluster.network_blocks if apart else self.cluster.link_blocks
+        return blocks / self.cluster.accelerator.processors
+
     def norm_seconds(self) -> float:
         """The all-reduce of one number over all ranks."""
         if self.layout.world_size == 1:
@@ -123,3 +135,17 @@ class Network:
         if group.on_a_node < group.size:
             bandwidth = min(bandwidth, group.on_a_node * self.cluster.network_bandwidth)
         return bandwidth * ACHIEVABLE_BANDWIDTH
+
+
+def buffer_bytes(layout: Layout, pp_rank: int) -> int:
+    """About what NCCL's connections take on a rank of the pipeline, outside of torch's allocator.
+
+    Counted are one of each of its groups that gathers or reduces, and those to its neighbours in the
+    pipeline, for Async2BW one in each direction.
+    """
+    stage = layout.dp_shard * layout.tp
+    sizes = (layout.pp, layout.tp, layout.dp_shard, layout.dp_replicate, layout.ep, stage // layout.ep)
+    collectives = sum(size > 1 for size in sizes[: None if layout.ep > 1 else -1])
+    neighbours = sum(0 <= other < layout.pp for other in (pp_rank - 1, pp_rank + 1))
+    lanes = neighbours * (2 * LANE_BLOCKS if layout.delayed else COLLECTIVE_CHANNELS)
+    return CHANNEL_BYTES * (collectives * COLLECTIVE_CHANNELS + lanes)

@@ -15,7 +15,13 @@ from titan_async.planning.memory import RESERVED_SHARE, Memory, memory_of
 from titan_async.planning.parts import Part, together, trace_parts
 from titan_async.planning.scale import with_schedule, world_size_of
 from titan_async.planning.stage_cost import StageCost
-from titan_async.planning.step_time import StepTime, stage_costs, step_time
+from titan_async.planning.step_time import (
+    Receives,
+    StepTime,
+    seconds_by_receives,
+    stage_costs,
+    step_time,
+)
 from titan_async.planning.suggest import Searcher, Suggestion
 from titan_async.training.layout_preflight import check_layout
 
@@ -53,6 +59,10 @@ class Plan:
     """Of each rank of the pipeline."""
     schedules: list[StepTime | Refused]
     """The plan's own first."""
+    receives: Receives
+    """Which of Async2BW's are posted early in the plan."""
+    seconds_by_receives: dict[Receives, float]
+    """Of a step; empty where that makes no difference."""
     suggestion: Suggestion | None
 
     @property
@@ -133,6 +143,7 @@ class Plan:
             ],
             "usable_memory": self.usable_memory,
             "schedules": [dataclasses.asdict(entry) for entry in self.schedules],
+            "receives": {"early": self.receives, "step_seconds": self.seconds_by_receives},
             "suggestion": None if self.suggestion is None else self.suggestion.to_json(),
         }
 
@@ -199,6 +210,8 @@ class Planner:
             calibration=self.calibration,
             memory=[memory_of(config, layout, parts, rank) for rank in range(layout.pp)],
             schedules=[own, *others],
+            receives=config.pipeline.early_receives,
+            seconds_by_receives=seconds_by_receives(config, layout, costs, self.cluster),
             suggestion=found,
         )
 

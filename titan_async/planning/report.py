@@ -6,6 +6,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from titan_async.planning.network import Network
 from titan_async.planning.plan import Plan, Refused
 from titan_async.planning.step_time import StepTime
 
@@ -53,7 +54,32 @@ def _headlines(plan: Plan) -> list[str]:
         f"{layout.seq_len}{lookahead}",
         f"{layout.schedule}: {_seconds(time.step_seconds)} a step, {time.tokens_per_second:,.0f} tokens/s, "
         f"MFU {time.mfu:.1%}: {time.days:.1f} days, {hours} GPU hours",
+        *_receives(plan),
     ]
+
+
+def _receives(plan: Plan) -> list[str]:
+    """What messages cost, and what another choice of early receives would."""
+    seconds = dict(plan.seconds_by_receives)
+    if not seconds:
+        return []
+    cluster, network = plan.cluster, Network(plan.cluster, plan.layout)
+    apart = {network.apart(rank, rank + 1) for rank in range(plan.layout.pp - 1)}
+    links = []
+    for leaves in sorted(apart):
+        where = "between nodes" if leaves else "inside a node"
+        blocks = cluster.network_blocks if leaves else cluster.link_blocks
+        auto = "early for activations" if leaves else "late"
+        when = {"auto": auto, "always": "early", "never": "late"}[plan.receives]
+        links.append(
+            f"posted {when} {where} ({blocks} of {cluster.accelerator.processors} SMs while one waits)"
+        )
+    own = seconds.pop(plan.receives)
+    others = [f"{_seconds(s)} with {receives}" for receives, s in seconds.items() if s != own]
+    lines = [f"receives: {', '.join(links)}"]
+    if others:
+        lines.append(f"  --pipeline.early_receives: a step takes {', '.join(others)}")
+    return lines
 
 
 def _table(title: str, headings: Sequence[str]) -> Table:

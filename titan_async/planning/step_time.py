@@ -2,12 +2,19 @@
 
 MFU counts three forwards' operations for every token, whatever is computed again, against the data sheet's
 peak of all accelerators. Utilization is the share of a step in which ranks compute or wait inside a layer
-(for experts, say), the mean over ranks; bubble is the share in which they wait for other stages; the rest
-is gathering weights, reducing gradients and updating.
+(for experts, say), the mean over ranks; bubble is the share in which they wait for other stages, or lose to
+messages that wait; the rest is gathering weights, reducing gradients and updating.
+
+A message of Async2BW takes processors on both ranks from when it is sent or its receive is posted until it
+is there. A receive that is posted early, an action of its kind ahead, hides the message's time and may wait
+long. Posted late, when there is nothing else to do, it takes nothing from what is computed; but then the
+message's time is waited for, and the sender's end may wait. torch's schedules are planned as if messages took
+no processors, and so are a little too good.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from torchtitan.trainer import Trainer
 
@@ -18,9 +25,19 @@ from titan_async.planning.network import Network
 from titan_async.planning.parts import Part
 from titan_async.planning.stage_cost import StageCost, message_bytes, stage_cost
 
-__all__ = ["StepTime", "stage_costs", "step_time", "timing_of"]
+__all__ = [
+    "Receives",
+    "StepTime",
+    "seconds_by_receives",
+    "stage_costs",
+    "step_time",
+    "timing_of",
+]
 
 _DAY = 86_400
+
+Receives = Literal["auto", "always", "never"]
+"""`pipeline.early_receives`: which receives are early; with "auto" those of activations from another node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +92,8 @@ def step_time(
         ValueError: if the schedule does not go together with the layout.
     """
     costs = costs or stage_costs(config, layout, parts, cluster)
-    seconds = _step_seconds(layout, timing_of(config, layout, costs, cluster))
+    timing = timing_of(config, layout, costs, cluster, config.pipeline.early_receives)
+    seconds = _step_seconds(layout, timing)
     ranks_of_a_stage = layout.world_size // layout.pp
     forward_flops = sum(part.forward_flops for part in _used(layout, parts))
     model_flops = 3 * forward_flops * layout.microbatches * layout.data_parallel
@@ -101,23 +119,52 @@ def step_time(
     )
 
 
-def timing_of(config: Trainer.Config, layout: Layout, costs: Sequence[StageCost], cluster: Cluster) -> Timing:
+def seconds_by_receives(
+    config: Trainer.Config, layout: Layout, costs: Sequence[StageCost], cluster: Cluster
+) -> dict[Receives, float]:
+    """Seconds of a step, by which receives are early; nothing where that makes no difference."""
+    network = Network(cluster, layout)
+    if not layout.delayed or not any(network.message_share(r, r + 1) for r in range(layout.pp - 1)):
+        return {}
+    timings = {each: timing_of(config, layout, costs, cluster, each) for each in get_args(Receives)}
+    seconds = {
+        ahead: _step_seconds(layout, timing)
+        for ahead, timing in {tuple(timing.receives_ahead): timing for timing in timings.values()}.items()
+    }
+    return {each: seconds[tuple(timing.receives_ahead)] for each, timing in timings.items()}
+
+
+def timing_of(
+    config: Trainer.Config,
+    layout: Layout,
+    costs: Sequence[StageCost],
+    cluster: Cluster,
+    receives: Receives = "auto",
+) -> Timing:
     """The simulation's times for a layout."""
     network, size = Network(cluster, layout), message_bytes(config, layout)
     rank_of = {stage: rank for rank in range(layout.pp) for stage in layout.stages_of(rank)}
+    edges = [(rank_of[stage], rank_of[stage + 1]) for stage in range(len(costs) - 1)]
     return Timing(
         forward=[cost.forward for cost in costs],
         backward=[cost.backward for cost in costs],
         weight_gradient=[cost.weight_gradient for cost in costs],
-        latency=[
-            network.message_seconds(rank_of[stage], rank_of[stage + 1], size)
-            for stage in range(len(costs) - 1)
-        ],
+        latency=[network.message_seconds(*edge, size) for edge in edges],
+        receives_ahead=[_ahead(network, edge, receives) for edge in edges] if layout.delayed else (),
+        message_share=[network.message_share(*edge) for edge in edges],
         gather=[cost.gather for cost in costs],
         reduction=[cost.reduction for cost in costs],
         update=[cost.update for cost in costs],
         norm=network.norm_seconds(),
     )
+
+
+def _ahead(network: Network, edge: tuple[int, int], receives: Receives) -> tuple[int, int] | None:
+    if not network.message_share(*edge):
+        return None
+    if receives == "auto":
+        return int(network.apart(*edge)), 0
+    return (1, 1) if receives == "always" else (0, 0)
 
 
 def _step_seconds(layout: Layout, timing: Timing) -> float:
