@@ -64,10 +64,18 @@ def checked_level(level: str) -> str:
     return level
 
 
-def snapshot(weights: Sequence[Tensor]) -> list[Tensor]:
-    """What `correct_updates_` needs from before the update: the weights, with the sign turned."""
+def snapshot(weights: Sequence[Tensor], room: Tensor | None = None) -> list[Tensor]:
+    """What `correct_updates_` needs from before the update: the weights, with the sign turned.
+
+    Args:
+        room: memory to use, flat, of the dtype of the snapshots.
+    """
     # So that adding the new weights gives the displacement in a single pass.
-    return [torch.neg(weight.to(at_least_float32(weight.dtype))) for weight in weights]
+    if room is None:
+        return [torch.neg(weight.to(at_least_float32(weight.dtype))) for weight in weights]
+    sizes = [weight.numel() for weight in weights]
+    parts = room[: sum(sizes)].split(sizes)
+    return [torch.neg(w, out=part.view(w.shape)) for w, part in zip(weights, parts, strict=True)]
 
 
 def correct_updates_(

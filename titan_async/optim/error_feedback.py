@@ -38,6 +38,12 @@ __all__ = ["ErrorFeedback"]
 
 _PREFIX = "error_feedback_"
 
+_BY_PARAMETER = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, Lion)
+"""Optimizers that update each parameter as if there were no others."""
+
+_CHUNK = 2**21
+"""Elements that are updated and then corrected at a time."""
+
 
 class ErrorFeedback(Optimizer):
     """An optimizer that corrects the updates of the optimizer it wraps.
@@ -72,7 +78,9 @@ class ErrorFeedback(Optimizer):
     object. The wrapped optimizer must not need a closure.
 
     Memory: one buffer for each trainable parameter, of its shape and placement, in ``dtype``. During `step`
-    one more copy exists, of the parameters (level "update") or of the gradients (level "gradient"). DTensors
+    one more copy exists, of the parameters (level "update") or of the gradients (level "gradient"); on the
+    CPU and around torch's Adam, AdamW and SGD and `Lion` that of a few parameters (level "update"), whose
+    optimizer then steps once for every few. DTensors
     are corrected shard by shard, without communication, but for a first step at learning rate zero: whether
     it only creates state, all ranks have to see alike.
 
@@ -249,8 +257,47 @@ class ErrorFeedback(Optimizer):
         return [param for param in params if param not in left_alone]
 
     def _step_correcting_updates(self, moving: list[Tensor], skip: Tensor | None) -> None:
-        weights = [local_part(param) for param in moving]
-        before = snapshot(weights)
+        chunks = self._chunks(moving)
+        if len(chunks) == 1:
+            self._step_correcting_chunk(moving, None, skip)
+            return
+        most = max(sum(local_part(param).numel() for param in chunk) for chunk in chunks)
+        room = torch.empty(most, dtype=at_least_float32(moving[0].dtype))
+        grads = {param: param.grad for param in moving}
+        try:
+            for param in moving:
+                param.grad = None
+            for chunk in chunks:
+                for param in chunk:
+                    param.grad = grads[param]
+                self._step_correcting_chunk(chunk, room, skip)
+                for param in chunk:
+                    param.grad = None
+        finally:
+            for param, grad in grads.items():
+                param.grad = grad
+
+    def _chunks(self, moving: list[Tensor]) -> list[list[Tensor]]:
+        """The parameters, divided into those that the wrapped optimizer may update one after the other.
+
+        On the CPU a snapshot of all would be fresh memory at each step, whose page faults take longer than
+        the correction.
+        """
+        kinds = {(param.device.type, param.dtype) for param in moving}
+        if type(self.optimizer) not in _BY_PARAMETER or len(kinds) != 1 or kinds.pop()[0] != "cpu":
+            return [moving]
+        chunks: list[list[Tensor]] = []
+        size = _CHUNK
+        for param in moving:
+            if size >= _CHUNK:
+                chunks.append([])
+                size = 0
+            chunks[-1].append(param)
+            size += local_part(param).numel()
+        return chunks
+
+    def _step_correcting_chunk(self, moving: list[Tensor], room: Tensor | None, skip: Tensor | None) -> None:
+        before = snapshot([local_part(param) for param in moving], room)
         snapshots = dict(zip(moving, before, strict=True))
         self.optimizer.step()
         moving = self._moved(moving)

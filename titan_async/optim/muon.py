@@ -97,7 +97,8 @@ class Muon(Optimizer):
             ``"match_rms_adamw"``: 0.2 sqrt(max(rows, cols)), which makes the root mean square of the
             update about that of AdamW (arXiv 2502.16982, section 2.2).
         compute_dtype: dtype of the iterations and of what ranks send each other: ``"bfloat16"``,
-            ``"float16"``, ``"float32"``, ``"float64"``, or the torch dtype of that name.
+            ``"float16"``, ``"float32"``, ``"float64"``, or the torch dtype of that name. With
+            ``ns_form="auto"`` the iterations run in float32 on CPUs that are slow with less.
         ns_form: how the iterations are computed, ``"auto"``, ``"standard"`` or ``"gram"``; see
             `orthogonalize`.
         cautious_weight_decay: decay only entries that the update does not move away from zero
