@@ -8,6 +8,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from titan_async.optim import ErrorFeedback, Muon
+from titan_async.planning.live_tensors import StorageTracker
 
 LEVELS = ["update", "gradient"]
 SHAPES = [(6, 4), (3, 5)]
@@ -198,6 +199,20 @@ def test_parameters_that_are_updated_one_after_the_other_follow_the_formulas(mon
         assert all(param.grad is grad for param, grad in zip(params, given, strict=True))
         for param, weight in zip(params, weights, strict=True):
             torch.testing.assert_close(param.detach(), weight, rtol=1e-12, atol=1e-12)
+
+
+def test_only_the_parameters_that_are_updated_together_are_remembered_at_a_time(monkeypatch):
+    monkeypatch.setattr("titan_async.optim.error_feedback._CHUNK", 2000)
+    params = [torch.nn.Parameter(torch.zeros(1000)) for _ in range(8)]
+    optimizer = ErrorFeedback(torch.optim.AdamW(params, fused=True))
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    with StorageTracker() as tracker:
+        tracker.exclude(*params)
+        optimizer.step()
+    # A copy of all eight would be 32000 bytes.
+    assert 4000 < tracker.peak - tracker.live <= 2 * 4000
 
 
 @pytest.mark.parametrize("level", LEVELS)
