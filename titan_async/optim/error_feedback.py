@@ -41,7 +41,7 @@ _PREFIX = "error_feedback_"
 _BY_PARAMETER = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, Lion)
 """Optimizers that update each parameter as if there were no others."""
 
-_CHUNK = 2**21
+_CHUNK = 2**22
 """Elements that are updated and then corrected at a time."""
 
 
@@ -280,8 +280,8 @@ class ErrorFeedback(Optimizer):
     def _chunks(self, moving: list[Tensor]) -> list[list[Tensor]]:
         """The parameters, divided into those that the wrapped optimizer may update one after the other.
 
-        On the CPU a snapshot of all would be fresh memory at each step, whose page faults take longer than
-        the correction.
+        On the CPU a snapshot of all would be fresh memory at each step, whose page faults may take longer
+        than the correction.
         """
         kinds = {(param.device.type, param.dtype) for param in moving}
         if type(self.optimizer) not in _BY_PARAMETER or len(kinds) != 1 or kinds.pop()[0] != "cpu":
