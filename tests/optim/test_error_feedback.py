@@ -8,6 +8,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from titan_async.optim import ErrorFeedback, Muon
+from titan_async.planning.live_tensors import StorageTracker
 
 LEVELS = ["update", "gradient"]
 SHAPES = [(6, 4), (3, 5)]
@@ -178,13 +179,52 @@ def test_gradients_are_left_as_given(name, level):
             assert torch.equal(grad, value)
 
 
-def test_gradients_come_back_when_the_wrapped_optimizer_fails():
+@pytest.mark.parametrize("gradient", [noisy_gradient, gaps])
+@pytest.mark.parametrize("name", ["momentum", "adamw_fused"])
+def test_parameters_that_are_updated_one_after_the_other_follow_the_formulas(monkeypatch, name, gradient):
+    monkeypatch.setattr("titan_async.optim.error_feedback._CHUNK", 1)
+    build, propose = OPTIMIZERS[name]
+    params = parameters()
+    inner = build(params)
+    moved = []  # by each step of the wrapped optimizer
+    inner.register_step_pre_hook(lambda *_: moved.append([p for p in params if p.grad is not None]))
+    optimizer = ErrorFeedback(inner, strength=0.5)
+    expected = reference(propose, "update", 0.5, start_weights(), gradient, [0.1] * 6)
+    for batch, weights in enumerate(expected):
+        give_gradients(params, batch, gradient)
+        given = [param.grad for param in params]
+        moved.clear()
+        optimizer.step()
+        assert len(moved) == sum(grad is not None for grad in given) and all(len(each) == 1 for each in moved)
+        assert all(param.grad is grad for param, grad in zip(params, given, strict=True))
+        for param, weight in zip(params, weights, strict=True):
+            torch.testing.assert_close(param.detach(), weight, rtol=1e-12, atol=1e-12)
+
+
+def test_only_the_parameters_that_are_updated_together_are_remembered_at_a_time(monkeypatch):
+    monkeypatch.setattr("titan_async.optim.error_feedback._CHUNK", 2000)
+    params = [torch.nn.Parameter(torch.zeros(1000)) for _ in range(8)]
+    optimizer = ErrorFeedback(torch.optim.AdamW(params, fused=True))
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    with StorageTracker() as tracker:
+        tracker.exclude(*params)
+        optimizer.step()
+    # A copy of all eight would be 32000 bytes.
+    assert 4000 < tracker.peak - tracker.live <= 2 * 4000
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_come_back_when_the_wrapped_optimizer_fails(monkeypatch, level):
     class Failing(torch.optim.SGD):
         def step(self, closure=None):
             raise RuntimeError("no step")
 
+    monkeypatch.setattr("titan_async.optim.error_feedback._CHUNK", 1)
+    monkeypatch.setattr("titan_async.optim.error_feedback._BY_PARAMETER", (Failing,))
     params = parameters()
-    optimizer = ErrorFeedback(Failing(params, 0.1), level="gradient")
+    optimizer = ErrorFeedback(Failing(params, 0.1), level=level)
     give_gradients(params, 0)
     given = [param.grad for param in params]
     with pytest.raises(RuntimeError, match="no step"):

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan_async.optim import orthogonalization
 from titan_async.optim.coefficients import (
     POLAR_EXPRESS_COEFFICIENTS,
     STANDARD_COEFFICIENTS,
@@ -141,3 +143,40 @@ def test_polar_express_repeats_its_last_triple():
 def test_bad_coefficients_are_named(coefficients, steps, words):
     with pytest.raises(ValueError, match=words):
         resolve_coefficients(coefficients, steps)
+
+
+class Products(TorchDispatchMode):
+    """Records the dtypes of matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name.rpartition("::")[2] in ("mm", "addmm", "bmm", "baddbmm"):
+            self.dtypes.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (40, 16), (3, 16, 40)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_where_half_precision_is_slow_the_iterations_are_in_float32(monkeypatch, dtype, shape):
+    torch.manual_seed(0)
+    matrices = torch.randn(shape)
+    triples = resolve_coefficients("standard", 5)
+    exact = [by_singular_values(each.double(), triples) for each in matrices.view(-1, *shape[-2:])]
+    exact = torch.stack(exact).view(shape)
+    for capability, form, expected in (
+        ("AVX2", "auto", torch.float32),
+        ("AVX2", "standard", dtype),
+        ("AVX2", "gram", dtype),
+        ("AVX512", "auto", dtype),
+        ("DEFAULT", "auto", dtype),  # of ARM
+    ):
+        monkeypatch.setattr(orthogonalization, "get_cpu_capability", lambda capability=capability: capability)
+        with Products() as products:
+            result = orthogonalize(matrices, triples, compute_dtype=dtype, form=form)
+        assert products.dtypes == {expected}
+        assert result.dtype == dtype and result.is_contiguous()
+        if expected == torch.float32:  # rounded once, at the end
+            torch.testing.assert_close(result.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)

@@ -32,11 +32,17 @@ from titan_async.optim.correction import (
 )
 from titan_async.optim.lion import Lion
 from titan_async.optim.rates import check_duplicates
-from titan_async.optim.tensors import at_least_float32, named
+from titan_async.optim.tensors import at_least_float32, copy_unless_, named, skips
 
 __all__ = ["ErrorFeedback"]
 
 _PREFIX = "error_feedback_"
+
+_BY_PARAMETER = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, Lion)
+"""Optimizers that update each parameter as if there were no others."""
+
+_CHUNK = 2**22
+"""Elements that are updated and then corrected at a time."""
 
 
 class ErrorFeedback(Optimizer):
@@ -64,12 +70,17 @@ class ErrorFeedback(Optimizer):
     - strength 0 gives the very bits of the wrapped optimizer, and still keeps the history, so that
       `strength` may be set to another value at any time.
 
+    With ``found_inf`` (`set_found_inf`) the correction is conditional on the device, as the update of the
+    wrapped optimizer is. Only a step in which a parameter's history starts or ends reads it on the host.
+
     Parameters, groups and hyperparameters are those of the wrapped optimizer: ``param_groups`` is the
     same list, so that learning-rate schedulers work on either, but attach them, hooks and calls to this
     object. The wrapped optimizer must not need a closure.
 
     Memory: one buffer for each trainable parameter, of its shape and placement, in ``dtype``. During `step`
-    one more copy exists, of the parameters (level "update") or of the gradients (level "gradient"). DTensors
+    one more copy exists, of the parameters (level "update") or of the gradients (level "gradient"); on the
+    CPU and around torch's Adam, AdamW and SGD and `Lion` that of a few parameters (level "update"), whose
+    optimizer then steps once for every few. DTensors
     are corrected shard by shard, without communication, but for a first step at learning rate zero: whether
     it only creates state, all ranks have to see alike.
 
@@ -178,6 +189,15 @@ class ErrorFeedback(Optimizer):
         return self.optimizer.defaults
 
     @property
+    def found_inf(self) -> Tensor | None:
+        """That of the wrapped optimizer: 1 on the device if the next steps are to change nothing."""
+        return getattr(self.optimizer, "found_inf", None)
+
+    @found_inf.setter
+    def found_inf(self, value: Tensor | None) -> None:
+        self.optimizer.found_inf = value  # type: ignore[attr-defined]
+
+    @property
     def state(self) -> Mapping[Tensor, Any]:  # type: ignore[override]
         """The wrapped optimizer's state and the history, merged for reading; the tensors are live."""
         return _MergedState(self)
@@ -203,13 +223,19 @@ class ErrorFeedback(Optimizer):
         creates_state_only = self._is_void()
         self._make_histories()
         moving = [param for param in _parameters(self.param_groups) if param.grad is not None]
+        found_inf = self.found_inf
+        if found_inf is not None and self._valid_ones() != set(moving) and not creates_state_only:
+            # The flags are on the host.
+            if found_inf.item():
+                return loss
+            found_inf = None
 
         if creates_state_only:
             self.optimizer.step()
         elif self._level == "update":
-            self._step_correcting_updates(moving)
+            self._step_correcting_updates(moving, skips(found_inf))
         else:
-            self._step_correcting_gradients(moving)
+            self._step_correcting_gradients(moving, skips(found_inf))
         self._has_state = True
 
         if not creates_state_only and not self.step_was_skipped:
@@ -230,9 +256,48 @@ class ErrorFeedback(Optimizer):
         left_alone = getattr(self.optimizer, "left_alone", ())
         return [param for param in params if param not in left_alone]
 
-    def _step_correcting_updates(self, moving: list[Tensor]) -> None:
-        weights = [local_part(param) for param in moving]
-        before = snapshot(weights)
+    def _step_correcting_updates(self, moving: list[Tensor], skip: Tensor | None) -> None:
+        chunks = self._chunks(moving)
+        if len(chunks) == 1:
+            self._step_correcting_chunk(moving, None, skip)
+            return
+        most = max(sum(local_part(param).numel() for param in chunk) for chunk in chunks)
+        room = torch.empty(most, dtype=at_least_float32(moving[0].dtype))
+        grads = {param: param.grad for param in moving}
+        try:
+            for param in moving:
+                param.grad = None
+            for chunk in chunks:
+                for param in chunk:
+                    param.grad = grads[param]
+                self._step_correcting_chunk(chunk, room, skip)
+                for param in chunk:
+                    param.grad = None
+        finally:
+            for param, grad in grads.items():
+                param.grad = grad
+
+    def _chunks(self, moving: list[Tensor]) -> list[list[Tensor]]:
+        """The parameters, divided into those that the wrapped optimizer may update one after the other.
+
+        On the CPU a snapshot of all would be fresh memory at each step, whose page faults may take longer
+        than the correction.
+        """
+        kinds = {(param.device.type, param.dtype) for param in moving}
+        if type(self.optimizer) not in _BY_PARAMETER or len(kinds) != 1 or kinds.pop()[0] != "cpu":
+            return [moving]
+        chunks: list[list[Tensor]] = []
+        size = _CHUNK
+        for param in moving:
+            if size >= _CHUNK:
+                chunks.append([])
+                size = 0
+            chunks[-1].append(param)
+            size += local_part(param).numel()
+        return chunks
+
+    def _step_correcting_chunk(self, moving: list[Tensor], room: Tensor | None, skip: Tensor | None) -> None:
+        before = snapshot([local_part(param) for param in moving], room)
         snapshots = dict(zip(moving, before, strict=True))
         self.optimizer.step()
         moving = self._moved(moving)
@@ -240,9 +305,9 @@ class ErrorFeedback(Optimizer):
             weights = [local_part(param) for param in moving]
             before = [snapshots[param] for param in moving]
             history = [local_part(self._history[param]) for param in moving]
-            correct_updates_(weights, before, history, self._validity(moving), self._strength)
+            correct_updates_(weights, before, history, self._validity(moving), self._strength, skip)
 
-    def _step_correcting_gradients(self, moving: list[Tensor]) -> None:
+    def _step_correcting_gradients(self, moving: list[Tensor], skip: Tensor | None) -> None:
         given = [param.grad for param in moving if param.grad is not None]
         for param, grad in zip(moving, given, strict=True):
             if grad.layout != torch.strided:
@@ -266,7 +331,14 @@ class ErrorFeedback(Optimizer):
         moved = set(self._moved(moving))
         kept = [index for index, param in enumerate(moving) if param in moved]
         if kept and not self.step_was_skipped:
-            torch._foreach_copy_([history[index] for index in kept], [given_parts[index] for index in kept])
+            if skip is None:
+                torch._foreach_copy_([history[i] for i in kept], [given_parts[i] for i in kept])
+            else:
+                for index in kept:
+                    copy_unless_(skip, history[index], given_parts[index])
+
+    def _valid_ones(self) -> set[Tensor]:
+        return {param for param, valid in self._valid.items() if valid}
 
     def _validity(self, params: list[Tensor]) -> list[bool]:
         return [bool(self._valid[param]) for param in params]

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.backends.cpu import get_cpu_capability
 
 from titan_async.optim.coefficients import Triple
 from titan_async.optim.symmetric import symmetric_addmm, symmetric_mm, symmetric_share
@@ -59,10 +60,11 @@ def orthogonalize(
         coefficients: one triple (a, b, c) an iteration, as `resolve_coefficients` returns them.
         eps: smallest norm divided by, relative to the matrix's largest entry (which is between half
             and one when the norm is taken), so that it only ever matters for a zero matrix.
-        compute_dtype: dtype of the iterations.
+        compute_dtype: dtype of the iterations, as far as ``form`` says nothing else.
         form: ``"standard"``, in torch's own operations and with the bits of ``torch.optim.Muon``;
             ``"gram"``; or ``"auto"``, whichever takes fewer operations for the shape. The last two
-            compute only half of what is symmetric, where that is faster.
+            compute only half of what is symmetric, where that is faster. ``"auto"`` also iterates in float32
+            on CPUs that are slow with matrices of bfloat16 and float16.
 
     Returns:
         A tensor of the input's shape in ``compute_dtype``.
@@ -83,7 +85,8 @@ def orthogonalize(
             each.copy_(orthogonalize(matrix, coefficients, eps=eps, compute_dtype=compute_dtype, form=form))
         return out
 
-    x = _scaled_to_one(matrices, compute_dtype)
+    working_dtype = _working_dtype(compute_dtype, matrices.device) if form == "auto" else compute_dtype
+    x = _scaled_to_one(matrices, working_dtype)
     # The Gram matrix of the shorter side is the smaller one.
     tall = x.shape[-2] > x.shape[-1]
     if tall:
@@ -91,7 +94,7 @@ def orthogonalize(
     # Both norms are the same number up to rounding; the one of torch.optim.Muon gives its very bits.
     norm = x.norm() if x.ndim == 2 else torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     # Of a matrix that is not zero it is above a half, so that only what eps rounds to could be zero here.
-    x.div_(norm.clamp(min=max(eps, torch.finfo(compute_dtype).tiny)))
+    x.div_(norm.clamp(min=max(eps, torch.finfo(x.dtype).tiny)))
 
     if form == "auto":
         rows, cols = x.shape[-2:]
@@ -101,6 +104,7 @@ def orthogonalize(
     else:
         x = _gram_form(x, coefficients) if form == "gram" else _plain_standard_form(x, coefficients)
     # As it lies in memory from here on: reading columns would take the caller longer than this copy.
+    x = x.to(compute_dtype)
     return x.mT.contiguous() if tall else x
 
 
@@ -125,6 +129,13 @@ def orthogonalize_all(
     stack = torch.cat([matrix if matrix.ndim == 3 else matrix.unsqueeze(0) for matrix in matrices])
     parts = apply(stack).split([len(matrix) if matrix.ndim == 3 else 1 for matrix in matrices])
     return [part.view(matrix.shape) for part, matrix in zip(parts, matrices, strict=True)]
+
+
+def _working_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype to iterate in: without AVX-512, half precision is tens of times slower than float32."""
+    if device.type == "cpu" and get_cpu_capability() in ("AVX2", "NO AVX"):
+        return at_least_float32(dtype)
+    return dtype
 
 
 def _batched_is_faster(matrix: Tensor) -> bool:
