@@ -179,8 +179,9 @@ def train(
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_trial_leaves_no_trace(pool: WorkerPool, sharded: bool) -> None:
+def test_a_trial_leaves_no_trace(pools: Pools, sharded: bool) -> None:
     """Bit by bit."""
+    pool = pools(2)  # all of which make the mesh
     for tried, untried in zip(
         pool.run(2, train, sharded, True), pool.run(2, train, sharded, False), strict=True
     ):
