@@ -19,7 +19,7 @@ LAYERS = {path.parent.name for path in (ROOT / "titan_async").glob("*/__init__.p
 def test_there_are_faults_in_every_layer() -> None:
     assert len(FAULTS) >= 40
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
-    assert {Path(fault.file).parts[1] for fault in FAULTS} == LAYERS
+    assert {Path(fault.file).parts[1] for fault in FAULTS} >= LAYERS
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
