@@ -55,6 +55,7 @@ PRIVATE_NAMES_ALLOWED = {
     "optim/lion.py": {"_foreach_add_", "_foreach_mul", "_foreach_mul_", "_foreach_sign_"},
     "pipelining/clipping.py": {"_PipelineStageBase"},
     "pipelining/execution.py": {"_PipelineStageBase"},
+    "pipelining/first_step.py": {"_PipelineStageBase"},
     "pipelining/gradient_norm.py": {"_PipelineStageBase", "_foreach_mul_", "_foreach_norm"},
     "pipelining/inputs.py": {"_PipelineStageBase"},
     "pipelining/messages.py": {"_PipelineStageBase"},

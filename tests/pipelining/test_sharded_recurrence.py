@@ -207,6 +207,7 @@ def reshard_at_the_boundary():
     def read_and_gather(self):
         if self._needed is not None:
             self._fsdp.gather(self._needed)  # the shards are one update further by now
+            self._fsdp.finish_gathering()
         return read(self)
 
     ShardedVersions.read = read_and_gather

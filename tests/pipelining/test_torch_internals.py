@@ -10,6 +10,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.pipelining import schedules, stage
 
+from titan_async.pipelining._torch_internals import has_compiled_parts
+
 
 def test_the_private_names_are_there():
     for name in (
@@ -31,8 +33,24 @@ def test_the_private_names_are_there():
         assert hasattr(stage._PipelineStageBase, name), name
     assert next(iter(inspect.signature(schedules._batch_p2p).parameters)) == "p2p_ops"
     source = inspect.getsource(stage._PipelineStageBase.__init__)
-    for name in ("fwd_cache", "output_chunks", "args_recv_info", "has_backward"):
+    for name in (
+        "fwd_cache",
+        "bwd_cache",
+        "output_chunks",
+        "args_recv_info",
+        "grad_recv_info",
+        "has_backward",
+    ):
         assert f"self.{name}" in source, name
+
+
+def test_compiled_modules_are_recognized():
+    """By private names; compiled for the first time in a forward, which none of these has."""
+    part, plain = nn.Linear(2, 2), nn.Linear(2, 2)
+    part.compile(backend="eager")
+    assert has_compiled_parts(nn.Sequential(plain, part))
+    assert has_compiled_parts(torch.compile(plain, backend="eager"))
+    assert not has_compiled_parts(nn.Sequential(plain))
 
 
 def test_the_private_names_of_fsdp_are_there():

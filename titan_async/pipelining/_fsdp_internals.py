@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
+from titan_async.local_tensors import local_part
+from titan_async.pipelining.side_stream import keep_for_stream
+
 __all__ = ["FsdpParameters"]
 
 
@@ -44,6 +47,7 @@ class FsdpParameters:
         self._params = [param for group in self._groups for param in group.fsdp_params]
         self._copies: dict[int, list[_Unsharded]] = {}
         self._installed = _OUTSIDE
+        self._gathering = False  # what is installed, of which groups are still to be gathered
         self._refuse()
 
     @property
@@ -57,19 +61,37 @@ class FsdpParameters:
         return [param._param_fqn for param in self._params]
 
     def gather(self, copy: int) -> None:
-        """All-gather the shards as they are into `copy`; the module shows its shards before and after."""
+        """Let `copy` hold the shards as they are now, group by group; the module shows its shards.
+
+        Starts the all-gathers of the first two groups. FSDP itself does the others, and waits for each, in
+        the first forward that shows `copy`. Call `finish_gathering` after it, or before a shard changes.
+        """
         self.leave_outside()
         self._synchronize_gradients(False)  # until `reduce`: a loss may run backwards before torch says so
         self._install(copy)
+        self._gathering = True
+        for group in self._groups[:2]:
+            group.unshard(async_op=True)
+
+    def finish_gathering(self) -> None:
+        """Gather what no forward has gathered; the module shows the copy. Does nothing at a later call."""
+        if not self._gathering:
+            return
         for group, following in zip(self._groups, [*self._groups[1:], None], strict=True):
             group.unshard(async_op=True)
             if following is not None:  # on its way while this one is copied out
                 following.unshard(async_op=True)
             group.wait_for_unshard()
-        self.show(None)
+        self._gathering = False
 
     def show(self, copy: int | None) -> None:
-        """Let the module show `copy`, which must have been gathered, or its shards (None)."""
+        """Let the module show `copy`, or its shards (None). One that is being gathered is shown by and by."""
+        if self._gathering:
+            if copy == self._installed:
+                return
+            for group in self._groups:  # after an error: all-gathers that have been started must not go on
+                group.wait_for_unshard()
+            self._gathering = False
         self._install(_OUTSIDE if copy is None else copy)
         state = ShardedState.SHARDED if copy is None else ShardedState.UNSHARDED
         for param in self._params:
@@ -97,6 +119,9 @@ class FsdpParameters:
     def reduce(self) -> list[Tensor | None]:
         """Reduce the gradients gathered on the copy that is shown, over the data-parallel ranks.
 
+        FSDP waits for its reductions on the current stream, and copies gradients there: another one than that
+        of the backwards, which need not wait then.
+
         Returns:
             The sharded gradients, in the order of `sharded`; those already in `.grad` stay there.
         """
@@ -104,6 +129,11 @@ class FsdpParameters:
         for param in self._params:
             param.sharded_param.grad = None
         self._synchronize_gradients(True)
+        for param in self._params:
+            unsharded = getattr(param, "_unsharded_param", None)
+            for gradient in (param.unsharded_accumulated_grad, getattr(unsharded, "grad", None)):
+                if gradient is not None:
+                    keep_for_stream(local_part(gradient))
         for group in self._groups:
             group.post_backward()
         self._state._root_post_backward_final_callback()

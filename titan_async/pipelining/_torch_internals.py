@@ -3,7 +3,8 @@
 `tests/pipelining/test_torch_internals.py` fails when one of these names is gone.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -16,24 +17,29 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from titan_async.local_tensors import local_part
 
 __all__ = [
     "ParameterWatch",
+    "WithoutFlexKernels",
     "allocate_buffers",
     "assignment",
     "check_microbatches",
+    "clear_chunks",
     "clone_aliased_outputs",
     "expected_outputs",
     "group_of",
+    "has_compiled_parts",
     "has_hooks",
     "identity_of",
     "initialize_stage",
     "is_fully_sharded",
     "is_initialized",
     "keystr",
+    "made_up_inputs",
     "prepare_buffers",
     "release_buffers",
     "reset_shape_inference",
@@ -41,6 +47,7 @@ __all__ = [
     "split_microbatches",
     "tree_flatten_with_path",
     "tree_leaves",
+    "undone",
     "unsupported_wrapper",
 ]
 
@@ -51,28 +58,84 @@ def initialize_stage(
     """Let torch infer the shapes between stages and allocate receive buffers, if that is still to be done."""
     if is_initialized(schedule):
         return
+    with undone(schedule._stage.submod):
+        if hasattr(schedule, "_initialize_pp_stages"):
+            schedule._initialize_stage(args, kwargs, target, loss_kwargs)
+        else:
+            reset_shape_inference(schedule)
+            cast(Any, schedule)._initialize_stage(args, kwargs)
+
+
+@contextmanager
+def undone(module: nn.Module) -> Iterator[None]:
+    """Let forwards and backwards of `module` inside leave its buffers and `.grad` as they were.
+
+    They may replace buffers, which torch's inference does not undo, or write to them, which it undoes from
+    2.14 on. Gradients are of losses that run backwards, and where some were before.
+    """
     before = [
-        (module, name, buffer, buffer.clone())
-        for module in schedule._stage.submod.modules()
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        (submodule, name, buffer, buffer.clone())
+        for submodule in module.modules()
+        for name, buffer in submodule.named_buffers(recurse=False, remove_duplicate=False)
     ]
-    gradients = [(parameter, parameter.grad) for parameter in schedule._stage.submod.parameters()]
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
-    if hasattr(schedule, "_initialize_pp_stages"):
-        schedule._initialize_stage(args, kwargs, target, loss_kwargs)
-    else:
-        reset_shape_inference(schedule)
-        cast(Any, schedule)._initialize_stage(args, kwargs)
-    # Its forward may have replaced buffers, which torch does not undo, or have written to them, which it
-    # undoes from 2.14 on.
-    for module, name, buffer, value in before:
-        if getattr(module, name) is not buffer:
-            setattr(module, name, buffer)
+    yield
+    for submodule, name, buffer, value in before:
+        if getattr(submodule, name) is not buffer:
+            setattr(submodule, name, buffer)
         with torch.no_grad():
             buffer.copy_(value)
-    for parameter, gradient in gradients:  # of losses that run backwards, and where some were before
+    for parameter, gradient in gradients:
         parameter.grad = gradient
+
+
+class WithoutFlexKernels(TorchFunctionMode):
+    """Gives FlexAttention outputs of the right shapes that depend on all inputs, without any attention.
+
+    It is meant to be compiled. Run eagerly it holds all scores of all heads at a time, 8 GB and more for
+    sequences of 8192.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.higher_order.flex_attention:
+            return func(*args, **(kwargs or {}))
+        query, key, value = args[:3]
+        nothing = 0 * (query.sum() + key.sum() + value.sum())
+        out = query.new_zeros(*query.shape[:-1], value.shape[-1]) + nothing
+        rows = query.new_zeros(query.shape[:-1], dtype=torch.float32)
+        return out, rows, rows
+
+
+def has_compiled_parts(module: nn.Module) -> bool:
+    """Whether `module` or a part of it is compiled, by `nn.Module.compile` or `torch.compile`."""
+    return any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in module.modules())
+
+
+@contextmanager
+def made_up_inputs(stage: _PipelineStageBase, slot: int) -> Iterator[None]:
+    """Put random activations and zero gradients where `slot` receives those of the neighbours."""
+    gradients = stage.grad_recv_info[slot] if stage.has_backward else ()
+    for infos in (stage.args_recv_info[slot], gradients):
+        allocate_buffers(infos, stage.device)
+        for info in infos:
+            buffer = getattr(info, "buffer", None)
+            if buffer is not None:
+                with torch.no_grad():
+                    buffer.zero_()
+                    if infos is not gradients and buffer.dtype.itemsize > 1 and buffer.is_floating_point():
+                        buffer.normal_()
+    yield
+    release_buffers(stage.args_recv_info[slot])
+    release_buffers(gradients)
+
+
+def clear_chunks(stage: _PipelineStageBase) -> None:
+    """Drop what forwards and backwards have left for other stages and the user. Nothing may be in flight."""
+    stage.fwd_cache.clear()
+    stage.bwd_cache.clear()
+    stage.output_chunks.clear()
 
 
 def group_of(stage: _PipelineStageBase) -> dist.ProcessGroup:

@@ -96,6 +96,10 @@ class BufferVersions:
         # Compared by value: the kernels of a batch norm write without leaving a trace in autograd's counter.
         return [_change(copy.start, copy.now) for copy in self._copies[version]]
 
+    def undo_changes(self, version: int) -> None:
+        """Let `version`, which is not shown, have the values that it began with."""
+        self._copies[version][:] = [copy._replace(now=copy.start.clone()) for copy in self._copies[version]]
+
     @torch.no_grad()
     def deliver(self, changes: list[Tensor]) -> None:
         """Apply a batch's changes to the module's own buffers; flags are set or cleared where it did so."""

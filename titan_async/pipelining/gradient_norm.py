@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from titan_async._group_internals import joint_group
 from titan_async.local_tensors import local_part
 from titan_async.pipelining._torch_internals import group_of
+from titan_async.pipelining.side_stream import SideStream
 
 __all__ = ["GradientNorm", "NormReducer", "clip_", "connect_ranks", "share_of_squares"]
 
@@ -23,40 +24,26 @@ __all__ = ["GradientNorm", "NormReducer", "clip_", "connect_ranks", "share_of_sq
 class GradientNorm:
     """A norm on its way: the sum of squares over all ranks that hold a part of the gradient."""
 
-    def __init__(self, squares: Tensor, group: dist.ProcessGroup) -> None:
+    def __init__(self, squares: Tensor, group: dist.ProcessGroup, aside: SideStream) -> None:
         self._squares = squares
         self._work = dist.all_reduce(squares, group=group, async_op=True)
-        self._on_host: tuple[Tensor, torch.Event] | None = None
-        if squares.device.type != "cpu":
-            self._on_host = self._copy_to_host()
+        self._aside = aside
 
     def value(self) -> Tensor:
         """The norm, a float64 scalar on the gradient's device. Lets the current stream wait for it."""
-        assert self._work is not None
-        self._work.wait()
+        self._wait()
         return self._squares.sqrt()
 
     def is_finite(self) -> bool:
         """Whether no rank's gradient holds an infinity or a NaN. Waits for the norm and nothing else."""
-        if self._on_host is None:
-            self.value()
+        # The current stream may be full of forwards and backwards that come first.
+        with self._aside.running(after_current=False):
+            self._wait()
             return bool(self._squares.isfinite())
-        squares, copied = self._on_host
-        copied.synchronize()
-        return bool(squares.isfinite())
 
-    def _copy_to_host(self) -> tuple[Tensor, torch.Event]:
-        # On a stream of its own: the current one is full of forwards and backwards that come first.
-        device = self._squares.device
-        host = torch.empty(self._squares.shape, dtype=self._squares.dtype, pin_memory=True)
-        stream, copied = torch.Stream(device), torch.Event(device.type)
-        with stream:
-            assert self._work is not None
-            self._work.wait()
-            host.copy_(self._squares, non_blocking=True)
-        stream.record_event(copied)
-        self._squares.record_stream(stream)
-        return host, copied
+    def _wait(self) -> None:
+        assert self._work is not None
+        self._work.wait()
 
 
 class NormReducer:
@@ -70,11 +57,15 @@ class NormReducer:
     def __init__(self, stage: _PipelineStageBase) -> None:
         self._device = stage.device
         self._group, self._ranks_of_a_stage = connect_ranks(stage)
+        self._aside = SideStream(stage.device)
 
     def start(self, gradients: Sequence[Tensor | None]) -> GradientNorm:
-        """Start reducing the norm of one batch's gradient, of which `gradients` are this rank's part."""
+        """Start reducing the norm of one batch's gradient, of which `gradients` are this rank's part.
+
+        The gradients are there for the current stream.
+        """
         squares = share_of_squares(gradients, self._ranks_of_a_stage, self._device)
-        return GradientNorm(squares, self._group)
+        return GradientNorm(squares, self._group, self._aside)
 
 
 def connect_ranks(stage: _PipelineStageBase) -> tuple[dist.ProcessGroup, int]:

@@ -40,9 +40,10 @@ class Kind(IntEnum):
     SWAP = 8
     """Putting the other version of the weights in place."""
     GATHER = 9
-    """Reading the weights of a batch, which FSDP gathers."""
+    """Reading the weights of a batch, which FSDP begins to gather; it goes on in the first forward."""
     REDUCE = 10
-    """Reducing the gradient of a batch over the data-parallel ranks, and starting its norm."""
+    """Reducing the gradient of a batch over the data-parallel ranks, and starting its norm. On an accelerator
+    both go on beside forwards and backwards."""
     CLIP = 11
     """Waiting for the norm of the gradient, and scaling by it."""
     OPTIMIZER = 12

@@ -6,7 +6,8 @@ The recurrence it runs, with b the batch and W the weights (arXiv 2606.30634):
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +25,16 @@ from titan_async.pipelining._torch_internals import (
     reshard,
     split_microbatches,
     tree_leaves,
+    undone,
     unsupported_wrapper,
 )
 from titan_async.pipelining.actions import Instruction, drain_program, in_flight, step_program
 from titan_async.pipelining.clipping import Clipper
 from titan_async.pipelining.execution import Batch, Execution, Forward
+from titan_async.pipelining.first_step import infer_eagerly, needs_trial, run_trial
 from titan_async.pipelining.inputs import Shapes, signatures_of
 from titan_async.pipelining.recording import Kind, Recorder
+from titan_async.pipelining.side_stream import SideStream
 from titan_async.pipelining.tied_parameters import TiedParameters
 from titan_async.pipelining.versions import Gradient, Versions
 
@@ -160,8 +164,10 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         self._behind = 0  # how many of these the weights of the next batch lack: 1 after a drain
         self._delay = 0
         self._shapes = Shapes(stage)
+        self._tried: set[bool] = set()  # with backward or without, for these shapes
         self._batches: dict[int, Batch] = {}
         self._complete: dict[int, Gradient] = {}  # batch -> its gradient, not yet delivered
+        self._beside = SideStream(stage.device)  # of reductions, and all that follows until the delivery
         self._gradient_ready = False
         self._tied = TiedParameters(stage, tied_parameters)
         self._clipper = Clipper(stage, self._tied.counted)
@@ -449,18 +455,29 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         stage.has_backward = self._has_backward
         stage.output_chunks.clear()
         batch_losses: list[Tensor] = []
-        forward = self._forward_of(args, kwargs, targets, batch_losses, return_outputs, loss_kwargs or {})
+        forward_of = partial(self._forward_of, args, kwargs, targets, loss_kwargs=loss_kwargs or {})
+        forward = forward_of(batch_losses, return_outputs)
+        trial: Callable[[], None] | None = None
         with self._breaks_on_error():
             if not self._number:
                 self._tied.connect()
                 if self._shapes.note(signatures, is_initialized(self)):
                     reset_shape_inference(self)
+                    self._tried.clear()
+                if self._has_backward not in self._tried and needs_trial(stage):
+                    scrap: list[Tensor] = []
+                    trial = partial(run_trial, stage, forward_of(scrap, False), scrap)
                 target = targets[0] if targets else None
-                initialize_stage(self, args[0], kwargs[0], target, loss_kwargs)
+                with nullcontext() if trial is None else infer_eagerly():
+                    initialize_stage(self, args[0], kwargs[0], target, loss_kwargs)
                 self._execution.open(self._n_microbatches)
+                self._tried.add(self._has_backward)
             if self._has_backward:
-                self._train(forward, batch_losses)
+                self._train(forward, batch_losses, trial)
             else:
+                if trial is not None:
+                    with undone(stage.submod):
+                        trial()
                 self._execution.evaluate(forward)
                 reshard(stage.submod)
         if losses is not None and stage.is_last:
@@ -479,12 +496,14 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
 
         def forward(microbatch: int, slot: int) -> None:
             output = stage.forward_one_chunk(slot, args[microbatch], kwargs[microbatch], return_outputs)
+            if stage.has_backward and self._versions is not None:
+                self._versions.finish_reading()
             if stage.is_last and self._loss_fn is not None and targets is not None:
                 losses.append(self._loss_fn(output, targets[microbatch], **loss_kwargs))
 
         return forward
 
-    def _train(self, forward: Forward, losses: list[Tensor]) -> None:
+    def _train(self, forward: Forward, losses: list[Tensor], trial: Callable[[], None] | None) -> None:
         assert self._versions is not None
         versions, number, stage = self._versions, self._number, self._stage.stage_index
         updates, self._behind = self._delivered - self._behind, 0
@@ -494,6 +513,9 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         if not self._tail:
             versions.release_other(batch.version)
         self.recorder.end()
+        if trial is not None:
+            with versions.on_trial(batch.version):
+                trial()
         self._run(step_program(*self._shape, number, self._lookahead, self._execution.early), forward)
         if self._tail:
             self.recorder.begin(Kind.SWAP, stage, batch.number, version=updates)
@@ -515,10 +537,11 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
 
     def _finish(self, number: int) -> None:
         assert self._versions is not None
-        gradient = self._versions.take(self._batches[number].version)
-        present = [part for part in map(local_part, gradient.of_parameters) if part is not None]
-        if self.scale_grads and present:
-            torch._foreach_div_(present, self._n_microbatches)
+        gradient = self._versions.take(self._batches[number].version, self._beside)
+        with self._beside.running():
+            present = [part for part in map(local_part, gradient.of_parameters) if part is not None]
+            if self.scale_grads and present:
+                torch._foreach_div_(present, self._n_microbatches)
         self._complete[number] = gradient
         if number < self._number:
             self._accumulate(number)
@@ -526,15 +549,18 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
     def _accumulate(self, number: int) -> None:
         assert self._versions is not None
         gradient = self._complete[number]
-        self._tied.start(number, gradient.of_parameters)
-        self._versions.accumulate(gradient)
-        if self._stage.is_first:  # the last stage, which is done a batch earlier, would wait for it here
-            self._tied.finish(number, gradient.of_parameters)
-        self._clipper.start(number, self._versions.sums(gradient))
+        with self._beside.running():
+            self._tied.start(number, gradient.of_parameters)
+            self._versions.accumulate(gradient)
+            if self._stage.is_first:  # the last stage, which is done a batch earlier, would wait for it here
+                self._tied.finish(number, gradient.of_parameters)
+            self._clipper.start(number, self._versions.sums(gradient))
+        self._beside.mark(number)
 
     def _deliver(self, number: int) -> None:
         assert self._versions is not None
         gradient = self._complete.pop(number)
+        self._beside.join(number)
         if not self._stage.is_first:
             self._tied.finish(number, gradient.of_parameters)
         self._versions.deliver(gradient)

@@ -2,8 +2,9 @@
 
 The optimizer's parameters are shards, which no graph ever holds: they need no second version. What forward
 and backward use is the unsharded copy that FSDP gathers, so there are two of these, and the module shows the
-one of the microbatch's batch. Every version is gathered once, when its batch begins. Beyond synchronous
-training this costs one unsharded copy in the compute dtype, and no further communication.
+one of the microbatch's batch. Every version is gathered once, layer by layer in the first forward of its
+batch. Beyond synchronous training this costs one unsharded copy in the compute dtype, and no further
+communication.
 """
 
 import torch
@@ -75,9 +76,16 @@ class ShardedVersions:
             torch._foreach_copy_(self._local(), self._held)
         self._fsdp.gather(self._version)
         if newest is not None:
+            self._fsdp.finish_gathering()
+            self._fsdp.show(None)
             torch._foreach_copy_(self._local(), newest)
             self._held = None
         return self._version
+
+    @torch.no_grad()
+    def finish_reading(self) -> None:
+        """Gather what the first forward on a version has left out. The module shows that version."""
+        self._fsdp.finish_gathering()
 
     def preserve(self, version: int) -> None:
         """Keep `version` while the next batch runs. The other version is no longer needed."""

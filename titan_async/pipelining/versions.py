@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from titan_async.pipelining._torch_internals import identity_of, is_fully_sharded
 from titan_async.pipelining.buffer_versions import BufferVersions
 from titan_async.pipelining.sharded_versions import ShardedVersions
+from titan_async.pipelining.side_stream import SideStream
 from titan_async.pipelining.weight_versions import WeightVersions
 
 __all__ = ["Gradient", "Versions"]
@@ -49,6 +50,10 @@ class Versions:
         self._buffers.read(version)
         return version
 
+    def finish_reading(self) -> None:
+        """Complete the version that was read last, after its first forward. Does nothing at a later call."""
+        self._weights.finish_reading()
+
     def preserve(self, version: int) -> None:
         """Make `version` safe from the next update. The other version must no longer be needed."""
         self._weights.preserve(version)
@@ -81,9 +86,23 @@ class Versions:
                     "or a closure, say), where Async2BW cannot put the right version of it"
                 )
 
-    def take(self, version: int) -> Gradient:
-        """Remove and return what the complete batch of `version`, which is shown, has gathered."""
-        return Gradient(self._weights.take_gradients(version), self._buffers.take_changes(version))
+    @contextmanager
+    def on_trial(self, version: int) -> Iterator[None]:
+        """Let the module show `version` inside, and drop the gradients and changes that are made there."""
+        with self.running():
+            self.show(version)
+            yield
+            self._weights.take_gradients(version)
+        self._buffers.undo_changes(version)
+
+    def take(self, version: int, beside: SideStream) -> Gradient:
+        """Remove and return what the complete batch of `version`, which is shown, has gathered.
+
+        The gradient is there for work on the stream `beside`.
+        """
+        changes = self._buffers.take_changes(version)  # before the next batch writes to what they are read of
+        with beside.running():
+            return Gradient(self._weights.take_gradients(version), changes)
 
     def accumulate(self, gradient: Gradient) -> None:
         """Add what `.grad` holds to a batch's gradient."""

@@ -128,6 +128,9 @@ class WeightVersions:
             weight.stand_ins[version].data = weight.master.data
         return version
 
+    def finish_reading(self) -> None:
+        """Nothing: a plain module's weights are all there when a batch begins."""
+
     def preserve(self, version: int) -> None:
         """Make `version` safe from the next update. The other version must no longer be needed."""
         if version != self._master_version:

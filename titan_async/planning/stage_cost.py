@@ -28,7 +28,7 @@ from titan_async.planning.update_cost import update_cost
 __all__ = ["StageCost", "message_bytes", "stage_cost"]
 
 _REDUCED_BYTES = 4
-_OVERLAPPED_GATHERS = ("1F1B", "GPipe")
+_OVERLAPPED_GATHERS = ("1F1B", "GPipe", "Async2BW")
 
 
 @dataclass(frozen=True, kw_only=True)
