@@ -7,6 +7,7 @@ from titan_async.optim.coefficients import (
 )
 from titan_async.optim.delay import DelayedGradients, pipedream_delays
 from titan_async.optim.error_feedback import ErrorFeedback
+from titan_async.optim.found_inf import set_found_inf
 from titan_async.optim.lion import Lion
 from titan_async.optim.muon import Muon
 from titan_async.optim.orthogonalization import orthogonalize
@@ -24,4 +25,5 @@ __all__ = [
     "orthogonalize",
     "pipedream_delays",
     "resolve_coefficients",
+    "set_found_inf",
 ]

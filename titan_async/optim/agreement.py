@@ -15,7 +15,7 @@ from titan_async.local_tensors import as_dtensor, local_part
 from titan_async.optim.correction import correct_gradients_
 from titan_async.optim.tensors import at_least_float32
 
-__all__ = ["Agreement", "agree", "gradients_are_zero"]
+__all__ = ["Agreement", "agree", "gradients_are_zero", "presume"]
 
 _LARGE = 1e18
 """Above it the squares in a norm may overflow in float32, and entries be near the largest of its numbers."""
@@ -73,6 +73,16 @@ def agree(
         _, finite, larger = _agree_on_size(placed, corrections, [], groups, device)
         large = large or larger
     return Agreement(moving, finite, not moved, large, placed)
+
+
+def presume(params: Sequence[Tensor]) -> Agreement:
+    """What `agree` finds where all ranks have the same gradients and all are finite. Waits for no device.
+
+    Ranks that share parameters communicate only if gradients are placed unlike them.
+    """
+    moving = [param.grad is not None for param in params]
+    placed = {param: _placed_like(param) for param in params if _is_misplaced(param)}
+    return Agreement(moving, finite=True, zero=False, large=True, placed=placed)
 
 
 def _agree_on_size(

@@ -76,6 +76,7 @@ def correct_updates_(
     history: list[Tensor],
     valid: Sequence[bool],
     strength: float,
+    skip: Tensor | None = None,
 ) -> None:
     """Correct an update that has been applied, and remember it.
 
@@ -85,14 +86,16 @@ def correct_updates_(
         history: the displacements of the last update; becomes those of this one, before correction.
         valid: for each, whether there was a last update.
         strength: s of the formulas.
+        skip: a scalar on the device: whether there was no update after all. Weights and histories, all of
+            them valid, then keep their bits.
     """
     if weights and weights[0].device.type == "cpu":
         # There lists of tensors bring nothing, and each is worked on piece by piece.
         for *tensors, is_valid in zip(weights, before, history, valid, strict=True):
             for weight, displacement, old in tiles(*tensors):
-                _correct_([weight], [displacement], [old], [is_valid], strength)
+                _correct_([weight], [displacement], [old], [is_valid], strength, skip)
     else:
-        _correct_(weights, before, history, valid, strength)
+        _correct_(weights, before, history, valid, strength, skip)
 
 
 def _correct_(
@@ -101,8 +104,13 @@ def _correct_(
     history: list[Tensor],
     valid: Sequence[bool],
     strength: float,
+    skip: Tensor | None,
 ) -> None:
     torch._foreach_add_(displacement, weights)
+    if skip is not None:
+        # Then the change is zero below, and -strength times it is -0.0, which leaves every bit of a weight.
+        for each, old in zip(displacement, history, strict=True):
+            torch.where(skip, old.to(each.dtype), each, out=each)
     chosen = [index for index, is_valid in enumerate(valid) if is_valid and strength != 0]
     if chosen:
         # A history of the displacement's dtype holds the difference itself: no third buffer.

@@ -32,7 +32,7 @@ from titan_async.optim.correction import (
 )
 from titan_async.optim.lion import Lion
 from titan_async.optim.rates import check_duplicates
-from titan_async.optim.tensors import at_least_float32, named
+from titan_async.optim.tensors import at_least_float32, copy_unless_, named, skips
 
 __all__ = ["ErrorFeedback"]
 
@@ -63,6 +63,9 @@ class ErrorFeedback(Optimizer):
       (``left_alone``, as `Muon` does when a gradient is missing on another rank) starts anew;
     - strength 0 gives the very bits of the wrapped optimizer, and still keeps the history, so that
       `strength` may be set to another value at any time.
+
+    With ``found_inf`` (`set_found_inf`) the correction is conditional on the device, as the update of the
+    wrapped optimizer is. Only a step in which a parameter's history starts or ends reads it on the host.
 
     Parameters, groups and hyperparameters are those of the wrapped optimizer: ``param_groups`` is the
     same list, so that learning-rate schedulers work on either, but attach them, hooks and calls to this
@@ -178,6 +181,15 @@ class ErrorFeedback(Optimizer):
         return self.optimizer.defaults
 
     @property
+    def found_inf(self) -> Tensor | None:
+        """That of the wrapped optimizer: 1 on the device if the next steps are to change nothing."""
+        return getattr(self.optimizer, "found_inf", None)
+
+    @found_inf.setter
+    def found_inf(self, value: Tensor | None) -> None:
+        self.optimizer.found_inf = value  # type: ignore[attr-defined]
+
+    @property
     def state(self) -> Mapping[Tensor, Any]:  # type: ignore[override]
         """The wrapped optimizer's state and the history, merged for reading; the tensors are live."""
         return _MergedState(self)
@@ -203,13 +215,19 @@ class ErrorFeedback(Optimizer):
         creates_state_only = self._is_void()
         self._make_histories()
         moving = [param for param in _parameters(self.param_groups) if param.grad is not None]
+        found_inf = self.found_inf
+        if found_inf is not None and self._valid_ones() != set(moving) and not creates_state_only:
+            # The flags are on the host.
+            if found_inf.item():
+                return loss
+            found_inf = None
 
         if creates_state_only:
             self.optimizer.step()
         elif self._level == "update":
-            self._step_correcting_updates(moving)
+            self._step_correcting_updates(moving, skips(found_inf))
         else:
-            self._step_correcting_gradients(moving)
+            self._step_correcting_gradients(moving, skips(found_inf))
         self._has_state = True
 
         if not creates_state_only and not self.step_was_skipped:
@@ -230,7 +248,7 @@ class ErrorFeedback(Optimizer):
         left_alone = getattr(self.optimizer, "left_alone", ())
         return [param for param in params if param not in left_alone]
 
-    def _step_correcting_updates(self, moving: list[Tensor]) -> None:
+    def _step_correcting_updates(self, moving: list[Tensor], skip: Tensor | None) -> None:
         weights = [local_part(param) for param in moving]
         before = snapshot(weights)
         snapshots = dict(zip(moving, before, strict=True))
@@ -240,9 +258,9 @@ class ErrorFeedback(Optimizer):
             weights = [local_part(param) for param in moving]
             before = [snapshots[param] for param in moving]
             history = [local_part(self._history[param]) for param in moving]
-            correct_updates_(weights, before, history, self._validity(moving), self._strength)
+            correct_updates_(weights, before, history, self._validity(moving), self._strength, skip)
 
-    def _step_correcting_gradients(self, moving: list[Tensor]) -> None:
+    def _step_correcting_gradients(self, moving: list[Tensor], skip: Tensor | None) -> None:
         given = [param.grad for param in moving if param.grad is not None]
         for param, grad in zip(moving, given, strict=True):
             if grad.layout != torch.strided:
@@ -266,7 +284,14 @@ class ErrorFeedback(Optimizer):
         moved = set(self._moved(moving))
         kept = [index for index, param in enumerate(moving) if param in moved]
         if kept and not self.step_was_skipped:
-            torch._foreach_copy_([history[index] for index in kept], [given_parts[index] for index in kept])
+            if skip is None:
+                torch._foreach_copy_([history[i] for i in kept], [given_parts[i] for i in kept])
+            else:
+                for index in kept:
+                    copy_unless_(skip, history[index], given_parts[index])
+
+    def _valid_ones(self) -> set[Tensor]:
+        return {param for param, valid in self._valid.items() if valid}
 
     def _validity(self, params: list[Tensor]) -> list[bool]:
         return [bool(self._valid[param]) for param in params]

@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from titan_async.local_tensors import local_part
 from titan_async.optim.rates import check_duplicates, check_rates
-from titan_async.optim.tensors import at_least_float32, named
+from titan_async.optim.tensors import at_least_float32, copy_unless_, named, skips
 
 __all__ = ["Lion"]
 
@@ -58,6 +58,10 @@ class Lion(Optimizer):
         >>> weight.tolist()
         [-0.25, 0.25, 0.0]
     """
+
+    found_inf: Tensor | None = None
+    """A float32 scalar on the parameters' device, 1 if the next steps are to change nothing; see
+    `set_found_inf`."""
 
     def __init__(
         self,
@@ -113,7 +117,7 @@ class Lion(Optimizer):
             _check_gradient(param)
         for group, params in zip(self.param_groups, moving, strict=True):
             if params:
-                _update(params, [self._momentum(param) for param in params], group)
+                _update(params, [self._momentum(param) for param in params], group, skips(self.found_inf))
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -175,8 +179,8 @@ def _saved_momenta(
             yield param, state_dict["state"].get(key, {}).get("momentum_buffer")
 
 
-def _update(params: list[Tensor], momenta: list[Tensor], group: dict[str, Any]) -> None:
-    """One step of the parameters of a group, in place on them and on their momenta."""
+def _update(params: list[Tensor], momenta: list[Tensor], group: dict[str, Any], skip: Tensor | None) -> None:
+    """One step of the parameters of a group, in place on them and on their momenta, unless ``skip``."""
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     weights = [local_part(param) for param in params]
     momenta = [local_part(momentum) for momentum in momenta]
@@ -191,10 +195,16 @@ def _update(params: list[Tensor], momenta: list[Tensor], group: dict[str, Any]) 
     torch._foreach_sign_(update)
     # -1, 0 and 1 are exact in every dtype, and operations on lists are fast in one.
     signs = [sign.to(weight.dtype) for sign, weight in zip(update, weights, strict=True)]
-    torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
-    torch._foreach_add_(weights, signs, alpha=-lr)
-    torch._foreach_mul_(momenta, beta2)
-    torch._foreach_add_(momenta, grads, alpha=1 - beta2)
+    for kept, added, factor, alpha in (
+        (weights, signs, 1 - lr * group["weight_decay"], -lr),
+        (momenta, grads, beta2, 1 - beta2),
+    ):
+        moved = kept if skip is None else [each.clone() for each in kept]
+        torch._foreach_mul_(moved, factor)
+        torch._foreach_add_(moved, added, alpha=alpha)
+        if skip is not None:
+            for target, value in zip(kept, moved, strict=True):
+                copy_unless_(skip, target, value)
 
 
 def _check_gradient(param: Tensor) -> None:

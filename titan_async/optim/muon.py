@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from titan_async.local_tensors import local_part
-from titan_async.optim.agreement import Agreement, agree
+from titan_async.optim.agreement import Agreement, agree, presume
 from titan_async.optim.boxes import Box, relative
 from titan_async.optim.coefficients import STANDARD_COEFFICIENTS, Coefficients
 from titan_async.optim.correction import (
@@ -35,7 +35,7 @@ from titan_async.optim.muon_options import (
     update_dtype,
 )
 from titan_async.optim.rates import check_duplicates
-from titan_async.optim.tensors import fits, named
+from titan_async.optim.tensors import copy_unless_, fits, named, skips
 from titan_async.optim.tiles import tiles
 
 __all__ = ["Muon"]
@@ -67,6 +67,10 @@ class Muon(Optimizer):
     not once its partial sums are added up, the step changes nothing at all, and `step_was_skipped` is true;
     finite ones of any size leave weights and state finite. The ranks that agree on it are those of the
     parameters' meshes; the stages of a pipeline agree by `ScheduleAsync2BW.clip_grad_norm_`.
+
+    **found_inf.** With this attribute set (`set_found_inf`), the step looks at no gradient, agrees on nothing
+    and waits for no device; a parameter's gradient has to be there on all ranks that share it, or on none.
+    Only a step in which an error feedback starts or starts anew reads it on the host.
 
     **Error feedback** of strength ``error_feedback`` corrects for updates that come one step late, exactly as
     `ErrorFeedback` around this optimizer does.
@@ -137,8 +141,13 @@ class Muon(Optimizer):
         (True, True)
     """
 
+    found_inf: Tensor | None = None
+    """A float32 scalar on the parameters' device, 1 if the next steps are to change nothing; see
+    `set_found_inf`."""
+
     step_was_skipped: bool = False
-    """Whether the last step changed nothing because a gradient was not finite."""
+    """Whether the last step changed nothing because a gradient was not finite; False where the host does not
+    know, that is with `found_inf`."""
 
     left_alone: frozenset[Tensor] = frozenset()
     """The parameters that the last step did not update, for want of a gradient on this rank or another."""
@@ -257,11 +266,20 @@ class Muon(Optimizer):
         for param, _ in params:
             if param.grad is not None and param.grad.layout != torch.strided:
                 raise RuntimeError(f"Muon needs dense gradients; that of {named(param, None)} is sparse")
-        agreement = agree(
-            [param for param, _ in params],
-            corrections=self._corrections(),
-            ask_for_zero=self._may_be_void(),
-        )
+        found_inf = self.found_inf
+        if found_inf is not None and self._a_history_starts(params):
+            if found_inf.item():
+                self.step_was_skipped = True
+                return loss
+            found_inf = None
+        if found_inf is not None:
+            agreement = presume([param for param, _ in params])
+        else:
+            agreement = agree(
+                [param for param, _ in params],
+                corrections=self._corrections(),
+                ask_for_zero=self._may_be_void(),
+            )
         self.step_was_skipped = not agreement.finite
         if not agreement.finite or agreement.zero:
             return loss
@@ -272,8 +290,21 @@ class Muon(Optimizer):
         for param, group in still:
             self._clear_history(param, group)
         self.left_alone = frozenset(param for param, _ in still)
-        self._distribution.run(moving, functools.partial(self._update_of, agreement), self._apply)
+        skip = skips(found_inf)
+        self._distribution.run(
+            moving,
+            functools.partial(self._update_of, agreement, skip),
+            functools.partial(self._apply, skip),
+        )
         return loss
+
+    def _a_history_starts(self, params: Sequence[tuple[Tensor, dict[str, Any]]]) -> bool:
+        """Whether a step would change a history's flag, which is on the host."""
+        return any(
+            bool(self._history(param, group)[1]) != (param.grad is not None)
+            for param, group in params
+            if self._has_history(param, group)
+        )
 
     def _may_be_void(self) -> bool:
         """Whether this could be the step by which torch.distributed.checkpoint and torchtitan create state.
@@ -301,7 +332,9 @@ class Muon(Optimizer):
             if self._has_history(param, group) and self._history(param, group)[1]
         }
 
-    def _update_of(self, agreement: Agreement, param: Tensor, group: dict[str, Any]) -> Tensor:
+    def _update_of(
+        self, agreement: Agreement, skip: Tensor | None, param: Tensor, group: dict[str, Any]
+    ) -> Tensor:
         """What is to be orthogonalized: the local part of U. Moves the momentum."""
         momentum = local_part(self.state[param]["momentum_buffer"])
         placed = agreement.placed.pop(param, None)
@@ -313,24 +346,33 @@ class Muon(Optimizer):
                 grad = _within(grad, torch.finfo(history.dtype).max)
             corrected = grad.clone()
             correct_gradients_([corrected], [grad], [history], [bool(valid)], group["error_feedback"])
-            history.copy_(grad)
+            copy_unless_(skip, history, grad)
             valid.fill_(True)
             grad = corrected
-        if agreement.large:
-            # Up to half the largest number, neither a difference (in lerp) nor rounding overflows.
-            grad = _within(grad, torch.finfo(momentum.dtype).max / 2)
         update = torch.empty_like(momentum, dtype=update_dtype(group, momentum.dtype))
         for grad_tile, momentum_tile, update_tile in tiles(grad, momentum, update):
+            if agreement.large:
+                # Up to half the largest number, neither a difference (in lerp) nor rounding overflows.
+                grad_tile = _within(grad_tile, torch.finfo(momentum.dtype).max / 2)
             grad_tile = grad_tile.to(momentum.dtype)
-            momentum_tile.lerp_(grad_tile, 1 - group["momentum"])
-            if group["nesterov"]:
-                update_tile.copy_(grad_tile.lerp(momentum_tile, group["momentum"]))
+            if skip is None:
+                new_tile = momentum_tile.lerp_(grad_tile, 1 - group["momentum"])
             else:
-                update_tile.copy_(momentum_tile)
+                new_tile = momentum_tile.lerp(grad_tile, 1 - group["momentum"])
+                copy_unless_(skip, momentum_tile, new_tile)
+            if group["nesterov"]:
+                update_tile.copy_(grad_tile.lerp(new_tile, group["momentum"]))
+            else:
+                update_tile.copy_(new_tile)
         return update
 
     def _apply(
-        self, param: Tensor, group: dict[str, Any], local: Box, pieces: Sequence[tuple[Box, Box, Tensor]]
+        self,
+        skip: Tensor | None,
+        param: Tensor,
+        group: dict[str, Any],
+        local: Box,
+        pieces: Sequence[tuple[Box, Box, Tensor]],
     ) -> None:
         """Update this rank's part of a parameter.
 
@@ -347,12 +389,14 @@ class Muon(Optimizer):
             where = relative(box, local)
             rows, cols = (stop - start for start, stop in matrix[-2:])
             for weight_tile, history_tile, update_tile in tiles(weight[where], history[where], update):
-                if corrects:
-                    before = snapshot([weight_tile])
-                _move(weight_tile, update_tile, scale(rows, cols, group), group)
+                before = snapshot([weight_tile]) if corrects else []
+                moved = weight_tile if skip is None else weight_tile.clone()
+                _move(moved, update_tile, scale(rows, cols, group), group)
+                if skip is not None:
+                    copy_unless_(skip, weight_tile, moved)
                 if corrects:
                     correct_updates_(
-                        [weight_tile], before, [history_tile], [bool(valid)], group["error_feedback"]
+                        [weight_tile], before, [history_tile], [bool(valid)], group["error_feedback"], skip
                     )
         if valid is not None:
             valid.fill_(True)

@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from titan_async.local_tensors import local_part
 from titan_async.optim.placement import placed_on
-from titan_async.optim.tensors import at_least_float32
+from titan_async.optim.tensors import at_least_float32, skips
 
 __all__ = ["QKClip", "QueryKey"]
 
@@ -113,9 +113,10 @@ class QKClip:
         optimizer.register_step_post_hook(QKClip(layers, lambda: [a.max_logits for a in attentions]))
 
     Register it with the outermost optimizer, `ErrorFeedback` included: it is no update, and so has no place
-    in the history of updates. A step that was skipped (``step_was_skipped``) is followed by no clip. Make it
-    after the model has been sharded. Weights may be sharded along rows, columns or both; each rank scales its
-    own part, and there is no communication. On a device it waits for nothing.
+    in the history of updates. A step that was skipped (``step_was_skipped``, or ``found_inf`` on the device)
+    is followed by no clip. Make it after the model has been sharded. Weights may be sharded along rows,
+    columns or both; each rank scales its own part, and there is no communication. On a device it waits for
+    nothing, but for the first time.
 
     With delayed gradients the logits are those of weights one update older, so that a head that grows ends up
     that much above ``tau``.
@@ -153,18 +154,19 @@ class QKClip:
         self._layers = list(layers)
         self._max_logits = max_logits
         self._local = [
-            [(tensor, _local_rows(tensor, numbers)) for tensor, numbers in layer.head_of_rows()]
+            {tensor: _local_rows(tensor, numbers) for tensor, numbers in layer.head_of_rows()}
             for layer in self._layers
         ]
 
     def __call__(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
         """Clip. The signature is that of ``Optimizer.register_step_post_hook``."""
         if not getattr(optimizer, "step_was_skipped", False):
-            self.clip()
+            self.clip(getattr(optimizer, "found_inf", None))
 
     @torch.no_grad()
-    def clip(self) -> None:
-        """Scale the heads by the largest logits as they are now."""
+    def clip(self, found_inf: Tensor | None = None) -> None:
+        """Scale the heads by the largest logits as they are now, unless ``found_inf`` is 1 on the device."""
+        skip = skips(found_inf)
         maxima = self._max_logits()
         if len(maxima) != len(self._layers):
             raise ValueError(f"max_logits gave {len(maxima)} tensors for {len(self._layers)} layers")
@@ -175,10 +177,15 @@ class QKClip:
                     f"{layer.heads} heads"
                 )
             factors = _factors(largest, self.tau, layer.groups)
-            for tensor, numbers in self._local[index]:
+            if skip is not None:
+                factors = torch.where(skip, torch.ones_like(factors), factors)
+            local = self._local[index]
+            for tensor, numbers in local.items():
                 weight = local_part(tensor)
                 if weight.numel():
-                    of_rows = factors.to(weight.device)[numbers.to(weight.device)]
+                    # Kept there: this copy waits for the device.
+                    numbers = local[tensor] = numbers.to(weight.device)
+                    of_rows = factors.to(weight.device)[numbers]
                     weight.mul_(of_rows.view(-1, *[1] * (weight.ndim - 1)))
 
 

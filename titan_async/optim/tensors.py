@@ -1,11 +1,12 @@
-"""What the optimizers ask of tensors: whether one fits another, how to name it, in which dtype to compute."""
+"""What the optimizers ask of tensors: whether one fits another, its name, in which dtype to compute, a copy
+that depends on the device."""
 
 import torch
 from torch import Tensor
 
 from titan_async.local_tensors import as_dtensor, local_part
 
-__all__ = ["at_least_float32", "fits", "named"]
+__all__ = ["at_least_float32", "copy_unless_", "fits", "named", "skips"]
 
 
 def fits(tensor: Tensor, param: Tensor) -> bool:
@@ -27,3 +28,16 @@ def named(tensor: Tensor, name: str | None) -> str:
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """``dtype``, or float32 in place of bfloat16 and float16, which round differences and overflow early."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def skips(found_inf: Tensor | None) -> Tensor | None:
+    """Whether to skip a step, as a scalar on the device; None if that does not depend on the device."""
+    return None if found_inf is None else (found_inf != 0).reshape(())
+
+
+def copy_unless_(skip: Tensor | None, target: Tensor, value: Tensor) -> None:
+    """Copy ``value`` to ``target``, which keeps its bits if ``skip``, whatever ``value`` is then."""
+    if skip is None:
+        target.copy_(value)
+    else:
+        torch.where(skip, target, value.to(target.dtype), out=target)

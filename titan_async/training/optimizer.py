@@ -12,10 +12,13 @@ import torch
 import tyro
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+from torchtitan.models.common.moe import MoE
 
 from titan_async.errors import UserError
-from titan_async.optim import ErrorFeedback, Lion, Muon
+from titan_async.local_tensors import local_part
+from titan_async.optim import ErrorFeedback, Lion, Muon, set_found_inf
 from titan_async.optim.correction import history_key
+from titan_async.optim.tensors import skips
 from titan_async.training.changed_options import changed_options
 from titan_async.training.optimizer_config import (
     AdamWConfig,
@@ -151,8 +154,12 @@ class AsyncOptimizers(OptimizersContainer):
     changed: Sequence[str] = ()
     """The options that differ from those of the checkpoint loaded last; see `changed_options`."""
 
+    found_inf: torch.Tensor | None = None
+    """What `set_found_inf` was given."""
+
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         self._config = config
+        self._moes = [m for part in model_parts for m in part.modules() if isinstance(m, MoE)]
         self._group_state: dict[int, frozenset[str]] = {}
         self._groups = config.resolved_groups()
         self._is_named = not config.param_groups
@@ -180,6 +187,34 @@ class AsyncOptimizers(OptimizersContainer):
                 else ErrorFeedback(optimizer, strength=strength, level=feedback.level, dtype=dtype)
                 for optimizer in self.optimizers
             ]
+        self.register_step_pre_hook(self._drop_token_counts)
+
+    def set_found_inf(self, found_inf: torch.Tensor | None) -> bool:
+        """Make the next steps conditional on the device, those of all optimizers or of none.
+
+        Args:
+            found_inf: a float32 scalar on the device: 1 for a step that changes nothing, expert biases and
+                error feedback included; None for steps that are made in any case.
+
+        Returns:
+            Whether all of this rank's optimizers honour it; see `titan_async.optim.set_found_inf`.
+        """
+        honoured = all(set_found_inf(optimizer, found_inf) for optimizer in self.optimizers)
+        if not honoured:
+            for optimizer in self.optimizers:
+                set_found_inf(optimizer, None)
+        self.found_inf = found_inf if honoured else None
+        return honoured
+
+    def _drop_token_counts(self, *_: Any) -> None:
+        """Before a step that is skipped forget how its batch's tokens were routed.
+
+        torchtitan's hook, which comes later, then finds every expert's load alike, and leaves the biases.
+        """
+        skip = skips(self.found_inf)
+        if skip is not None:
+            for moe in self._moes:
+                local_part(moe.tokens_per_expert_E).masked_fill_(skip, 0)
 
     def _resolve_optimizer_factory(  # type: ignore[override]
         self, name: str
@@ -265,7 +300,8 @@ class AsyncOptimizers(OptimizersContainer):
     def step_was_skipped(self) -> bool:
         """Whether an optimizer found a gradient that is not finite, and left its parameters as they were.
 
-        Known on the ranks that share these parameters; other stages of a pipeline do not hear of it.
+        False where only the device knows (`set_found_inf`). Known on the ranks that share these parameters;
+        other stages of a pipeline do not hear of it.
         """
         return any(getattr(optimizer, "step_was_skipped", False) for optimizer in self.optimizers)
 

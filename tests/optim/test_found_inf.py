@@ -1,0 +1,315 @@
+"""Steps that are conditional on the device: skipped ones keep every bit, and the host never waits."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from tests.support.host_waits import HostWaits
+from tests.support.muon_rule import muon_displacement
+from tests.support.processes import Pools, WorkerPool
+from titan_async.local_tensors import local_part
+from titan_async.optim import ErrorFeedback, Lion, Muon, QKClip, QueryKey, set_found_inf
+
+SHAPES = [(6, 4), (2, 3, 5)]
+LR, DECAY = 0.1, 0.2
+MUON = {"lr": LR, "weight_decay": DECAY, "compute_dtype": "float64", "adjust_lr": "match_rms_adamw"}
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, LR, (0.9, 0.95), weight_decay=DECAY, fused=True)
+
+
+def lion(params):
+    return Lion(params, LR, (0.9, 0.99), weight_decay=DECAY)
+
+
+OPTIMIZERS = {
+    "adamw": adamw,  # the example: torch's own
+    "adamw in feedback": lambda params: ErrorFeedback(adamw(params)),
+    "adamw in feedback of gradients": lambda params: ErrorFeedback(adamw(params), level="gradient"),
+    "lion": lion,
+    "lion in feedback": lambda params: ErrorFeedback(lion(params), 0.5),
+    "muon": lambda params: Muon(params, **MUON),
+    "muon with feedback": lambda params: Muon(params, **MUON, error_feedback=1.0),
+    "muon with feedback of gradients": lambda params: Muon(
+        params, **MUON, error_feedback=1.0, error_feedback_level="gradient"
+    ),
+    "muon in feedback": lambda params: ErrorFeedback(Muon(params, **MUON)),
+    "cautious muon without nesterov": lambda params: Muon(
+        params, **MUON, nesterov=False, cautious_weight_decay=True, error_feedback_dtype="bfloat16",
+        error_feedback=1.0,
+    ),
+}  # fmt: skip
+
+
+def values(shape, *seed):
+    generator = torch.Generator().manual_seed(hash(seed) % 2**31)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def parameters(dtype=torch.float64):
+    params = [torch.nn.Parameter(values(shape, 9, i).to(dtype)) for i, shape in enumerate(SHAPES)]
+    with torch.no_grad():
+        params[0][0, :2] = torch.tensor([0.0, -0.0])  # which a multiplication by 0 would mix up
+    return params
+
+
+def give_gradients(params, batch, bad=None):
+    for i, param in enumerate(params):
+        param.grad = values(param.shape, batch, i).to(param.dtype)
+        if bad is not None:
+            param.grad.view(-1)[::3] = bad
+
+
+def propose_adamw(x, g, memory):
+    t = memory["t"] = memory.get("t", 0) + 1
+    memory["m"] = 0.9 * memory.get("m", 0) + 0.1 * g
+    memory["v"] = 0.95 * memory.get("v", 0) + 0.05 * g * g
+    m, v = memory["m"] / (1 - 0.9**t), memory["v"] / (1 - 0.95**t)
+    return -LR * DECAY * x - LR * m / (v.sqrt() + 1e-8)
+
+
+def propose_lion(x, g, memory):
+    m = memory.get("m", torch.zeros_like(x))
+    memory["m"] = 0.99 * m + 0.01 * g
+    return -LR * DECAY * x - LR * (0.9 * m + 0.1 * g).sign()
+
+
+def propose_muon(x, g, memory):
+    m = memory.setdefault("m", torch.zeros_like(x))
+    return muon_displacement(x, g, m, lr=LR, decay=DECAY, coefficient=0.95)
+
+
+@pytest.mark.parametrize(
+    ("name", "propose", "strength"),
+    [
+        ("adamw", propose_adamw, 0.0),
+        ("adamw in feedback", propose_adamw, 1.0),
+        ("lion", propose_lion, 0.0),
+        ("lion in feedback", propose_lion, 0.5),
+        ("muon", propose_muon, 0.0),
+        ("muon with feedback", propose_muon, 1.0),
+        ("muon in feedback", propose_muon, 1.0),
+    ],
+)
+def test_skipped_steps_are_as_if_there_had_been_no_such_batch(name, propose, strength):
+    params = parameters()
+    optimizer = OPTIMIZERS[name](params)
+    found_inf = torch.zeros(())
+    assert set_found_inf(optimizer, found_inf)
+    expected = [param.detach().clone() for param in params]
+    memories, last = [{} for _ in params], [None for _ in params]
+    for batch in range(8):
+        skipped = batch in (0, 3, 4, 6)
+        give_gradients(params, batch, torch.nan if skipped else None)
+        found_inf.fill_(skipped)
+        optimizer.step()
+        for i, param in enumerate(params):
+            if not skipped:
+                d = propose(expected[i], param.grad, memories[i])
+                expected[i] += d if last[i] is None else d + strength * (d - last[i])
+                last[i] = d
+            torch.testing.assert_close(param.detach(), expected[i], rtol=1e-11, atol=1e-11)
+
+
+def bits(params, optimizer):
+    """Copies of everything that a checkpoint holds, as bytes."""
+
+    def frozen(value):
+        if isinstance(value, torch.Tensor):
+            return (
+                value.dtype,
+                value.shape,
+                value.detach().contiguous().reshape(-1).view(torch.uint8).tolist(),
+            )
+        if isinstance(value, dict):
+            return {key: frozen(item) for key, item in value.items()}
+        return [frozen(item) for item in value] if isinstance(value, list) else value
+
+    return frozen([list(params), optimizer.state_dict()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_skipped_step_changes_no_bit_and_one_with_0_is_an_ordinary_step(name, dtype):
+    params, twins = parameters(dtype), parameters(dtype)
+    optimizer, twin = OPTIMIZERS[name](params), OPTIMIZERS[name](twins)
+    found_inf = torch.zeros(())
+    for batch in range(4):
+        for each, own in ((optimizer, params), (twin, twins)):
+            give_gradients(own, batch)
+            each.step()
+        if batch == 0:  # from here on there is state
+            assert set_found_inf(optimizer, found_inf)
+        assert bits(params, optimizer) == bits(twins, twin)
+        before = bits(params, optimizer)
+        if batch < 1:
+            continue
+        for bad in (torch.nan, torch.inf, None):
+            give_gradients(params, 10 + batch, bad)
+            found_inf.fill_(1)
+            optimizer.step()
+            assert bits(params, optimizer) == before
+        found_inf.fill_(0)
+
+
+@pytest.mark.parametrize("name", ["muon with feedback", "muon in feedback", "adamw in feedback"])
+def test_a_history_starts_and_ends_with_steps_that_are_made(name):
+    """Its flag is on the host, and must not say more than the device has done."""
+    params = parameters()
+    optimizer = OPTIMIZERS[name](params)
+    found_inf = torch.ones(())
+    set_found_inf(optimizer, found_inf)
+    key = "error_feedback_update_valid"
+    for skipped, missing, valid in (
+        (1, False, False), (0, False, True), (1, True, True), (0, True, False), (1, False, False),
+    ):  # fmt: skip
+        give_gradients(params, 1)
+        if missing:
+            params[1].grad = None
+        found_inf.fill_(skipped)
+        optimizer.step()
+        state = optimizer.state.get(params[1], {})
+        assert bool(state.get(key, False)) == valid
+        if valid:
+            assert state["error_feedback_update"].any()
+
+
+def test_who_honours_it():
+    params = parameters()
+    flag = torch.zeros(())
+    for build, honoured in (
+        (torch.optim.AdamW, False),
+        (torch.optim.Adamax, False),
+        (lambda ps: torch.optim.Adam(ps, fused=True), True),
+        (lambda ps: torch.optim.SGD(ps, fused=True), True),
+        (lambda ps: torch.optim.SGD(ps, momentum=0.9), False),
+        (Lion, True),
+    ):
+        for optimizer in (build(params), ErrorFeedback(build(params))):
+            assert set_found_inf(optimizer, flag) == honoured
+            assert (getattr(optimizer, "found_inf", None) is flag) == honoured
+            assert set_found_inf(optimizer, None) == honoured
+            assert getattr(optimizer, "found_inf", None) is None
+
+
+def test_momentum_of_sgd_is_made_by_a_step_that_is_made():
+    """torch makes it in the first step, and a skipped one would leave it uninitialized."""
+    params = parameters()
+    sgd = torch.optim.SGD(params, momentum=0.9, fused=True)
+    assert not set_found_inf(sgd, torch.ones(()))
+    give_gradients(params, 0)
+    sgd.step()
+    assert set_found_inf(sgd, torch.ones(()))
+
+
+def on_meta(optimizer, params):
+    """Move everything but the flags of error feedback to the meta device; returns those flags."""
+    flags = []
+    for param in params:
+        for key, value in optimizer.state[param].items():
+            if key.endswith("_valid"):
+                flags.append(value)
+            elif isinstance(value, torch.Tensor):
+                torch.utils.swap_tensors(value, value.to("meta"))
+        grad, param.grad = param.grad, None
+        torch.utils.swap_tensors(param, torch.nn.Parameter(param.detach().to("meta")))
+        param.grad = grad.to("meta")
+    return flags
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_host_waits_for_nothing(name):
+    params = parameters()
+    optimizer = OPTIMIZERS[name](params)
+    give_gradients(params, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    give_gradients(params, 1)
+    flags = on_meta(optimizer, params)
+    set_found_inf(optimizer, torch.zeros((), device="meta"))
+    with HostWaits(*flags) as host:
+        for _ in range(2):
+            optimizer.step()
+    assert not host.waits
+    if "muon" in name:  # that asks its gradients otherwise
+        set_found_inf(optimizer, None)
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            optimizer.step()
+
+
+def test_qk_clip_follows_on_the_device():
+    weight = torch.nn.Parameter(torch.ones(4, 3))
+    layers = [QueryKey(weight, torch.ones(4, 3), heads=2)]
+    optimizer = Muon([weight], lr=0.0)
+    clip = QKClip(layers, lambda: [torch.tensor([80.0, 400.0])])
+    optimizer.register_step_post_hook(clip)
+    weight.grad = torch.ones_like(weight)
+    for skipped, last in ((1.0, 1.0), (0.0, 0.5)):
+        set_found_inf(optimizer, torch.tensor(skipped))
+        optimizer.step()
+        assert weight[:, 0].tolist() == [1.0, 1.0, last, last]
+
+    on_device = [torch.nn.Parameter(torch.ones(4, 3, device="meta")) for _ in range(2)]
+    clip = QKClip([QueryKey(*on_device, heads=2)], lambda: [torch.ones(2, device="meta")])
+    clip.clip()
+    with HostWaits() as host:
+        clip.clip(torch.zeros((), device="meta"))
+    assert not host.waits
+
+
+meshes: dict[str, DeviceMesh] = {}
+
+
+def make_meshes(rank, group):
+    meshes["all"] = init_device_mesh("cpu", (2,))
+
+
+@pytest.fixture(scope="module")
+def pool(pools: Pools) -> WorkerPool:
+    pool = pools(2)
+    pool.run(2, make_meshes, keeps=True)
+    return pool
+
+
+def train_sharded(rank, group, feedback):
+    """A run without the skipped batches, one with them, and what the last step of that waits for."""
+    runs = []
+    for conditional in (False, True):
+        mesh = meshes["all"]
+        places = [[Shard(0)], [Shard(0)], [Shard(1)], [Replicate()]]
+        shapes = [(6, 4), (3, 5), (2, 4, 4), (4, 4)]
+        params = [
+            torch.nn.Parameter(distribute_tensor(values(shape, 5, i), mesh, place, src_data_rank=None))
+            for i, (shape, place) in enumerate(zip(shapes, places, strict=True))
+        ]
+        optimizer = Muon(params, **MUON, error_feedback=feedback)
+        found_inf = torch.zeros(())
+        if conditional:
+            set_found_inf(optimizer, found_inf)
+        for batch in range(5):
+            skipped = batch in (1, 3)
+            if skipped and not conditional:
+                continue
+            for i, (param, place) in enumerate(zip(params, places, strict=True)):
+                grad = values(param.shape, batch, i)
+                param.grad = distribute_tensor(grad, mesh, place, src_data_rank=None)
+                if skipped and rank:  # one rank alone has seen it, and all were told
+                    local_part(param.grad).fill_(torch.nan)
+            found_inf.fill_(skipped)
+            flags = [
+                value for state in optimizer.state.values() for key, value in state.items() if "valid" in key
+            ]
+            with HostWaits(*flags) as host:
+                optimizer.step()
+        runs.append([local_part(param.detach()).tolist() for param in params])
+    return runs, host.waits, host.collectives
+
+
+@pytest.mark.parametrize("feedback", [0.0, 1.0])
+def test_sharded_matrices_need_no_agreement(pool, feedback):
+    for (plain, conditional), waits, collectives in pool.run(2, train_sharded, feedback):
+        assert plain == conditional
+        assert not waits
+        assert set(collectives) == {"alltoall_base_"}
