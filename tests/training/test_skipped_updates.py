@@ -78,12 +78,13 @@ def test_what_muon_finds_not_finite_counts_once_where_it_is_known(runs: Trainers
 
 
 def test_counting() -> None:
-    skipped = SkippedUpdates(most_in_a_row=3)
+    skipped, said = SkippedUpdates(most_in_a_row=3), []
     for step, finite in enumerate([False, False, True, False, False], start=1):
-        skipped.note(finite, step)
+        skipped.note(finite, step, "", said.append)
     assert (skipped.total, skipped.in_a_row) == (4, 2)
+    assert [line[:6] for line in said] == ["step 1", "step 2", "step 4", "step 5"]
     with pytest.raises(UserError, match="not finite 3 times in a row up to step 6: lower the learning rate"):
-        skipped.note(False, 6)
+        skipped.note(False, 6, "", said.append)
 
 
 def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
@@ -98,18 +99,18 @@ def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
     )
     (tmp_path / "own.toml").write_text('recipe = "poisoned"\n')
     run = train(
-        tmp_path, "--module", "own", "--metrics.log_freq", 1, "--max_skipped_updates", 3, recipe="own.toml"
+        tmp_path, "--module", "own", "--metrics.log_freq", 1, "--max_skipped_updates", 4, recipe="own.toml"
     )
     assert run.status == 2
     assert run.err == (
-        "the gradient was not finite 3 times in a row up to step 6, first in the gradient of lm_head.weight "
+        "the gradient was not finite 4 times in a row up to step 7, first in the gradient of lm_head.weight "
         "on stage 1 (rank 1): lower the learning rate or training.max_norm, or look at the data "
         "(max_skipped_updates says how many)\n"
     )
     told = re.findall(r"^step (\d+): the gradient is not finite, so its update is skipped \((\d) so far\)$",
                       run.out, re.MULTILINE)  # fmt: skip
-    assert told == [("4", "1"), ("5", "2")]
-    assert run.steps == [1, 2, 3, 4, 5]
+    assert told == [("4", "1"), ("5", "2"), ("6", "3")]
+    assert run.steps == [1, 2, 3, 4, 5, 6]
 
 
 def test_no_skipped_update_at_all_is_too_few(

@@ -51,15 +51,13 @@ def take_figures(trainer: "AsyncTrainer", trained: Trained) -> Callable[[], None
     Returns:
         Reports them, once those of the step's updates are known. A collective over the hosts of all ranks.
     """
-    step, dims, processor, optimizers = (
-        trainer.step,
-        trainer.parallel_dims,
-        trainer.metrics_processor,
-        trainer.optimizers,
-    )
+    step, dims, processor = trainer.step, trainer.parallel_dims, trainer.metrics_processor
+    optimizers = trainer.optimizers
     histories = optimizers.feedback_histories() if isinstance(optimizers, AsyncOptimizers) else []
     squares = share_of_squares(histories, dist.get_world_size() // dims.pp, trainer.device)
-    figures = HostCopy(torch.stack([trained.loss.double().sum(), trained.global_valid_tokens.double(), squares]))
+    figures = HostCopy(
+        torch.stack([trained.loss.double().sum(), trained.global_valid_tokens.double(), squares])
+    )
     tokens_seen, interval = trainer.ntokens_seen, _end_interval(processor)
     delay = {"pipeline/delay": trainer.pp_schedule.delay} if trainer.delayed else {}
     trainer.recording.end_interval(step)

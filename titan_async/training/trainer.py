@@ -68,6 +68,7 @@ from titan_async.training.validator import AsyncValidator
 
 __all__ = ["AsyncTrainer"]
 
+
 class AsyncTrainer(Trainer):
     """A `Trainer` for `pipeline_parallel_schedule = "Async2BW"` and for torch's own schedules."""
 
@@ -278,11 +279,7 @@ class AsyncTrainer(Trainer):
         label_mbs: list[torch.Tensor],
         global_valid_tokens: torch.Tensor,
     ) -> torch.Tensor:
-        """As torchtitan's, whose loss of -1 on other stages than the last is a copy that waits for the device.
-
-        Returns:
-            The loss; 0 on those stages.
-        """
+        """As torchtitan's, but for the loss of ranks that know none: -1 from the host waits for the device."""
         ready = [self.post_dataloading_process(*each) for each in zip(input_dict_mbs, label_mbs, strict=True)]
         losses: list[torch.Tensor] | None = [] if self.pp_has_last_stage else None
         with self.train_context():
@@ -294,7 +291,9 @@ class AsyncTrainer(Trainer):
                 loss_kwargs={"global_valid_tokens": global_valid_tokens},
                 return_outputs=False,
             )
-        return torch.zeros((), device=self.device) if losses is None else torch.stack(losses).sum()
+        if losses is None:
+            return torch.zeros((), device=self.device)
+        return torch.stack(losses).sum().to(self.device)
 
     def _update(self) -> None:
         """Update, unless the gradient is not finite: decided on the device, if all optimizers can."""
@@ -321,13 +320,7 @@ class AsyncTrainer(Trainer):
         """Count an update, now that the host knows whether its gradient was finite."""
         self.grad_norm = float(norm.read())
         finite = math.isfinite(self.grad_norm)
-        where = self.search.end_update(finite)
-        self.skipped.note(finite and made, step, where)
-        if not (finite and made):
-            self.reporter.warn(
-                f"step {step}: the gradient is not finite{where}, so its update is skipped "
-                f"({self.skipped.total} so far)"
-            )
+        self.skipped.note(finite and made, step, self.search.end_update(finite), self.reporter.warn)
 
     def _clip(self) -> torch.Tensor:
         """Clip the gradient of the whole model; its norm, which is finite if the gradient is."""

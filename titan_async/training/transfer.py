@@ -1,8 +1,8 @@
 """Copies between host and device for which the host does not wait.
 
-On an accelerator the host launches work and is ahead of the device. A value that it waits for, a norm to branch
-on or a loss to print, lets the device run dry. So it reads values of a step after it has launched the next one:
-they have long arrived then, and the device still has that step to compute. The CPU does the same.
+On an accelerator the host launches work and is ahead of the device. A value that it waits for, a norm to
+branch on or a loss to print, lets the device run dry. So it reads values of a step after it has launched the
+next one: they have arrived then, and the device still has that step to compute. The CPU does the same.
 """
 
 from collections import deque
@@ -59,8 +59,8 @@ class Later:
 class Upload:
     """Copies batches to a device from pinned memory, on a stream of its own.
 
-    A batch is copied when it is read, just before its step is launched. The device is then still busy with the
-    step before, so that the copy is ahead of its use, and nothing is read ahead of what a checkpoint says.
+    A batch is copied when it is read, just before its step is launched. The device is then still busy with
+    the step before, so the copy is ahead of its use, and nothing is read ahead of what a checkpoint says.
 
     Args:
         device: on a CPU, batches are taken as they are.
@@ -76,7 +76,10 @@ class Upload:
         """Copies of a batch and of its number of valid tokens, ready for the current stream."""
         with self._stream or nullcontext():
             copies = [
-                [({k: self._copy(v) for k, v in fields.items()}, self._copy(labels)) for fields, labels in group]
+                [
+                    ({k: self._copy(v) for k, v in fields.items()}, self._copy(labels))
+                    for fields, labels in group
+                ]
                 for group in groups
             ]
             tokens = self._copy(valid_tokens)
