@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -321,6 +322,50 @@ def test_a_skipped_step_shows(tmp_path: Path) -> None:
             stage.layers["3"]["wq"].weight.grad[0, 0] = torch.inf
         optimizers.step()
         assert optimizers.step_was_skipped == wrong
+
+
+def test_a_step_that_the_device_skips_changes_nothing(tmp_path: Path) -> None:
+    """Nor the biases of experts, for which torchtitan has a hook before the step."""
+    from torchtitan.components.optimizer import register_moe_load_balancing_hook
+
+    from titan_async.recipes.debug import debug_moe
+
+    recipe = debug_moe()
+    torch.manual_seed(0)
+    moe_model = recipe.model_spec.model.build()
+    for parameter in moe_model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    layers = [layer.moe for layer in moe_model.layers.values()]
+    optimizers = recipe.optimizer.build(model_parts=[moe_model])
+    one_rank = SimpleNamespace(get_optional_mesh=lambda _: None, ep_enabled=False)
+    register_moe_load_balancing_hook(optimizers, [moe_model], one_rank)
+    found_inf = torch.zeros(())
+    assert optimizers.set_found_inf(found_inf)
+    for skipped in (1, 0, 1):
+        before = {key: value.clone() for key, value in moe_model.state_dict().items()}
+        counts = torch.arange(8.0)
+        for moe in layers:
+            moe.tokens_per_expert_E.copy_(counts)
+        for parameter in moe_model.parameters():
+            parameter.grad = torch.full_like(parameter, torch.nan if skipped else 1.0)
+        found_inf.fill_(skipped)
+        optimizers.step()
+        unchanged = {key for key, value in moe_model.state_dict().items() if torch.equal(value, before[key])}
+        assert unchanged == (before.keys() if skipped else set())
+        for moe in layers:
+            assert not moe.tokens_per_expert_E.any()
+    coeff = layers[0].load_balance_coeff
+    torch.testing.assert_close(layers[0].expert_bias_E, torch.tensor([coeff] * 4 + [-coeff] * 4))
+
+
+def test_all_optimizers_are_conditional_on_the_device_or_none(tmp_path: Path) -> None:
+    for text, honoured in (("", True), ("[optimizer]\nimplementation = 'foreach'", False)):
+        optimizers = build(text, tmp_path, Stage())
+        found_inf = torch.ones(())
+        assert optimizers.set_found_inf(found_inf) == honoured
+        expected = found_inf if honoured else None
+        assert all(getattr(each, "found_inf", None) is expected for each in unwrapped(optimizers))
+        assert optimizers.found_inf is expected
 
 
 @pytest.mark.parametrize(
