@@ -126,10 +126,10 @@ class _Operations(TorchDispatchMode):
             return func(*args, **(kwargs or {}))  # DTensor infers shapes so
         kwargs, name = kwargs or {}, func._schema.name.partition("::")[2]
         device, tensors = self._device, [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if name == "copy_" and kwargs.get("non_blocking", len(args) > 2 and args[2]):
-            if device.holds(args[1]) and not device.holds(args[0]):
-                device.sent(args[0])
-                return func(*args, **kwargs)
+        non_blocking = name == "copy_" and kwargs.get("non_blocking", len(args) > 2 and args[2])
+        if non_blocking and device.holds(args[1]) and not device.holds(args[0]):
+            device.sent(args[0])
+            return func(*args, **kwargs)
         by_mask = name.startswith("index") and any(t.dtype == torch.bool for t in tensors[1:])
         if name in READ or by_mask:
             for tensor in tensors:

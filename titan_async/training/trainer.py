@@ -279,7 +279,7 @@ class AsyncTrainer(Trainer):
         label_mbs: list[torch.Tensor],
         global_valid_tokens: torch.Tensor,
     ) -> torch.Tensor:
-        """As torchtitan's, but for the loss of ranks that know none: -1 from the host waits for the device."""
+        """As torchtitan's, but for the loss of ranks that know none: -1, copied, waits for the device."""
         ready = [self.post_dataloading_process(*each) for each in zip(input_dict_mbs, label_mbs, strict=True)]
         losses: list[torch.Tensor] | None = [] if self.pp_has_last_stage else None
         with self.train_context():
