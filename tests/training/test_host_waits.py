@@ -13,7 +13,7 @@ from tests.support.stand_in_device import StandInDevice
 from tests.support.trainer_loop import Trained, Trainers, arguments
 
 WATCHED = (3, 4, 5)
-"""Not the first two steps, in which shapes are inferred and feedback starts, nor the last, which waits."""
+"""Not the first two steps, in which shapes are inferred and feedback starts, nor the last, which saves."""
 
 
 def watch(trainer: Any, trained: Trained) -> None:
@@ -40,7 +40,7 @@ def test_no_step_of_a_dense_model_waits(
 ) -> None:
     flags = (
         "--parallelism.pipeline_parallel_schedule", schedule, "--optimizer.name", optimizer,
-        "--checkpoint.no-enable", "--validator.no-enable", "--ema.decay", "0.9",
+        "--checkpoint.interval", 100, "--validator.no-enable", "--ema.decay", "0.9",
     )  # fmt: skip
     for result in runs(2, arguments(tmp_path, "tiny_llama", *flags), watch):
         for step in WATCHED:
