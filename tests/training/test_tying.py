@@ -93,8 +93,8 @@ def poisoned(trainer: Any, trained: Trained) -> None:
     poison(trainer, {1, 4})
     update = trainer.average.update
 
-    def updated() -> None:
-        update()
+    def updated(skip: torch.Tensor) -> None:
+        update(skip)
         if EMBEDDING in trainer.average.state_dict():
             trained.extra["average"] = whole(trainer.average.state_dict()[EMBEDDING])
 
