@@ -62,7 +62,7 @@ PRIVATE_NAMES_ALLOWED = {
     "pipelining/sharded_versions.py": {"_foreach_copy_"},
     "pipelining/tied_parameters.py": {"_PipelineStageBase"},
     "pipelining/weight_versions.py": {"_foreach_copy_"},
-    "training/ema.py": {"_foreach_copy_", "_foreach_lerp_"},
+    "training/ema.py": {"_foreach_copy_"},
     # What `PipelineScheduleSingle` keeps for its subclasses, and the type of its stage.
     "pipelining/schedule.py": {
         "_PipelineStageBase",

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.support.processes import Pools, WorkerPool
+from titan_async.pipelining.gradient_norm import share_of_squares
 from titan_async.training.pipeline_metrics import pipeline_metrics
 
 
@@ -28,7 +29,8 @@ def gathered(rank, group, unknown_on):
         distribute_tensor(whole[1], mesh, [Replicate()]),
     ]
     busy = {} if rank == unknown_on else {stage: 0.5 + 0.1 * rank}
-    metrics = pipeline_metrics(busy, histories, stages=2, degree=2, device=torch.device("cpu"))
+    squares = float(share_of_squares(histories, 2, torch.device("cpu")))
+    metrics = pipeline_metrics(busy, squares, stages=2, degree=2, group=group)
     dist.barrier()
     return metrics, sum(tensor.square().sum().item() for tensor in whole)
 
@@ -54,7 +56,7 @@ def test_a_rank_that_does_not_record_is_left_out(pool):
 
 
 def alone(rank, group):
-    return pipeline_metrics({}, [], stages=2, degree=4, device=torch.device("cpu"))
+    return pipeline_metrics({}, None, stages=2, degree=4, group=group)
 
 
 def test_what_nobody_knows_is_left_out(pool):

@@ -58,8 +58,8 @@ def test_lines_without_a_terminal(clock: Clock, capsys: pytest.CaptureFixture[st
     clock.now += 2
     reporter.advance(1)
     reporter.step(StepReport(1, 8.11734, None, 1275.4, 2e-3))
-    clock.now += 18
-    reporter.advance(10)
+    clock.now += 20
+    reporter.advance(11)  # a step is reported when the next one has been launched
     reporter.step(StepReport(10, 7.1939, 1.3118, 34_720.6, 0.0098432))
     reporter.say("files of the run: [bold]/a very/" + "long/" * 40)
     reporter.stop()
@@ -68,8 +68,8 @@ def test_lines_without_a_terminal(clock: Clock, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == (
         "step   1/300  loss  8.1173  grad_norm      -  tok/s 1,275  lr 2.00e-03  elapsed 0:02  "
         "remaining 9:58\n"
-        "step  10/300  loss  7.1939  grad_norm  1.312  tok/s 34,721  lr 9.84e-03  elapsed 0:20  "
-        "remaining 9:40\n"
+        "step  10/300  loss  7.1939  grad_norm  1.312  tok/s 34,721  lr 9.84e-03  elapsed 0:22  "
+        "remaining 9:38\n"
         "files of the run: [bold]/a very/" + "long/" * 40 + "\n"
     )
 

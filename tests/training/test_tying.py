@@ -93,8 +93,8 @@ def poisoned(trainer: Any, trained: Trained) -> None:
     poison(trainer, {1, 4})
     update = trainer.average.update
 
-    def updated() -> None:
-        update()
+    def updated(skip: torch.Tensor) -> None:
+        update(skip)
         if EMBEDDING in trainer.average.state_dict():
             trained.extra["average"] = whole(trainer.average.state_dict()[EMBEDDING])
 
@@ -296,6 +296,7 @@ def test_a_bad_gradient_is_looked_for_where_a_backward_meets_it(ends: tuple[nn.M
     """Which is not the head, though its gradient has the embedding's part in it."""
     search = Search(enumerate(ends))
     search.begin_batch()
+    search.look_at_gradients()
     assert search.end_update(finite=False) == ""
     search.begin_batch()
     for part in ends:

@@ -63,10 +63,14 @@ class WeightAverage:
             self._begun = True
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Take in the weights of now, which an update has just changed. Without communication."""
-        averages, weights = self._local()
-        torch._foreach_lerp_(averages, weights, 1 - self._decay)
+    def update(self, skip: Tensor | None = None) -> None:
+        """Take in the weights of now, which an update has just changed. Without communication.
+
+        Args:
+            skip: a scalar on the device; where it is true, the average stays as it is.
+        """
+        for average, weight in zip(*self._local(), strict=True):
+            average.lerp_(weight if skip is None else torch.where(skip, average, weight), 1 - self._decay)
 
     def _local(self) -> tuple[list[Tensor], list[Tensor]]:
         return (

@@ -26,10 +26,10 @@ class _Found(NamedTuple):
 
 
 class Search:
-    """Looks at whole batches, from the one after a skipped update to the next update that is made.
+    """Looks at whole batches, from when a skipped update is known to when one that was made is.
 
-    Looking costs a reduction over what stages take and give, and over gradients; as long as all gradients
-    are finite nothing is looked at.
+    Looking costs a reduction over what stages take and give, and over gradients, and telling waits for the
+    device; as long as all gradients are finite nothing is looked at.
 
     Args:
         stages: of this rank, by their number in the pipeline.
@@ -38,17 +38,22 @@ class Search:
     def __init__(self, stages: Iterable[tuple[int, nn.Module]]) -> None:
         self._stages = dict(stages)
         self._hooks: list[Any] = []
-        self._begun = self._updates = 0
+        self._begun = self._clipped = self._updates = 0
         self._since = 0  # the first batch that is looked at as a whole
         self._begins: dict[int, dict[int, Tensor]] = defaultdict(dict)  # batch, stage: a flag
-        self._largest: dict[int, tuple[list[str], Tensor]] = {}  # stage: of each parameter's gradient
+        # update, stage: of each parameter's gradient
+        self._largest: dict[int, dict[int, tuple[list[str], Tensor]]] = defaultdict(dict)
 
     def begin_batch(self) -> None:
         """Note that the forwards of another batch follow."""
         self._begun += 1
 
     def look_at_gradients(self) -> None:
-        """Look at the gradient in `.grad`, before a clip spreads over all of it what is in a part."""
+        """Look at the gradient in `.grad`, before a clip spreads over all of it what is in a part.
+
+        Once for each update.
+        """
+        self._clipped += 1
         if not self._hooks:
             return
         for number, module in self._stages.items():
@@ -61,10 +66,12 @@ class Search:
             parts = {name: part for name, part in gradients.items() if part.numel()}
             if parts:
                 largest = [torch.linalg.vector_norm(part, torch.inf).float() for part in parts.values()]
-                self._largest[number] = list(parts), torch.stack(largest)
+                self._largest[self._clipped][number] = list(parts), torch.stack(largest)
 
     def end_update(self, finite: bool) -> str:
-        """Note that a gradient was clipped. If it was not `finite` on some rank, a collective over all.
+        """Note what is known of the next update. If its gradient was not `finite`, a collective of all ranks.
+
+        It may be known when later gradients have been looked at.
 
         Returns:
             Where its batch had the first value that is not finite, in words that follow a comma; empty if
@@ -106,7 +113,7 @@ class Search:
     def _found(self) -> _Found:
         begins = self._begins.pop(self._updates, {})
         gradients = []
-        for number, (names, largest) in self._largest.items():
+        for number, (names, largest) in self._largest.pop(self._updates, {}).items():
             wrong = (~largest.isfinite()).nonzero().flatten().tolist()
             if wrong:
                 gradients.append((number, _first_in_backward([names[index] for index in wrong])))

@@ -67,7 +67,8 @@ class Preemption:
         self._rank = dist.get_rank()
         # On the CPU and apart from the groups of training, whose order of operations it must not change.
         alone = dist.get_world_size() == 1 or dist.get_backend() == "fake"
-        self._group = None if alone else dist.new_group(backend="gloo")
+        self.group = None if alone else dist.new_group(backend="gloo")
+        """All ranks, on their hosts; None for one rank, or imaginary ones."""
 
     @property
     def interrupted(self) -> bool:
@@ -76,8 +77,8 @@ class Preemption:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Wait so long, and not longer, for the other ranks."""
-        if self._group is not None:
-            dist.set_timeout(timeout, self._group)
+        if self.group is not None:
+            dist.set_timeout(timeout, self.group)
 
     def listen(self) -> None:
         """From now on, to the end of the process, take SIGTERM as a request.
@@ -125,8 +126,8 @@ class Preemption:
         self._latest.fill_(
             max(i for i, number in enumerate(_REQUESTS) if number is None or number in self._heard)
         )
-        if self._group is not None:
-            self._pending = dist.all_reduce(self._latest, dist.ReduceOp.MAX, self._group, async_op=True)
+        if self.group is not None:
+            self._pending = dist.all_reduce(self._latest, dist.ReduceOp.MAX, self.group, async_op=True)
 
     def end_step(self) -> signal.Signals | None:
         """What any rank had been asked by when it began this step, if at all; the same on all ranks."""

@@ -48,17 +48,15 @@ class Recording:
         if self.journal is not None:
             self.journal.write(kind, **fields)
 
-    def end_interval(self, step: int) -> dict[int, float]:
-        """Summarize the steps up to this one since the last call.
+    def end_interval(self, step: int) -> None:
+        """Summarize the steps up to this one since the last call."""
+        if self.events is not None:
+            self.events.end_interval(self._first_step, step)
+            self._first_step = step + 1
 
-        Returns:
-            The share of their time that each stage of this rank was busy; see `EventRecorder.utilization`.
-        """
-        if self.events is None:
-            return {}
-        self.events.end_interval(self._first_step, step)
-        self._first_step = step + 1
-        return self.events.utilization()
+    def utilization(self) -> dict[int, float]:
+        """The share of the last interval that each stage of this rank was busy; see `EventRecorder`."""
+        return {} if self.events is None else self.events.utilization()
 
     def close(self, reason: Literal["finished", "stopped", "failed"]) -> None:
         """Write what is left. Harmless to call again."""

@@ -43,12 +43,13 @@ class Reporter:
         self.journal: Journal | None = None
         """Gets every line too, while a run is recorded."""
         self._output_lost = False
-        self._first_step = 0
+        self._first_step = self._latest = 0
         self._start = time.perf_counter()
 
     def start(self, step: int) -> None:
         """Begin to count time, with `step` steps already done."""
-        self._first_step, self._start = step, time.perf_counter()
+        self._first_step = self._latest = step
+        self._start = time.perf_counter()
         if self._speaks and self._console.is_terminal and step < self._steps:
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
             self._progress = Progress(*columns, console=self._console, transient=True, refresh_per_second=2)
@@ -56,15 +57,16 @@ class Reporter:
             self._task = self._progress.add_task("train", total=self._steps, completed=step)
 
     def advance(self, step: int) -> None:
-        """Move the progress bar."""
+        """Note that `step` has ended, of which the line may come later; move the progress bar."""
+        self._latest = step
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 
     def step(self, report: StepReport) -> None:
         """Write the line of one step."""
         elapsed = time.perf_counter() - self._start
-        done = max(report.step - self._first_step, 1)
-        remaining = elapsed / done * (self._steps - report.step)
+        latest = max(self._latest, report.step)
+        remaining = elapsed / max(latest - self._first_step, 1) * (self._steps - latest)
         norm = "     -" if report.grad_norm is None else f"{report.grad_norm:6.3f}"
         self.say(
             f"step {report.step:>{len(str(self._steps))}}/{self._steps}  loss {report.loss:7.4f}  "

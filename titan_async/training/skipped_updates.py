@@ -1,5 +1,6 @@
 """Updates that are not made because a gradient is not finite, and when there are too many of them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from titan_async.errors import UserError
@@ -20,11 +21,12 @@ class SkippedUpdates:
     total: int = 0
     in_a_row: int = 0
 
-    def note(self, finite: bool, step: int, where: str = "") -> None:
+    def note(self, finite: bool, step: int, where: str, warn: Callable[[str], None]) -> None:
         """Count the update of `step`, made if its gradient is `finite` and skipped otherwise.
 
         Args:
             where: what is known of the place of the first value that is not; see `not_finite.Search`.
+            warn: is told of an update that is skipped.
 
         Raises:
             UserError: if as many as `most_in_a_row` were skipped without one that was made.
@@ -36,4 +38,9 @@ class SkippedUpdates:
                 f"the gradient was not finite {self.in_a_row} times in a row up to step {step}{where}: "
                 "lower the learning rate or training.max_norm, or look at the data (max_skipped_updates says "
                 "how many)"
+            )
+        if not finite:
+            warn(
+                f"step {step}: the gradient is not finite{where}, so its update is skipped "
+                f"({self.total} so far)"
             )

@@ -43,6 +43,7 @@ class StageTimer:
     def __init__(self, stages: Sequence[Any], device: torch.device) -> None:
         self._stages, self._device = stages, device
         self._steps = 0
+        self._asked = False
         self._spans: dict[tuple[int, str], list[Callable[[], float]]] = {}
         self._before: dict[tuple[int, str], Callable[..., Any]] = {}  # what others have put on a stage
 
@@ -51,10 +52,10 @@ class StageTimer:
         """Whether all steps that are timed are over."""
         return self._steps == SKIPPED + STEPS
 
-    def end_step(self) -> bool:
-        """Count a step; whether it was the last that is timed."""
+    def end_step(self) -> None:
+        """Count a step."""
         if self.timed:
-            return False
+            return
         self._steps += 1
         if self._steps == SKIPPED:
             for stage in self._stages:
@@ -62,7 +63,11 @@ class StageTimer:
         if self.timed:
             for stage in self._stages:
                 self._restore(stage)
-        return self.timed
+
+    def is_due(self) -> bool:
+        """Whether there are times that were not asked for yet. Reading them waits for the device."""
+        due, self._asked = self.timed and not self._asked, self.timed
+        return due
 
     def seconds(self) -> list[dict[str, Any]]:
         """For each stage of this rank its index, its parts, and the mean times of a microbatch."""

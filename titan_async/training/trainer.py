@@ -11,8 +11,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -45,13 +46,12 @@ from titan_async.training.data import TextDataLoader, plain_worker_errors
 from titan_async.training.ema import EmaConfig, WeightAverage
 from titan_async.training.hf_architecture import export_warning
 from titan_async.training.lr_scheduler import AsyncLRSchedulers
-from titan_async.training.metrics import AsyncMetrics, share_loss
+from titan_async.training.metrics import AsyncMetrics
 from titan_async.training.monitor_config import MonitorConfig
 from titan_async.training.not_finite import Search
 from titan_async.training.optimizer import AsyncOptimizers
 from titan_async.training.pipeline import adapt_model_spec, check_supported, delays_gradients
 from titan_async.training.pipeline_config import PipelineConfig
-from titan_async.training.pipeline_metrics import pipeline_metrics
 from titan_async.training.preemption import PreemptedError, Preemption
 from titan_async.training.record_run import record
 from titan_async.training.recording import Recording
@@ -60,22 +60,13 @@ from titan_async.training.skipped_updates import SkippedUpdates
 from titan_async.training.stage_spans import Passing, no_spans
 from titan_async.training.stage_times import StageTimer, write_measured
 from titan_async.training.start_notes import start_notes
+from titan_async.training.step_figures import Trained, take_figures
 from titan_async.training.summary import summarize
+from titan_async.training.transfer import HostCopy, Later, Microbatch, Upload
 from titan_async.training.tying import as_held, as_stored
 from titan_async.training.validator import AsyncValidator
 
 __all__ = ["AsyncTrainer"]
-
-Microbatch = tuple[dict[str, torch.Tensor], torch.Tensor]
-
-
-class _Figures(NamedTuple):
-    """What there is to report of a step."""
-
-    loss: torch.Tensor
-    local_valid_tokens: torch.Tensor
-    global_valid_tokens: torch.Tensor
-    learning_rates: dict[str, float]
 
 
 class AsyncTrainer(Trainer):
@@ -118,7 +109,9 @@ class AsyncTrainer(Trainer):
         super().__init__(config)
         if self.delayed and self.pp_has_last_stage and isinstance(self.loss_fn, ChunkedLossWrapper):
             self.loss_fn.set_lm_head(unmanaged(self.model_parts[-1].lm_head))
-        self._grad_norm: torch.Tensor | None = None
+        self.grad_norm: float | None = None
+        """Of the latest update that the host knows of."""
+        self._later, self._upload = Later(), Upload(self.device)
         self.skipped = SkippedUpdates(config.max_skipped_updates)
         self.resumes_delay = True
         """Whether the training state includes the weights of the next batch; see `AsyncCheckpointer`."""
@@ -144,14 +137,15 @@ class AsyncTrainer(Trainer):
         self.reporter = Reporter(speaks=dist.get_rank() == 0, steps=config.training.steps)
         if isinstance(self.metrics_processor, AsyncMetrics):
             self.metrics_processor.reporter = self.reporter
-            self.metrics_processor.has_last_stage = self._has_last_stage
+            self.metrics_processor.has_last_stage = self.has_last_stage
         if isinstance(self.checkpointer, AsyncCheckpointer):
             self.checkpointer.reporter = self.reporter
         if config.validator.enable and isinstance(self.validator, AsyncValidator):
             self.validator.last_step = config.training.steps
 
     @property
-    def _has_last_stage(self) -> bool:
+    def has_last_stage(self) -> bool:
+        """Whether this rank knows losses."""
         return not self.parallel_dims.pp_enabled or self.pp_has_last_stage
 
     def train(self) -> None:
@@ -190,11 +184,14 @@ class AsyncTrainer(Trainer):
             # torchtitan has let all ranks meet after the first step, and shortened the waits of its groups.
             self._limit_waits(self.config.comm.train_timeout_seconds)
         with self.recording.span(Kind.STEP, self.step):
-            figures = self._train_on_batch(data_iterator)
+            trained = self._train_on_batch(data_iterator)
         self.reporter.advance(self.step)
+        self._later.run(before=self.step)
         last_step = self.step == self.config.training.steps
         if self.metrics_processor.should_log(self.step) or last_step:
-            self._log(figures)
+            self._later.add(self.step, take_figures(self, trained))
+        if self._pauses or last_step:
+            self._settle()
         if self.step == self._first_step + 1:
             self.preemption.listen_to_interrupts()
         request = self.preemption.end_step()
@@ -207,7 +204,7 @@ class AsyncTrainer(Trainer):
         set_joint_timeout(timeout)
         self.preemption.set_timeout(timeout)
 
-    def _train_on_batch(self, data_iterator: Iterator[Microbatch]) -> _Figures:
+    def _train_on_batch(self, data_iterator: Iterator[Microbatch]) -> Trained:
         """One step without its report."""
         config, dims = self.config, self.parallel_dims
         self.optimizers.zero_grad(set_to_none=config.training.disable_cuda_graphs)
@@ -219,7 +216,8 @@ class AsyncTrainer(Trainer):
             self._data_ended = True
             raise  # torchtitan then leaves its loop
         self.preemption.begin_step()
-        global_valid_tokens = local_valid_tokens.to(self.device)
+        valid_tokens = int(local_valid_tokens)
+        groups, global_valid_tokens = self._upload(groups, local_valid_tokens)
         if dims.dp_enabled:
             global_valid_tokens = dist_utils.dist_sum_tensor(global_valid_tokens, dims.get_mesh("batch"))
         # The loss of a batch without any label that counts is 0, and not 0 / 0.
@@ -237,13 +235,18 @@ class AsyncTrainer(Trainer):
             self.average.begin()  # after the schedule's first batch, which makes copies of tied weights equal
         if self._gradient_ready:
             self._update()
-        last_step = self.step == config.training.steps
-        validates = config.validator.enable and self.validator.should_validate(self.step)
-        if validates or saves_at(self.checkpointer, self.step, last_step):
+        if self.stage_timer is not None:
+            self.stage_timer.end_step()
+        if self._pauses:
             self._drain_and_update()
-        if self.stage_timer is not None and self.stage_timer.end_step():
-            write_measured(self.stage_timer, config, dims, self.reporter.warn)
-        return _Figures(loss, local_valid_tokens, global_valid_tokens, rates)
+        return Trained(loss, valid_tokens, global_valid_tokens, rates)
+
+    @property
+    def _pauses(self) -> bool:
+        """Whether a validation or a save follows this step, for which the pipeline must be empty."""
+        validates = self.config.validator.enable and self.validator.should_validate(self.step)
+        last_step = self.step == self.config.training.steps
+        return validates or saves_at(self.checkpointer, self.step, last_step)
 
     @property
     def _gradient_ready(self) -> bool:
@@ -261,53 +264,76 @@ class AsyncTrainer(Trainer):
         return groups, valid_tokens
 
     def _run(self, microbatches: list[Microbatch], global_valid_tokens: torch.Tensor) -> torch.Tensor:
-        inputs = [{k: v.to(self.device) for k, v in fields.items()} for fields, _ in microbatches]
-        labels = [label.to(self.device) for _, label in microbatches]
+        inputs, labels = [fields for fields, _ in microbatches], [label for _, label in microbatches]
         pipelined = self.parallel_dims.pp_enabled
-        loss = self.forward_backward_step(
+        return self.forward_backward_step(
             input_dict=inputs if pipelined else inputs[0],
             labels=labels if pipelined else labels[0],
             global_valid_tokens=global_valid_tokens,
         )
-        return loss if self._has_last_stage else torch.zeros_like(loss)
+
+    def pp_forward_backward_step(
+        self,
+        *,
+        input_dict_mbs: list[dict[str, torch.Tensor]],
+        label_mbs: list[torch.Tensor],
+        global_valid_tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """As torchtitan's, but for the loss of ranks that know none: -1, copied, waits for the device."""
+        ready = [self.post_dataloading_process(*each) for each in zip(input_dict_mbs, label_mbs, strict=True)]
+        losses: list[torch.Tensor] | None = [] if self.pp_has_last_stage else None
+        with self.train_context():
+            self.pp_schedule.step(
+                arg_mbs=[(inputs,) for inputs, _, _ in ready] if self.pp_has_first_stage else None,
+                kwarg_mbs=[others for _, _, others in ready],
+                target_mbs=None if losses is None else [labels for _, labels, _ in ready],
+                losses=losses,
+                loss_kwargs={"global_valid_tokens": global_valid_tokens},
+                return_outputs=False,
+            )
+        if losses is None:
+            return torch.zeros((), device=self.device)
+        return torch.stack(losses).sum().to(self.device)
 
     def _update(self) -> None:
+        """Update, unless the gradient is not finite: decided on the device, if all optimizers can."""
         with self.recording.span(Kind.CLIP, self.step):
             self.search.look_at_gradients()
-            finite = self._clip()
-        where = self.search.end_update(finite)
+            norm = self._clip()
+        copy, skip = HostCopy(norm), ~norm.isfinite()
+        optimizers = self.optimizers
+        on_device = isinstance(optimizers, AsyncOptimizers) and optimizers.set_found_inf(skip.float())
         self.checkpointer.maybe_wait_for_staging()
-        if finite:
+        if on_device or not skip:
             with self.recording.span(Kind.OPTIMIZER, self.step):
-                self.optimizers.step()
-            # Only what changes gradients in between, such as a hook, makes Muon find one that is not finite.
-            finite = not getattr(self.optimizers, "step_was_skipped", False)
+                optimizers.step()
         else:
             self._drop_token_counts()
-        if finite and self.average is not None:
-            self.average.update()
-        self.skipped.note(finite, self.step, where)
-        if not finite:
-            self.reporter.warn(
-                f"step {self.step}: the gradient is not finite{where}, so its update is skipped "
-                f"({self.skipped.total} so far)"
-            )
+        # Only what changes gradients in between, such as a hook, makes Muon find one that is not finite.
+        made = on_device or not getattr(optimizers, "step_was_skipped", False)
+        if self.average is not None and made:
+            self.average.update(skip)
+        self._later.add(self.step, partial(self._note_update, self.step, copy, made))
         self.lr_schedulers.step()
 
-    def _clip(self) -> bool:
-        """Clip the gradient of the whole model; whether it is finite."""
+    def _note_update(self, step: int, norm: HostCopy, made: bool) -> None:
+        """Count an update, now that the host knows whether its gradient was finite."""
+        self.grad_norm = float(norm.read())
+        finite = math.isfinite(self.grad_norm)
+        self.skipped.note(finite and made, step, self.search.end_update(finite), self.reporter.warn)
+
+    def _clip(self) -> torch.Tensor:
+        """Clip the gradient of the whole model; its norm, which is finite if the gradient is."""
         max_norm = self.config.training.max_norm
         if self.delayed:
-            self._grad_norm = self.pp_schedule.clip_grad_norm_(max_norm)
-            return self.pp_schedule.gradient_is_finite()
-        self._grad_norm = dist_utils.clip_grad_norm_(
+            return self.pp_schedule.clip_grad_norm_(max_norm)
+        return dist_utils.clip_grad_norm_(
             [p for part in self.model_parts for p in part.parameters()],
             max_norm,
             foreach=True,
             pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
             ep_enabled=self.parallel_dims.ep_enabled,
         )
-        return bool(self._grad_norm.isfinite())
 
     def _drop_token_counts(self) -> None:
         """Forget how the routers have spread a batch's tokens, as if there had been no such batch.
@@ -327,9 +353,16 @@ class AsyncTrainer(Trainer):
                 self._update()
                 self.optimizers.zero_grad()
 
+    def _settle(self) -> None:
+        """Do what waits for the device: before a pause, or the end."""
+        self._later.run()
+        if self.stage_timer is not None and self.stage_timer.is_due():
+            write_measured(self.stage_timer, self.config, self.parallel_dims, self.reporter.warn)
+
     def _save_at_the_end_of_data(self) -> None:
         self.step -= 1  # the one for which there was no batch
         self._drain_and_update()
+        self._settle()
         self.checkpointer.save(self.step, last_step=True)
         self.reporter.say(
             f"the data ended after step {self.step} of {self.config.training.steps}; give more text, or set "
@@ -338,6 +371,7 @@ class AsyncTrainer(Trainer):
 
     def _save_after(self, request: signal.Signals) -> None:
         self._drain_and_update()
+        self._settle()
         name = "Ctrl-C" if request == signal.SIGINT else request.name
         steps, checkpoint = self.config.training.steps, self.config.checkpoint
         if not save_for_resuming(self.checkpointer, self.step):
@@ -355,44 +389,6 @@ class AsyncTrainer(Trainer):
         if isinstance(self.optimizers, AsyncOptimizers):
             return self.optimizers.learning_rates()
         return self.lr_schedulers.get_metrics()
-
-    def _log(self, figures: _Figures) -> None:
-        dims = self.parallel_dims
-        loss = share_loss(figures.loss, dims, self._has_last_stage)
-        average = largest = float(loss.item())
-        tokens_seen = self.ntokens_seen
-        if dims.dp_cp_enabled:
-            mesh = dims.get_optional_mesh("loss")
-            tokens = figures.local_valid_tokens.to(self.device).clamp(min=1)
-            local_average = loss * figures.global_valid_tokens / tokens
-            average, largest = dist_utils.dist_sum(loss, mesh), dist_utils.dist_max(local_average, mesh)
-            tokens_seen = dist_utils.dist_sum(torch.tensor(tokens_seen, device=self.device), mesh)
-        norm = None if self._grad_norm is None else float(self._grad_norm.item())
-        if norm is None and not isinstance(self.metrics_processor, AsyncMetrics):
-            norm = math.nan  # torchtitan's processors take numbers alone
-        self.metrics_processor.log(
-            self.step,
-            average,
-            largest,
-            norm,
-            extra_metrics={
-                "n_tokens_seen": tokens_seen,
-                "skipped_updates": self.skipped.total,
-                **figures.learning_rates,
-                **self._pipeline_metrics(),
-            },
-        )
-
-    def _pipeline_metrics(self) -> dict[str, float]:
-        """How busy the stages were since the last report, and what the delay makes of updates."""
-        metrics = pipeline_metrics(
-            self.recording.end_interval(self.step),
-            self.optimizers.feedback_histories() if isinstance(self.optimizers, AsyncOptimizers) else [],
-            stages=stages_of(self.pp_schedule)[0].num_stages if self.parallel_dims.pp_enabled else 1,
-            degree=self.parallel_dims.pp,
-            device=self.device,
-        )
-        return metrics | ({"pipeline/delay": self.pp_schedule.delay} if self.delayed else {})
 
     def _collect_garbage(self, reason: str, generation: int = 1) -> None:
         """In the place of torchtitan's function of the same arguments, which it calls between steps."""

@@ -122,12 +122,12 @@ def _watch_norms(trainer: AsyncTrainer, rank: int) -> None:
     """Harms nothing: writes how large gradients are after the clip."""
     norms, clip = [], trainer._clip
 
-    def watched() -> bool:
-        finite = clip()
+    def watched() -> Tensor:
+        norm = clip()
         gradients = [parameter.grad for part in trainer.model_parts for parameter in part.parameters()]
         norms.append(float(torch.stack([gradient.norm() for gradient in gradients]).norm()))
         Path(trainer.config.dump_folder, NORMS.format(rank=rank)).write_text(json.dumps(norms))
-        return finite
+        return norm
 
     trainer._clip = watched
 
