@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -29,7 +29,6 @@ from torchtitan.models.common.moe import MoE
 from torchtitan.tools.utils import GarbageCollection
 from torchtitan.trainer import Trainer
 
-from titan_async._group_internals import set_joint_timeout
 from titan_async.pipelining.recording import Kind
 from titan_async.training import cpu, random_state
 from titan_async.training._titan_internals import saves_at, stages_of, unmanaged
@@ -63,6 +62,7 @@ from titan_async.training.start_notes import start_notes
 from titan_async.training.summary import summarize
 from titan_async.training.tying import as_held, as_stored
 from titan_async.training.validator import AsyncValidator
+from titan_async.training.wait_limits import WaitLimits, pauses_after, set_all_timeouts
 
 __all__ = ["AsyncTrainer"]
 
@@ -137,7 +137,8 @@ class AsyncTrainer(Trainer):
             [(stage.stage_index, stage.submod) for stage in stages] or enumerate(self.model_parts)
         )
         self.preemption = Preemption()
-        self._limit_waits(config.comm.init_timeout_seconds)
+        set_timeouts = partial(set_all_timeouts, dims=self.parallel_dims, preemption=self.preemption)
+        self.wait_limits = WaitLimits(config.comm, set_timeouts)
         self.recording = Recording()
         self._passing: Passing = no_spans
         self.gc_handler.collect = self._collect_garbage
@@ -186,9 +187,7 @@ class AsyncTrainer(Trainer):
             self._first_step = self.step - 1
             self._start()
             self.preemption.listen()
-        elif self.step == self._first_step + 2:
-            # torchtitan has let all ranks meet after the first step, and shortened the waits of its groups.
-            self._limit_waits(self.config.comm.train_timeout_seconds)
+        self.wait_limits.begin(pauses_after(self))
         with self.recording.span(Kind.STEP, self.step):
             figures = self._train_on_batch(data_iterator)
         self.reporter.advance(self.step)
@@ -200,12 +199,6 @@ class AsyncTrainer(Trainer):
         request = self.preemption.end_step()
         if request and not last_step:
             raise PreemptedError(request)
-
-    def _limit_waits(self, seconds: int) -> None:
-        """How long ranks wait for each other in those groups of which torchtitan does not know."""
-        timeout = timedelta(seconds=seconds)
-        set_joint_timeout(timeout)
-        self.preemption.set_timeout(timeout)
 
     def _train_on_batch(self, data_iterator: Iterator[Microbatch]) -> _Figures:
         """One step without its report."""
@@ -329,6 +322,7 @@ class AsyncTrainer(Trainer):
 
     def _save_at_the_end_of_data(self) -> None:
         self.step -= 1  # the one for which there was no batch
+        self.wait_limits.begin(["save"])
         self._drain_and_update()
         self.checkpointer.save(self.step, last_step=True)
         self.reporter.say(
@@ -337,6 +331,7 @@ class AsyncTrainer(Trainer):
         )
 
     def _save_after(self, request: signal.Signals) -> None:
+        self.wait_limits.begin(["save"])
         self._drain_and_update()
         name = "Ctrl-C" if request == signal.SIGINT else request.name
         steps, checkpoint = self.config.training.steps, self.config.checkpoint
