@@ -94,7 +94,7 @@ def train(argv: Sequence[str]) -> int:
         return name_the_silent(seconds, rank, runs[-1] if runs else None, config.comm, by_watchdog=True)
 
     with run_lock.announced(folder):
-        return launch(nproc, command, explain, gpus=gpus, watch=folder if live else None)
+        return launch(nproc, command, watch=folder if live else None, gpus=gpus, explain=explain)
 
 
 def _gpu_count() -> int:
@@ -230,10 +230,10 @@ def _share_cores(nproc: int, gpus: int) -> bool:
 def launch(
     nproc: int,
     command: Sequence[str],
-    explain: Callable[[int, float], str],
     *,
-    gpus: int = 0,
     watch: Path | None = None,
+    gpus: int = 0,
+    explain: Callable[[int, float], str] | None = None,
 ) -> int:
     """Runs `nproc` copies of `command` on this machine, waits, and returns the exit status.
 
@@ -244,9 +244,9 @@ def launch(
     Args:
         nproc: the number of processes on this machine.
         command: the program and its arguments.
-        explain: the sentence for a rank that NCCL has ended after it waited for so many seconds in vain.
-        gpus: the GPUs of this machine.
         watch: the folder of the run's files, to show a view of them if there is a terminal.
+        gpus: the GPUs of this machine.
+        explain: the sentence for a rank that NCCL has ended after it waited for so many seconds in vain.
 
     Raises:
         UserError: the environment does not say how several machines find each other, or what the run says
@@ -270,7 +270,7 @@ def launch(
             outcome = run_workers(command, nproc, rendezvous, bind=_share_cores(nproc, gpus))
         finally:
             del os.environ[failures.ERROR_DIR], os.environ["TITAN_ASYNC_LAUNCHER_PID"]
-        status, line = _judge(outcome, failures.read_failures(folder), explain)
+        status, line = _judge(outcome, failures.read_failures(folder), explain or _ended_by_watchdog)
     if outcome.failed and sys.stdout.isatty():
         sys.stdout.write("\x1b[?25h")  # the cursor, which the progress bar of a killed worker has hidden
         sys.stdout.flush()
@@ -311,6 +311,10 @@ def _judge(
         return FAILED, cause.message
     status = next((exit_.status for exit_ in outcome.exits if exit_.rank == cause.rank), FAILED)
     return FAILED, f"rank {cause.rank} failed (exit status {status}): {' '.join(cause.message.split())}"
+
+
+def _ended_by_watchdog(rank: int, seconds: float) -> str:
+    return f"rank {rank} was ended by NCCL's watchdog after {seconds:.0f} s without an answer"
 
 
 def _aborted_by_watchdog(
