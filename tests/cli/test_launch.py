@@ -288,6 +288,19 @@ def test_a_watchdog_only_notices_what_another_rank_has_done(
     assert launch._judge(outcome, reports, lambda rank, seconds: "timed out") == (1, line)
 
 
+def test_the_launcher_names_the_limit_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "launch", lambda *args, **kwargs: options.update(kwargs) or 0)
+    recipe = ROOT / "toml_configs" / "debug_cpu.toml"
+    assert launch.train([str(recipe), "--comm.train_timeout_seconds", "90"]) == 0
+    assert options["explain"](1, 90.0) == (
+        "a rank does not answer: rank 1 was ended by NCCL's watchdog after 90 s (comm.train_timeout_seconds) "
+        "without an answer: start the same command again, or raise comm.train_timeout_seconds if ranks are "
+        "only slow"
+    )
+
+
 NUMACTL = """#!/bin/sh
 echo "$@" >> {calls}
 [ -n "$NO_NUMA" ] && exit 1
