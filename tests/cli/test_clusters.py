@@ -18,6 +18,8 @@ from tests.support.waiting import MOST_SECONDS, until
 ROOT = Path(__file__).parents[2]
 SBATCH = ROOT / "tools" / "slurm" / "train.sbatch"
 
+LEFT_OUT = ("NGPU", "VENV", "LOGS", "OMP_NUM_THREADS")
+
 STAND_INS = {
     # One node after another; each runs what the script gives to it.
     "srun": """
@@ -30,9 +32,13 @@ STAND_INS = {
         echo "$*" >> "$CALLS/scontrol"
         if [[ $1 == show ]]; then printf '%s\\n' gpu07 gpu08; fi
     """,
+    # Where it may bind processes.
+    "numactl": "[[ -n ${NUMA:-} ]]",
+    "nproc": "echo 96",
     "scancel": 'echo "$*" >> "$CALLS/scancel"',
     "torchrun": """
         [[ $TORCH_DISABLE_SHARE_RDZV_TCP_STORE == 1 ]] || exit 9
+        echo "$OMP_NUM_THREADS" >> "$CALLS/threads"
         printf '%q ' "$@" >> "$CALLS/torchrun"
         echo >> "$CALLS/torchrun"
         if [[ -n ${WORKS_UNTIL_ASKED:-} ]]; then
@@ -48,19 +54,23 @@ def job(tmp_path: Path) -> dict[str, str]:
     """The environment of a job on two nodes of four GPUs, in whose folder the stand-ins note their calls."""
     (tmp_path / "calls").mkdir()
     (tmp_path / "recipe.toml").touch()
-    for folder, names in (("bin", ("srun", "scontrol", "scancel")), (".venv/bin", ("torchrun",))):
+    for folder, names in (
+        ("bin", ("srun", "scontrol", "scancel", "numactl", "nproc")),
+        (".venv/bin", ("torchrun",)),
+    ):
         (tmp_path / folder).mkdir(parents=True)
         for name in names:
             program = tmp_path / folder / name
             program.write_text(f"#!/usr/bin/env bash\n{STAND_INS[name]}\n")
             program.chmod(0o755)
-    variables = {name: value for name, value in os.environ.items() if name not in ("NGPU", "VENV", "LOGS")}
+    variables = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
     return variables | {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         "CALLS": str(tmp_path / "calls"),
         "SLURM_JOB_ID": "1234567",
         "SLURM_JOB_NODELIST": "gpu[07-08]",
         "SLURM_NNODES": "2",
+        "SLURM_CPUS_ON_NODE": "96",
         "SLURM_GPUS_ON_NODE": "4",
     }
 
@@ -91,17 +101,32 @@ def test_each_node_gets_its_torchrun(tmp_path: Path, job: dict[str, str]) -> Non
     assert (done.returncode, done.stderr) == (0, "")
     assert calls(tmp_path, "torchrun") == [torchrun(tmp_path, "true"), torchrun(tmp_path, "false")]
     [srun] = calls(tmp_path, "srun")
-    assert srun == ["--ntasks-per-node", "1", "--output", "logs/%j-node%n.log", "--open-mode", "append"]
+    assert srun == [
+        "--ntasks-per-node", "1", "--cpus-per-task", "96", "--cpu-bind", "none",
+        "--output", "logs/%j-node%n.log", "--open-mode", "append",
+    ]  # fmt: skip
     assert (tmp_path / "logs").is_dir()
     assert calls(tmp_path, "scontrol") == [["show", "hostnames", "gpu[07-08]"]]
+
+
+@pytest.mark.parametrize(("own", "threads"), [({}, "24"), ({"OMP_NUM_THREADS": "3"}, "3")])
+def test_ranks_share_a_node_s_cores(
+    own: dict[str, str], threads: str, tmp_path: Path, job: dict[str, str]
+) -> None:
+    assert run(tmp_path, job | own | {"NUMA": "1"}, "recipe.toml").returncode == 0
+    assert calls(tmp_path, "threads") == [[threads], [threads]]
+    for flags in calls(tmp_path, "torchrun"):
+        assert flags[flags.index("--numa-binding") :][:3] == ["--numa-binding", "node", "-m"]
 
 
 def test_torchrun_knows_these_flags() -> None:
     from torch.distributed.run import get_args_parser
 
     flags = torchrun(Path(), "true")
+    flags[-6:-6] = ["--numa-binding", "node"]
     parsed = get_args_parser().parse_args(flags)
     assert (parsed.module, parsed.training_script, parsed.shutdown_timeout) == (True, "titan_async.cli", 100)
+    assert parsed.numa_binding == "node"
 
 
 def test_a_failed_run_fails_the_job(tmp_path: Path, job: dict[str, str]) -> None:
@@ -176,7 +201,10 @@ def test_kubernetes_meets_at_its_first_pod() -> None:
     command = pod["containers"][0]["command"]
     assert command[0] == "torchrun"
     assert f"--nnodes={spec['completions']}" in command and spec["completions"] == spec["parallelism"]
-    gpus = pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+    environ = {each["name"]: each["value"] for each in pod["containers"][0]["env"]}
+    resources = pod["containers"][0]["resources"]
+    gpus = resources["limits"]["nvidia.com/gpu"]
+    assert int(environ["OMP_NUM_THREADS"]) * gpus <= resources["requests"]["cpu"]
     assert f"--nproc-per-node={gpus}" in command
     assert f"--rdzv-endpoint={name}-0.{pod['subdomain']}:29500" in command
     check_torchrun(command[1:], pod["terminationGracePeriodSeconds"])
@@ -197,6 +225,7 @@ def test_skypilot_gives_each_node_its_torchrun(tmp_path: Path, job: dict[str, st
             ["bash", "-c", task["run"]], env=job | task["envs"] | given | {"PATH": path}, check=True
         )
         command = calls(tmp_path, "torchrun")[-1]
+        assert calls(tmp_path, "threads")[-1] == ["12"]
         assert ["--rdzv-endpoint", "10.0.0.4:29500", "--rdzv-conf", f"is_host={host}"] == command[12:16]
         check_torchrun(command, 120)
 

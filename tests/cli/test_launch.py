@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -24,9 +25,10 @@ import titan_async
 from tests.support import forks
 from tests.support.launchers import wait_for_looks
 from tests.support.waiting import MOST_SECONDS, has_ended, until
-from titan_async.cli import elastic
+from titan_async.cli import elastic, launch
 from titan_async.cli.launch import processes_per_node
 from titan_async.errors import UserError
+from titan_async.training import failures
 
 ROOT = Path(titan_async.__file__).parents[1]
 
@@ -89,6 +91,14 @@ WORKER = """
             failures.report_failure("no_answer", "rank 1 does not answer")
             sys.exit(1)
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif case in ("watchdog", "watchdog_error", "aborted"):
+        if rank == 0:  # as NCCL does in another rank, whose watchdog has not noticed
+            go_on()
+        sys.stderr.write(open(f"{folder}/last_words").read())
+        sys.stderr.flush()
+        os.abort()
+    elif case == "environment":
+        write("threads", os.environ.get("OMP_NUM_THREADS", "none"))
     elif case == "user":
         failures.report_failure("user", "lower the batch size")
         sys.exit(2)
@@ -142,8 +152,33 @@ LAUNCHER = """
     elastic.SAVE_SECONDS = float(os.environ.get("SAVE_SECONDS", 60))
     for number in elastic._SAME_REQUEST_SECONDS:
         elastic._SAME_REQUEST_SECONDS[number] = float(os.environ["SAME_REQUEST_SECONDS"])
-    sys.exit(launch.launch(2, [sys.executable, *sys.argv[1:]]))
+    from torch.numa import binding
+    binding._get_numa_node_index_for_device_index = lambda device_index: 0
+    command = [sys.executable, *sys.argv[1:]]
+    sys.exit(launch.launch(2, command, gpus=int(os.environ.get("GPUS", "0"))))
 """
+
+# What torch's ProcessGroupNCCL and C++ write, as glog and std::terminate put it.
+TIMED_OUT = """\
+[rank1]:[E1130 03:14:15.926535897 ProcessGroupNCCL.cpp:690] [Rank 1] Watchdog caught collective operation \
+timeout: WorkNCCL(SeqNum=812, OpType=RECV, NumelIn=1048576, NumelOut=1048576, Timeout(ms)=100000) ran for \
+100042 milliseconds before timing out.
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 4 PG GUID 17 Rank 1] Process group watchdog thread terminated with exception: [Rank 1] \
+Watchdog caught collective operation timeout: WorkNCCL(SeqNum=812, OpType=RECV, NumelIn=1048576, \
+NumelOut=1048576, Timeout(ms)=100000) ran for 100042 milliseconds before timing out.
+"""
+LOST = """\
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 4 PG GUID 17 Rank 1] Process group watchdog thread terminated with exception: NCCL error: \
+remote process exited or there was a network error, NCCL version 2.28.9
+Exception raised from checkForNCCLErrorsInternal
+"""
+LAST_WORDS = {
+    "watchdog": TIMED_OUT,
+    "watchdog_error": LOST,
+    "aborted": "terminate called after throwing an instance of 'std::bad_alloc'\n",
+}
 
 Start = Callable[..., forks.Forked]
 
@@ -156,7 +191,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     SAME_REQUEST_SECONDS 0 it is another one however soon it comes.
     """
     (tmp_path / "worker.py").write_text(textwrap.dedent(WORKER))
-    environment = {k: v for k, v in os.environ.items() if k not in ("NNODES", "NODE_RANK", "NGPU", "RANK")}
+    left_out = ("NNODES", "NODE_RANK", "NGPU", "RANK", "OMP_NUM_THREADS")
+    environment = {k: v for k, v in os.environ.items() if k not in left_out}
     environment |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "SAME_REQUEST_SECONDS": "600"}
     started = []
 
@@ -213,6 +249,90 @@ def test_outcomes(case: str, status: int, message: str, start: Start, tmp_path: 
     assert_gone(pids_of(tmp_path))
     assert not list(tmp_path.glob("asked-*")), "one was asked to end that could not, without the other"
     assert not list(tmp_path.glob("titan_async_*")), "the folder of reports is left over"
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("watchdog", "rank 1 was ended by NCCL's watchdog after 100 s without an answer\n"),
+        (
+            "watchdog_error",
+            "rank 1 failed (exit status -6): ended by NCCL's watchdog: NCCL error: remote process exited or "
+            "there was a network error, NCCL version 2.28.9\n",
+        ),
+        ("aborted", "rank 1 was killed by SIGABRT; the other ranks were stopped\n"),
+    ],
+)
+def test_what_nccl_said_before_it_aborted_a_rank(
+    case: str, message: str, start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "last_words").write_text(LAST_WORDS[case])
+    launcher = start(case)
+    _, err = launcher.communicate(timeout=MOST_SECONDS)
+    assert (launcher.returncode, err) == (1, LAST_WORDS[case] + message)
+
+
+@pytest.mark.parametrize(
+    ("status", "report", "line"),
+    [
+        (-signal.SIGKILL, None, "rank 0 was killed by SIGKILL; the other ranks were stopped"),
+        (3, "RuntimeError: boom", "rank 0 failed (exit status 3): RuntimeError: boom"),
+    ],
+)
+def test_a_watchdog_only_notices_what_another_rank_has_done(
+    status: int, report: str | None, line: str
+) -> None:
+    exits = [elastic.WorkerExit(1, -signal.SIGABRT), elastic.WorkerExit(0, status)]
+    outcome = elastic.Outcome(exits, failed=True, stderr={1: TIMED_OUT})
+    reports = [] if report is None else [failures.Failure(0, "error", report, time.time())]
+    assert launch._judge(outcome, reports, lambda rank, seconds: "timed out") == (1, line)
+
+
+def test_the_launcher_names_the_limit_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "launch", lambda *args, **kwargs: options.update(kwargs) or 0)
+    recipe = ROOT / "toml_configs" / "debug_cpu.toml"
+    assert launch.train([str(recipe), "--comm.train_timeout_seconds", "90"]) == 0
+    assert options["explain"](1, 90.0) == (
+        "a rank does not answer: rank 1 was ended by NCCL's watchdog after 90 s (comm.train_timeout_seconds) "
+        "without an answer: start the same command again, or raise comm.train_timeout_seconds if ranks are "
+        "only slow"
+    )
+
+
+NUMACTL = """#!/bin/sh
+echo "$@" >> {calls}
+[ -n "$NO_NUMA" ] && exit 1
+shift
+exec "$@"
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "threads", "bound"),
+    [
+        ({}, "1", False),
+        ({"GPUS": "2"}, str(max(len(os.sched_getaffinity(0)) // 2, 1)), True),
+        ({"GPUS": "2", "OMP_NUM_THREADS": "7"}, "7", True),
+        ({"GPUS": "2", "NO_NUMA": "1"}, str(max(len(os.sched_getaffinity(0)) // 2, 1)), False),
+    ],
+)
+@pytest.mark.skipif(not Path("/sys/devices/system/node/node0").exists(), reason="reads Linux's NUMA nodes")
+def test_ranks_share_the_cores(
+    variables: dict[str, str], threads: str, bound: bool, start: Start, tmp_path: Path
+) -> None:
+    calls, numactl = tmp_path / "calls", tmp_path / "bin" / "numactl"
+    numactl.parent.mkdir()
+    numactl.write_text(NUMACTL.format(calls=calls))
+    numactl.chmod(0o755)
+    launcher = start("environment", PATH=f"{numactl.parent}:{os.environ['PATH']}", **variables)
+    assert launcher.communicate(timeout=MOST_SECONDS) == ("", "")
+    assert wait_for_all("threads", tmp_path) == [threads, threads]
+    ran = calls.read_text().splitlines() if calls.exists() else []
+    of_ranks = [line for line in ran if "worker.py" in line]
+    assert len(of_ranks) == (2 if bound else 0)
+    assert all(line.startswith("--physcpubind=0") for line in of_ranks)
 
 
 STOPPING = "stopping after this step and saving; press Ctrl-C again to stop at once\n"

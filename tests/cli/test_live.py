@@ -275,12 +275,12 @@ def test_the_flag_names_the_folder_to_watch_and_does_not_reach_the_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = []
-    monkeypatch.setattr(launch, "launch", lambda *args, **kwargs: calls.append((args, kwargs)) or 0)
+    monkeypatch.setattr(launch, "launch", lambda *args, watch, **kwargs: calls.append((*args, watch)) or 0)
     argv = [str(RECIPE), "--dump_folder", "outputs/x"]
     assert launch.train([*argv, "--live"]) == 0
     assert launch.train(argv) == 0
     command = [sys.executable, "-m", "titan_async.training.worker", *argv]
-    assert calls == [((2, command), {"watch": Path("outputs/x")}), ((2, command), {"watch": None})]
+    assert calls == [(2, command, Path("outputs/x")), (2, command, None)]
 
 
 def test_a_run_that_records_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,6 +216,9 @@ class _Rank:
             logging.disable(logging.NOTSET)
             if start_new_session:
                 os.setsid()
+            for number, file in enumerate((stdout, stderr), start=1):
+                if file is not None:
+                    os.dup2(file.fileno(), number)
             ctypes.CDLL(None).prctl(_PR_SET_NAME, f"rank {env['RANK']}".encode())
             _execute(self.args, env)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +46,33 @@ def test_warnings_of_our_own_are_shown_once(
     worker._quiet()
     assert logging.getLogger("titan_async.data.empty_records").isEnabledFor(logging.WARNING) == own
     assert logging.getLogger("torchtitan").isEnabledFor(logging.WARNING) == others
+
+
+@pytest.mark.parametrize(
+    ("own", "found"),
+    [
+        ({}, "expandable_segments:True None"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64 None"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "None max_split_size_mb:64"),
+    ],
+)
+def test_segments_expand_unless_the_user_says_how(own: dict[str, str], found: str) -> None:
+    program = """
+import os, sys
+from titan_async.training import worker
+
+def train(*_):
+    print(*map(os.environ.get, ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")), "torch" in sys.modules)
+    return 0
+
+worker._train = train
+sys.exit(worker.main([]))
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment | own, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{found} False\n"  # before torch is there, which reads it once
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import selectors
 import shutil
 import signal
 import sys
@@ -19,10 +20,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.numa.binding import AffinityMode, NumaOptions
 
 from titan_async.training.failures import ERROR_DIR
 from titan_async.training.preemption import SAME_PRESS_SECONDS, STOPPING, ranks_that_stop_cleanly
@@ -34,6 +36,9 @@ GRACE_SECONDS = 10
 
 SAVE_SECONDS = 60
 """How long processes may take to finish a step, save and end after SIGTERM."""
+
+_STDERR_BYTES = 1 << 16
+"""What is kept of a process's stderr: more than NCCL's watchdog and C++ say at a process's end."""
 
 _SAME_REQUEST_SECONDS = {
     signal.SIGTERM: 1.0,  # `timeout` sends it to its child, and then to the child's group
@@ -62,6 +67,8 @@ class Outcome:
     """Whether any process did not end with status 0."""
     killed_after: float | None = None
     """Seconds after SIGTERM at which processes that were still there were killed."""
+    stderr: dict[int, str] = field(default_factory=dict)
+    """The end of what each rank wrote there."""
 
 
 @dataclass
@@ -78,25 +85,31 @@ class _Request:
         return next((number for number in (signal.SIGINT, signal.SIGTERM) if number in self.at), None)
 
 
-def run_workers(command: Sequence[str], nproc: int, rendezvous: dict[str, Any]) -> Outcome:
+def run_workers(
+    command: Sequence[str], nproc: int, rendezvous: dict[str, Any], *, bind: bool = False
+) -> Outcome:
     """Runs `nproc` copies of `command` and returns when all have ended.
 
-    They write to this process's own terminal. When one fails, or this process gets SIGHUP or SIGQUIT, the
-    others are killed. SIGTERM is passed on, as a request to save and end with status 0; after `SAVE_SECONDS`,
-    or at a second SIGTERM, they are killed. So is SIGINT, without a limit of time, once all of them stop
-    cleanly at it (`ranks_that_stop_cleanly`); before, or at a second SIGINT, they are killed.
+    They write to this process's own stdout, and to its stderr through a pipe each. When one fails, or this
+    process gets SIGHUP or SIGQUIT, the others are killed. SIGTERM is passed on, as a request to save and end
+    with status 0; after `SAVE_SECONDS`, or at a second SIGTERM, they are killed. So is SIGINT, without a
+    limit of time, once all of them stop cleanly at it (`ranks_that_stop_cleanly`); before, or at a second
+    SIGINT, they are killed.
 
     Args:
         command: the program and its arguments.
         nproc: the number of processes on this machine.
         rendezvous: further fields of `LaunchConfig`, saying how the machines find each other.
+        bind: whether to bind each process to the NUMA node of the accelerator of its local rank.
     """
+    stderr = _Stderr(os.environ[ERROR_DIR])
     config = LaunchConfig(
         nproc_per_node=nproc,
         max_restarts=0,
         monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        logs_specs=stderr,
         shutdown_timeout=GRACE_SECONDS,
+        numa_options=NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True) if bind else None,
         **rendezvous,
     )
     request = _Request()
@@ -107,7 +120,8 @@ def run_workers(command: Sequence[str], nproc: int, rendezvous: dict[str, Any]) 
         _noting_stops(request) as stopped,
     ):
         try:
-            elastic_launch(config, command[0])(*command[1:])
+            with stderr.passed_on():
+                elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as error:
             # Those we stopped are in `failures` too, after the ones that ended by themselves.
             exits = [
@@ -115,10 +129,70 @@ def run_workers(command: Sequence[str], nproc: int, rendezvous: dict[str, Any]) 
                 for rank, failure in error.failures.items()
                 if failure.pid not in stopped
             ]
-            return Outcome(exits, request.signal, failed=True, killed_after=request.killed_after)
+            return Outcome(exits, request.signal, True, request.killed_after, stderr.ends())
         except SignalException as error:
             return Outcome(interrupted=error.sigval, failed=True, killed_after=request.killed_after)
     return Outcome(interrupted=signal.SIGINT if signal.SIGINT in request.at else None)
+
+
+class _Stderr(DefaultLogsSpecs):
+    """Passes on what processes write to stderr, and keeps the end of it.
+
+    NCCL's watchdog says there why it aborts a process, and nowhere else.
+
+    Args:
+        folder: where to put the pipes. Where it can hold none, processes write to this process's stderr.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(log_dir=os.devnull)
+        self._folder = folder
+        self._selector = selectors.DefaultSelector()
+        self._ends: dict[int, bytes] = {}
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        destinations = super().reify(envs)
+        for local_rank, environ in envs.items():
+            path = os.path.join(self._folder, f"stderr-{environ['RANK']}")
+            with contextlib.suppress(OSError):
+                os.mkfifo(path)
+                # Also for writing: else it would be at its end whenever nobody writes.
+                pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+                self._selector.register(pipe, selectors.EVENT_READ, int(environ["RANK"]))
+                destinations.stderrs[local_rank] = path
+        return destinations
+
+    @contextlib.contextmanager
+    def passed_on(self) -> Iterator[None]:
+        """While the processes run."""
+        ended = threading.Event()
+        thread = threading.Thread(target=self._pass_on, args=(ended,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            for key in list(self._selector.get_map().values()):
+                os.close(key.fd)
+            self._selector.close()
+
+    def _pass_on(self, ended: threading.Event) -> None:
+        while True:
+            over = ended.is_set()  # before the last look
+            ready = self._selector.select(0 if over else 0.1)
+            for key, _ in ready:
+                data = os.read(key.fd, _STDERR_BYTES)
+                self._ends[key.data] = (self._ends.get(key.data, b"") + data)[-_STDERR_BYTES:]
+                with contextlib.suppress(OSError):  # it may be closed
+                    while data:
+                        data = data[os.write(2, data) :]
+            if over and not ready:
+                return
+
+    def ends(self) -> dict[int, str]:
+        """By rank."""
+        return {rank: end.decode(errors="replace") for rank, end in self._ends.items()}
 
 
 @contextlib.contextmanager

@@ -11,11 +11,13 @@ import contextlib
 import math
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,13 +83,18 @@ def train(argv: Sequence[str]) -> int:
         return 0
     if fake:
         os.environ["NGPU"], nproc = str(world_size), 1  # where torchtitan looks for the number of ranks
-    if gpus == 0:
-        # Threads of several processes on the same few cores only get in each other's way.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
     command = [sys.executable, "-m", "titan_async.training.worker", *argv]
     folder = Path(config.dump_folder)
+
+    def explain(rank: int, seconds: float) -> str:
+        from titan_async.monitor.run_folder import runs_in
+        from titan_async.training.no_answer import name_the_silent
+
+        runs = runs_in(folder) if config.monitor.events else []
+        return name_the_silent(seconds, rank, runs[-1] if runs else None, config.comm, by_watchdog=True)
+
     with run_lock.announced(folder):
-        return launch(nproc, command, watch=folder if live else None)
+        return launch(nproc, command, watch=folder if live else None, gpus=gpus, explain=explain)
 
 
 def _gpu_count() -> int:
@@ -205,7 +212,29 @@ def _rendezvous(environ: Mapping[str, str]) -> dict[str, Any]:
     return config
 
 
-def launch(nproc: int, command: Sequence[str], watch: Path | None = None) -> int:
+def _share_cores(nproc: int, gpus: int) -> bool:
+    """Sets how many threads a process has, unless the user has; whether to bind it to cores near its GPU."""
+    # Processes without GPUs compute on the cores, where threads of several only get in each other's way.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(cores // nproc, 1) if gpus else 1))
+    # torch binds by numactl, which a container may lack, or not be allowed to use.
+    return (
+        gpus > 0
+        and shutil.which("numactl") is not None
+        and not subprocess.run(
+            ["numactl", "--physcpubind=+0", "true"], capture_output=True, check=False
+        ).returncode
+    )
+
+
+def launch(
+    nproc: int,
+    command: Sequence[str],
+    *,
+    watch: Path | None = None,
+    gpus: int = 0,
+    explain: Callable[[int, float], str] | None = None,
+) -> int:
     """Runs `nproc` copies of `command` on this machine, waits, and returns the exit status.
 
     After a failure one line on stderr names the cause: 1, or 2 if a worker reported a user's mistake.
@@ -216,6 +245,8 @@ def launch(nproc: int, command: Sequence[str], watch: Path | None = None) -> int
         nproc: the number of processes on this machine.
         command: the program and its arguments.
         watch: the folder of the run's files, to show a view of them if there is a terminal.
+        gpus: the GPUs of this machine.
+        explain: the sentence for a rank that NCCL has ended after it waited for so many seconds in vain.
 
     Raises:
         UserError: the environment does not say how several machines find each other, or what the run says
@@ -236,10 +267,10 @@ def launch(nproc: int, command: Sequence[str], watch: Path | None = None) -> int
         os.environ[failures.ERROR_DIR] = folder
         os.environ["TITAN_ASYNC_LAUNCHER_PID"] = str(os.getpid())
         try:
-            outcome = run_workers(command, nproc, rendezvous)
+            outcome = run_workers(command, nproc, rendezvous, bind=_share_cores(nproc, gpus))
         finally:
             del os.environ[failures.ERROR_DIR], os.environ["TITAN_ASYNC_LAUNCHER_PID"]
-        status, line = _judge(outcome, failures.read_failures(folder))
+        status, line = _judge(outcome, failures.read_failures(folder), explain or _ended_by_watchdog)
     if outcome.failed and sys.stdout.isatty():
         sys.stdout.write("\x1b[?25h")  # the cursor, which the progress bar of a killed worker has hidden
         sys.stdout.flush()
@@ -248,10 +279,14 @@ def launch(nproc: int, command: Sequence[str], watch: Path | None = None) -> int
     return status
 
 
-def _judge(outcome: Outcome, reports: list[failures.Failure]) -> tuple[int, str | None]:
+def _judge(
+    outcome: Outcome, reports: list[failures.Failure], explain: Callable[[int, float], str]
+) -> tuple[int, str | None]:
     """Returns the exit status and the sentence for the way a run ended."""
     if not outcome.failed:
         return (0 if outcome.interrupted is None else 128 + outcome.interrupted), None
+    aborted = _aborted_by_watchdog(outcome, explain)
+    reports = [*reports, *aborted.values()]
     cause = failures.root_cause(reports)
     if outcome.interrupted is not None:
         line = f"stopped by {outcome.interrupted.name}"
@@ -262,7 +297,7 @@ def _judge(outcome: Outcome, reports: list[failures.Failure]) -> tuple[int, str 
         return 128 + outcome.interrupted, line
     # A signal from outside comes first: whatever the others report is what followed from it.
     for exit_ in outcome.exits:
-        if exit_.status < 0:
+        if exit_.status < 0 and exit_.rank not in aborted:
             name = signal.Signals(-exit_.status).name
             return FAILED, f"rank {exit_.rank} was killed by {name}; the other ranks were stopped"
     if cause is None:
@@ -276,3 +311,20 @@ def _judge(outcome: Outcome, reports: list[failures.Failure]) -> tuple[int, str 
         return FAILED, cause.message
     status = next((exit_.status for exit_ in outcome.exits if exit_.rank == cause.rank), FAILED)
     return FAILED, f"rank {cause.rank} failed (exit status {status}): {' '.join(cause.message.split())}"
+
+
+def _ended_by_watchdog(rank: int, seconds: float) -> str:
+    return f"rank {rank} was ended by NCCL's watchdog after {seconds:.0f} s without an answer"
+
+
+def _aborted_by_watchdog(
+    outcome: Outcome, explain: Callable[[int, float], str]
+) -> dict[int, failures.Failure]:
+    """By rank; they could not report it themselves."""
+    ranks = [exit_.rank for exit_ in outcome.exits if exit_.status == -signal.SIGABRT]
+    if not ranks:
+        return {}
+    from titan_async.training.no_answer import watchdog_failure
+
+    found = {rank: watchdog_failure(rank, outcome.stderr.get(rank, ""), explain) for rank in ranks}
+    return {rank: failure for rank, failure in found.items() if failure is not None}

@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,10 +29,9 @@ from torchtitan.models.common.moe import MoE
 from torchtitan.tools.utils import GarbageCollection
 from torchtitan.trainer import Trainer
 
-from titan_async._group_internals import set_joint_timeout
 from titan_async.pipelining.recording import Kind
 from titan_async.training import cpu, random_state
-from titan_async.training._titan_internals import saves_at, stages_of, unmanaged
+from titan_async.training._titan_internals import stages_of, unmanaged
 from titan_async.training.balance import balance_model_spec
 from titan_async.training.checkpoint import (
     EMA_WEIGHTS,
@@ -65,6 +63,7 @@ from titan_async.training.summary import summarize
 from titan_async.training.transfer import HostCopy, Later, Microbatch, Upload
 from titan_async.training.tying import as_held, as_stored
 from titan_async.training.validator import AsyncValidator
+from titan_async.training.wait_limits import WaitLimits, pauses_after, set_all_timeouts
 
 __all__ = ["AsyncTrainer"]
 
@@ -130,7 +129,8 @@ class AsyncTrainer(Trainer):
             [(stage.stage_index, stage.submod) for stage in stages] or enumerate(self.model_parts)
         )
         self.preemption = Preemption()
-        self._limit_waits(config.comm.init_timeout_seconds)
+        set_timeouts = partial(set_all_timeouts, dims=self.parallel_dims, preemption=self.preemption)
+        self.wait_limits = WaitLimits(config.comm, set_timeouts)
         self.recording = Recording()
         self._passing: Passing = no_spans
         self.gc_handler.collect = self._collect_garbage
@@ -180,9 +180,7 @@ class AsyncTrainer(Trainer):
             self._first_step = self.step - 1
             self._start()
             self.preemption.listen()
-        elif self.step == self._first_step + 2:
-            # torchtitan has let all ranks meet after the first step, and shortened the waits of its groups.
-            self._limit_waits(self.config.comm.train_timeout_seconds)
+        self.wait_limits.begin(pauses_after(self))
         with self.recording.span(Kind.STEP, self.step):
             trained = self._train_on_batch(data_iterator)
         self.reporter.advance(self.step)
@@ -190,19 +188,13 @@ class AsyncTrainer(Trainer):
         last_step = self.step == self.config.training.steps
         if self.metrics_processor.should_log(self.step) or last_step:
             self._later.add(self.step, take_figures(self, trained))
-        if self._pauses or last_step:
+        if pauses_after(self) or last_step:
             self._settle()
         if self.step == self._first_step + 1:
             self.preemption.listen_to_interrupts()
         request = self.preemption.end_step()
         if request and not last_step:
             raise PreemptedError(request)
-
-    def _limit_waits(self, seconds: int) -> None:
-        """How long ranks wait for each other in those groups of which torchtitan does not know."""
-        timeout = timedelta(seconds=seconds)
-        set_joint_timeout(timeout)
-        self.preemption.set_timeout(timeout)
 
     def _train_on_batch(self, data_iterator: Iterator[Microbatch]) -> Trained:
         """One step without its report."""
@@ -237,16 +229,9 @@ class AsyncTrainer(Trainer):
             self._update()
         if self.stage_timer is not None:
             self.stage_timer.end_step()
-        if self._pauses:
+        if pauses_after(self):  # for which the pipeline must be empty
             self._drain_and_update()
         return Trained(loss, valid_tokens, global_valid_tokens, rates)
-
-    @property
-    def _pauses(self) -> bool:
-        """Whether a validation or a save follows this step, for which the pipeline must be empty."""
-        validates = self.config.validator.enable and self.validator.should_validate(self.step)
-        last_step = self.step == self.config.training.steps
-        return validates or saves_at(self.checkpointer, self.step, last_step)
 
     @property
     def _gradient_ready(self) -> bool:
@@ -361,6 +346,7 @@ class AsyncTrainer(Trainer):
 
     def _save_at_the_end_of_data(self) -> None:
         self.step -= 1  # the one for which there was no batch
+        self.wait_limits.begin(["save"])
         self._drain_and_update()
         self._settle()
         self.checkpointer.save(self.step, last_step=True)
@@ -370,6 +356,7 @@ class AsyncTrainer(Trainer):
         )
 
     def _save_after(self, request: signal.Signals) -> None:
+        self.wait_limits.begin(["save"])
         self._drain_and_update()
         self._settle()
         name = "Ctrl-C" if request == signal.SIGINT else request.name

@@ -2,7 +2,8 @@
 
 Errors leave in three ways. A mistake of the user is one sentence, printed by the launcher for all ranks, and
 so is it that another rank does not answer. Any other exception is printed here, with its traceback, before
-this process's connections close; the ranks that fail because it is gone stay silent. The exit status is 0, 2
+this process's connections close; the ranks that fail because it is gone stay silent. What NCCL's watchdog
+writes to stderr when it aborts this process, the launcher reads there. The exit status is 0, 2
 for a mistake, 128 plus the signal's number after a SIGTERM or Ctrl-C for which nothing could be saved, 1
 otherwise. Without a launcher of ours, which itself ends with 130 then, it is 130 after a Ctrl-C in any case.
 """
@@ -37,6 +38,7 @@ _LOST_PEER = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Train this rank's part of the run and return the exit status."""
     failures.end_with_launcher()
+    _let_segments_expand()
     try:
         with contextlib.ExitStack() as until_end:
             until_end.callback(_give_up_lost_output)
@@ -60,6 +62,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.flush()
         failures.report_failure("error", text[:500])
         return 1
+
+
+def _let_segments_expand() -> None:
+    """Keep an accelerator's memory from falling to pieces, unless the user has set how it is allocated.
+
+    Before torch is imported, which reads it then.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    if not any(name in os.environ for name in names):
+        os.environ[names[0]] = "expandable_segments:True"
 
 
 def _say_once(sentence: str) -> None:
