@@ -26,6 +26,8 @@ from typing import Any
 __all__ = ["Check", "Place", "Row", "joined", "not_checked", "run"]
 
 OK, WRONG, DIFFERS, NOTED, NOT_CHECKED = "ok", "WRONG", "differs", "noted", "not checked"
+_START = 30.0
+"""Seconds that processes get to start, beyond their check's."""
 _GRACE = 10.0
 """Seconds that other ranks get to fail by themselves after the first."""
 _LINES = 8
@@ -82,7 +84,7 @@ class Check:
     measure: Measure
     judge: Judge
     seconds: int
-    """Time limit, the start of the processes included."""
+    """Time limit, once the processes have started."""
     ranks: Callable[[int], int] = lambda gpus: 1
     """Number of processes by the number of GPUs."""
     on_cpu: bool = True
@@ -112,6 +114,7 @@ def joined(place: Place, bound: bool = False) -> Iterator[Any]:
         if place.shared:  # as hosts of their own: NCCL refuses two ranks on one GPU of one host
             os.environ |= {
                 "NCCL_HOSTID": f"rank{place.rank}",
+                "NCCL_MULTI_RANK_GPU_ENABLE": "1",  # which NCCL 2.30 asks for
                 "NCCL_IB_DISABLE": "1",
                 "NCCL_NVLS_ENABLE": "0",
             }
@@ -168,10 +171,10 @@ def run(name: str, check: Check, gpus: int, seconds: float) -> Iterable[Row]:
         failed: list[int] = []
         try:
             for place in places:
-                arguments = (check.measure, place, folder, seconds - 1)
+                arguments = (check.measure, place, folder, seconds)
                 processes.append(context.Process(target=_process, args=arguments))
                 processes[-1].start()
-            failed = _await(processes, seconds + 5, check.joined)
+            failed = _await(processes, seconds + _START, check.joined)
         finally:
             for process in processes:
                 if process.is_alive():

@@ -93,7 +93,7 @@ def show(cells: tuple[str, ...], log: list[str]) -> None:
 def rows_of(checks: dict[str, Check], gpus: int) -> Iterator[Row]:
     end = time.monotonic() + SECONDS
     for name, check in checks.items():
-        left = end - time.monotonic() - 15
+        left = end - time.monotonic() - 40  # to start processes, and to end them
         if not gpus and not check.on_cpu:
             yield not_checked(name, "needs a GPU")
         elif left < 20:
