@@ -189,25 +189,29 @@ def run(name: str, check: Check, gpus: int, seconds: float) -> Iterable[Row]:
             if len(of_ranks) == ranks or not check.joined:
                 yield check.judge(each, of_ranks, places[0])
         for rank in failed:
-            yield _failure(name, rank, processes[rank].exitcode, Path(folder, f"{rank}.log"), seconds)
+            log = Path(folder, f"{rank}.log")
+            lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+            hangs = any(line.startswith("Timeout (") for line in lines)
+            yield _failure(name, rank, processes[rank].exitcode, lines, hangs, seconds)
+            if check.joined and not hangs:
+                break  # the others fail because of it
 
 
 def _await(processes: list[Any], seconds: float, joined: bool) -> list[int]:
-    """The ranks that failed: the first alone where the others fail with it."""
+    """The ranks that failed, in order, and those that did not end in time or soon after the first failure."""
     deadline = time.monotonic() + seconds
     failed: list[int] = []
     running = dict(enumerate(processes))
     while running:
         ready = wait([process.sentinel for process in running.values()], max(deadline - time.monotonic(), 0))
         if not ready:
-            return failed if failed and joined else [*failed, *running]
+            break
         for rank in [rank for rank, process in running.items() if process.sentinel in ready]:
             running.pop(rank).join()
-            if processes[rank].exitcode and not (failed and joined):
+            if processes[rank].exitcode:
                 failed.append(rank)
-                if joined:
-                    deadline = min(deadline, time.monotonic() + _GRACE)
-    return failed
+                deadline = min(deadline, time.monotonic() + _GRACE) if joined else deadline
+    return [*failed, *running]
 
 
 def _values(path: Path) -> dict[str, Any]:
@@ -219,13 +223,12 @@ def _values(path: Path) -> dict[str, Any]:
     return found
 
 
-def _failure(name: str, rank: int, status: int | None, log: Path, seconds: float) -> Row:
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    lines = [line.rstrip() for line in lines if line.strip()]
+def _failure(name: str, rank: int, status: int | None, log: list[str], hangs: bool, seconds: float) -> Row:
+    lines = [line.rstrip() for line in log if line.strip()]
     stacks = [index for index, line in enumerate(lines) if "(most recent call first)" in line]
     # Of the stacks of a process's threads, the main one's are last.
     tail = lines[stacks[-1] + 1 :][:_LINES] if stacks else lines[-_LINES:]
-    if status == -signal.SIGKILL or any(line.startswith("Timeout (") for line in lines):
+    if hangs or status == -signal.SIGKILL:
         found = f"rank {rank} did not end within {seconds:.0f} s"
     elif status and status < 0:
         found = f"rank {rank} was ended by {signal.Signals(-status).name}"

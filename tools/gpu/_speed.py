@@ -33,8 +33,8 @@ def speed(place: Place, blocks: int) -> Iterator[tuple[str, Any]]:
         baseline = None
         for schedule, options in [
             ("1F1B", {}),
-            ("Async2BW", {"early_receives": True}),
             ("Async2BW", {"early_receives": False}),
+            ("Async2BW", {"early_receives": True}),
         ]:
             compute.prepare(place.rank, group, schedule, microbatches, model, **options)
             seconds = compute.repeat(place.rank, group, schedule, microbatches, model, steps)
