@@ -32,39 +32,35 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable)
 
 
-def check(tmp_path: Path, *names: str) -> list[dict[str, Any]]:
+def test_the_recurrence_is_checked_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forks.run([sys.executable, "-c", ""])  # so that the server of forks is that of all tests
     path = tmp_path / "results.json"
-    command = [
-        sys.executable,
-        GPU / "check.py",
-        "--cpu",
-        "--json",
-        path,
-        *(["--only", *names] if names else []),
-    ]
-    done = forks.run(command, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(path.read_text())
-    assert all(row["check"][:30] in done.stdout for row in rows)
-    return rows
-
-
-def test_the_recurrence_is_checked_without_a_gpu(tmp_path: Path) -> None:
-    rows = check(tmp_path, "recurrence", "gemm")
-    verdicts = {row["check"]: row["verdict"] for row in rows}
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert status_of(monkeypatch, "--cpu", "--only", "recurrence", "gemm", "--json", str(path)) == 0
+    verdicts = {row["check"]: row["verdict"] for row in json.loads(path.read_text())}
     assert verdicts.pop("gemm") == "not checked"
     assert len(verdicts) == 3 and set(verdicts.values()) == {"ok"}
 
 
 @pytest.mark.slow
 def test_all_that_needs_no_gpu(tmp_path: Path) -> None:
-    rows = check(tmp_path)
-    verdicts = {row["check"]: row["verdict"] for row in rows}
+    path = tmp_path / "results.json"
+    done = forks.run([sys.executable, GPU / "check.py", "--cpu", "--json", path], timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdicts = {row["check"]: row["verdict"] for row in json.loads(path.read_text())}
+    assert all(name[:30] in done.stdout for name in verdicts)
     for name in ("clock", "gemm", "waits", "host in step", "host in Muon, error feedback"):
         assert verdicts[name] == "not checked"
     for name in ("Muon, plain", "utilization, Async2BW, receives late"):
         assert verdicts[name] == "noted"  # times are nobody's concern here
     assert verdicts["peak memory, 1F1B"] == verdicts["peak memory, Async2BW"] == "ok"
+
+
+def status_of(monkeypatch: pytest.MonkeyPatch, *flags: str) -> object:
+    monkeypatch.setattr(sys, "argv", ["check.py", *flags])
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module("check").main()
+    return end.value.code
 
 
 def test_the_recurrence_is_told_from_a_synchronous_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,14 +172,10 @@ def test_figures_are_judged() -> None:
 def test_what_keeps_it_from_starting_is_one_sentence(
     flags: list[str], version: str | None, says: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    script = importlib.import_module("check")
-    monkeypatch.setattr(sys, "argv", ["check.py", *flags])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     if version:
         monkeypatch.setattr(torch, "__version__", version)
-    with pytest.raises(SystemExit) as end:
-        script.main()
-    assert end.value.code == 2
+    assert status_of(monkeypatch, *flags) == 2
     assert says in capsys.readouterr().err
 
 

@@ -125,7 +125,7 @@ def joined(place: Place, bound: bool = False) -> Iterator[Any]:
         init_method=f"tcp://127.0.0.1:{place.port}",
         rank=place.rank,
         world_size=place.ranks,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(minutes=10),  # a check that hangs ends before, and tells where
         **options,
     )
     yield dist.group.WORLD

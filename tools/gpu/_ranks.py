@@ -146,7 +146,8 @@ def host(place: Place) -> Iterator[tuple[str, Any]]:
     """How long the host is in each call of a step while the device is held up, and where it waits."""
     with joined(place):
         torch.manual_seed(place.rank)
-        module = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4))).to(place.device)
+        width = 256 if place.gpus else 16
+        module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4))).to(place.device)
         stage = PipelineStage(module, place.rank, place.ranks, torch.device(place.device))
         schedule = ScheduleAsync2BW(stage, 8, loss_fn=nn.functional.mse_loss)
         # One kind of optimizer for each layer.
@@ -157,7 +158,7 @@ def host(place: Place) -> Iterator[tuple[str, Any]]:
             "fused AdamW": torch.optim.AdamW(c, fused=True),
             "AdamW, error feedback": ErrorFeedback(torch.optim.AdamW(d, fused=True)),
         }
-        x = torch.randn(32, 256, device=place.device)
+        x = torch.randn(32, width, device=place.device)
         seconds: dict[str, list[float]] = defaultdict(list)
         lines: dict[str, Counter] = defaultdict(Counter)
 
