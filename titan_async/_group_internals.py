@@ -6,7 +6,8 @@ Everything that touches how torch names process groups is here, so that a change
 import hashlib
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -20,13 +21,23 @@ _groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _timeout: timedelta | None = None
 
 
-def joint_group(ranks: Iterable[int]) -> dist.ProcessGroup:
+def joint_group(
+    ranks: Iterable[int], backend: str | None = None, options: object | None = None
+) -> dist.ProcessGroup:
     """A new process group, made by its members alone.
 
     torch names such a group by the number of groups that the process has made before, and members that
     have made different numbers wait for each other for ever. Here the number is that of groups of the very
     same ranks, and torch's own count stays what it was: the ranks in the middle of a pipeline make more
     groups than those at its ends, and all of them may yet make one together.
+
+    Nor is it split from a default group that is bound to a device, which takes all of that group's ranks: a
+    pipeline may lie on some of them, and of its stages some alone have matrices that need a group.
+
+    Args:
+        ranks: the members.
+        backend: by default that of the default group.
+        options: of the backend, such as `ProcessGroupNCCL.Options`.
     """
     members = tuple(sorted(ranks))
     _joined[members] += 1
@@ -36,7 +47,10 @@ def joint_group(ranks: Iterable[int]) -> dist.ProcessGroup:
     count = world.group_count
     distributed_c10d._hash_ranks_to_str = lambda ranks: name
     try:
-        group = dist.new_group(list(members), use_local_synchronization=True)
+        with _default_group_unbound():
+            group = dist.new_group(
+                list(members), backend=backend, pg_options=options, use_local_synchronization=True
+            )
     finally:
         distributed_c10d._hash_ranks_to_str = torch_name
         world.group_count = count
@@ -45,6 +59,18 @@ def joint_group(ranks: Iterable[int]) -> dist.ProcessGroup:
     if _timeout is not None:
         dist.set_timeout(_timeout, group)
     return group
+
+
+@contextmanager
+def _default_group_unbound() -> Iterator[None]:
+    """Let torch make communicators from nothing but the store, as where no `device_id` was given."""
+    default = distributed_c10d._get_default_group()
+    device = default.bound_device_id
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
 
 
 def set_joint_timeout(timeout: timedelta) -> None:

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from titan_async.pipelining import drain_actions, step_actions
 from titan_async.pipelining.actions import (
+    EARLY,
     Action,
+    Early,
     drain_program,
     evaluation_program,
     in_flight,
@@ -141,22 +143,25 @@ def test_weights_of_two_batches_are_enough(shape, filled):
                     waiting.remove(which)
 
 
-def programs_of(stage, shape, filled):
+def programs_of(stage, shape, filled, early=EARLY):
     """The instructions of each call of a stage and its actions; an evaluation ends them."""
     d, m, lookahead = shape
     for batches in filled:
         for b in range(batches):
-            yield step_program(stage, d, m, b, lookahead), step_actions(stage, d, m, b, lookahead)
+            yield step_program(stage, d, m, b, lookahead, early), step_actions(stage, d, m, b, lookahead)
         last = batches - 1
-        yield drain_program(stage, d, m, last, lookahead), drain_actions(stage, d, m, last, lookahead)
-    yield evaluation_program(stage, d, m), [Action("F", 0, i) for i in range(m)]
+        yield drain_program(stage, d, m, last, lookahead, early), drain_actions(stage, d, m, last, lookahead)
+    yield evaluation_program(stage, d, m, early), [Action("F", 0, i) for i in range(m)]
 
 
-@given(shapes(), fillings)
-def test_programs_are_the_actions_each_with_its_messages(shape, filled):
+choices = st.builds(Early, st.booleans(), st.booleans())
+
+
+@given(shapes(), fillings, choices)
+def test_programs_are_the_actions_each_with_its_messages(shape, filled, early):
     for stage in range(shape.stages):
         upstream, downstream = stage > 0, stage < shape.stages - 1
-        for program, actions in programs_of(stage, shape, filled):
+        for program, actions in programs_of(stage, shape, filled, early):
             expected = []
             for action in actions:
                 takes, gives = (upstream, downstream) if action.kind == "F" else (downstream, upstream)
@@ -183,6 +188,33 @@ def test_the_next_message_of_a_kind_is_received_while_an_action_is_computed(shap
                     ends = last and (drains or action.kind == "F")
                     assert len(posted[action.kind]) == (not ends)
         assert posted == {"F": [], "B": []}
+
+
+@given(shapes(), fillings, choices)
+def test_no_late_receive_is_posted_while_anything_is_computed(shape, filled, early):
+    """A GPU's multiprocessors are then all there for the computation; and none stays between calls."""
+    for stage in range(shape.stages):
+        for program, _ in programs_of(stage, shape, filled, early):
+            posted = set()
+            for kind, action in program:
+                if kind == "receive" and not early.of(action.kind):
+                    posted.add(action)
+                elif kind == "wait":
+                    posted.discard(action)
+                elif kind == "compute":
+                    assert not posted
+            assert not posted
+
+
+@given(shapes(), fillings)
+def test_the_first_gradient_is_received_once_the_forwards_that_it_needs_are_sent(shape, filled):
+    """And still while a forward is computed: the one that comes before the first backward."""
+    for stage in range(shape.stages - 1):
+        held = in_flight(stage, shape.stages, shape.lookahead)
+        program, _ = next(programs_of(stage, shape, filled))
+        before = program[: program.index(("receive", Action("B", 0, 0)))]
+        assert [a.microbatch for kind, a in before if kind == "send"] == list(range(held))
+        assert sum(kind == "compute" for kind, _ in before) == held
 
 
 @pytest.mark.parametrize(("d", "m"), [(1, 1), (4, 4), (4, 7)])

@@ -66,6 +66,7 @@ def pipeline(
     drain_after=(),
     evaluate_after=(),
     share_one_buffer=False,
+    late_on=(),
 ):
     """Train on this rank's stage; returns its weights, the losses, and the compiled graphs it made."""
     num_stages = group.size()
@@ -78,7 +79,10 @@ def pipeline(
     if backend:
         blocks[rank].compile(backend=backend)
     stage = PipelineStage(module, rank, num_stages, torch.device("cpu"), group=group)
-    schedule = ScheduleAsync2BW(stage, n_microbatches, loss_fn=loss_fn, lookahead=lookahead)
+    early = False if rank in late_on else None
+    schedule = ScheduleAsync2BW(
+        stage, n_microbatches, loss_fn=loss_fn, lookahead=lookahead, early_receives=early
+    )
     update = OPTIMIZERS[optimizer](module)
     inputs, targets = build_data(batches, n_microbatches)
     preserve = WeightVersions.preserve
@@ -185,6 +189,12 @@ def test_draining_does_not_change_the_trajectory(pool, d, stops):
 def test_evaluating_does_not_change_the_trajectory(pool, d):
     results = pool.run(d, pipeline, "sgd", d + 1, evaluate_after=(1, 2))
     assert difference(results, expected(d, d + 1, "sgd")) < 1e-12
+
+
+@pytest.mark.parametrize("late_on", [range(4), slow((1, 3)), slow((0, 2))])
+def test_late_receives_change_nothing(pool, late_on):
+    results = pool.run(4, pipeline, "adamw", 5, late_on=late_on, drain_after=(1,), evaluate_after=(2,))
+    assert difference(results, expected(4, 5, "adamw")) < 1e-12
 
 
 @pytest.mark.covering(1)

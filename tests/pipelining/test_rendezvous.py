@@ -12,7 +12,7 @@ import pytest
 from tests.support.rendezvous import Program, Step, a_lane_each, one_lane, overwritten, programs, walk
 from tests.support.selection import slow
 from titan_async.pipelining import actions
-from titan_async.pipelining.actions import Action, in_flight
+from titan_async.pipelining.actions import EARLY, Action, Early, in_flight
 
 STAGES = range(1, 9)
 MOST = 16  # microbatches
@@ -39,15 +39,45 @@ def B(microbatch, batch=0):  # noqa: N802
     return Action("B", batch, microbatch)
 
 
+LATE = Early(False, False)
+ON_GPUS = [LATE, Early(True, False)]
+"""The choices for an edge within a host and between hosts, where a device is waited for."""
+
+
+def mixed(choices):
+    """One of `choices` for each stage, in turn."""
+    return [choices[stage % len(choices)] for stage in range(max(STAGES))]
+
+
+CHOICES = [EARLY, LATE, mixed([EARLY, LATE]), mixed([Early(True, False), Early(False, True)])]
+
+
+def few_shapes(d):
+    """Without lookahead, and with as much as is of use."""
+    return [(m, lookahead) for m in (d, d + 2) for lookahead in {0, min(d - 1, m - d)}]
+
+
 @pytest.mark.parametrize("shapes", [some_shapes, slow(shapes, id="all_shapes")])
 @pytest.mark.parametrize("d", STAGES)
 def test_every_shape_ends_with_all_messages_at_their_action_and_no_buffer_overwritten(d, shapes):
+    check_messages_and_buffers(d, shapes(d), EARLY)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("shapes", [few_shapes, slow(shapes, id="all_shapes")])
+@pytest.mark.parametrize("early", CHOICES[1:])
+@pytest.mark.parametrize("d", STAGES)
+def test_so_does_it_whichever_receives_are_early(d, early, shapes):
+    check_messages_and_buffers(d, shapes(d), early)
+
+
+def check_messages_and_buffers(d, shapes, early):
     """Design notes, section 4: no buffer is filled again before its backward, which autograd would not see.
 
     And none is there for nothing: with one fewer than `slots`, something is overwritten.
     """
-    for m, lookahead in shapes(d):
-        ranks = programs(d, m, lookahead, PLAN)
+    for m, lookahead in shapes:
+        ranks = programs(d, m, lookahead, PLAN, early)
         outcome = walk(ranks)
         assert outcome.fine, (m, lookahead, outcome)
         for program in ranks:
@@ -65,6 +95,59 @@ def test_the_pipeline_never_empties_between_batches(d):
     for m, lookahead in {(n, la) for n in (d, d + 1, MOST) for la in (0, min(d - 1, n - d))}:
         outcome = walk(programs(d, m, lookahead, (3,)))
         assert outcome.fine and outcome.time == 3 * 3 * m + 3 * (d - 1), (m, lookahead, outcome)
+
+
+def anywhere(rank, step):
+    """Whatever a step allocates or computes may wait; a send is prepared before a late receive is posted."""
+    return step.kind != "send"
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("shapes", [few_shapes, slow(shapes, id="all_shapes")])
+@pytest.mark.parametrize("early", [*ON_GPUS, mixed(ON_GPUS), mixed(ON_GPUS[::-1])])
+@pytest.mark.parametrize("d", STAGES)
+def test_all_ranks_may_wait_for_their_devices_anywhere(d, early, shapes):
+    """What is early on accelerators by default, without lookahead: no order of such waits can hang."""
+    for m, lookahead in shapes(d):
+        if lookahead == 0:
+            outcome = walk(programs(d, m, 0, PLAN, early), device_waits=anywhere)
+            assert outcome.fine, (m, outcome)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("shapes", [few_shapes, slow(shapes, id="all_shapes")])
+@pytest.mark.parametrize("early", CHOICES)
+@pytest.mark.parametrize("d", STAGES)
+def test_one_rank_may_wait_for_its_device_anywhere_whichever_receives_are_early(d, early, shapes):
+    """No receive is posted whose message depends on what this stage has yet to send."""
+    for (m, lookahead), waiting in itertools.product(shapes(d), {0, d // 2, d - 1}):
+        if lookahead < d:
+            outcome = walk(
+                programs(d, m, lookahead, PLAN, early),
+                device_waits=lambda rank, step, waiting=waiting: rank == waiting and anywhere(rank, step),
+            )
+            assert outcome.fine, (m, lookahead, waiting, outcome)
+
+
+@pytest.mark.parametrize(("lookahead", "early"), [(0, EARLY), (1, LATE)])
+@pytest.mark.parametrize("d", STAGES[1:])
+def test_two_that_wait_at_once_hang_with_early_receives_at_both_ends_or_lookahead(d, lookahead, early):
+    """Why neither is the default on accelerators."""
+    outcome = walk(programs(d, d + 1, lookahead, PLAN, early), device_waits=anywhere)
+    assert any("device waits" in blocked.reason for blocked in outcome.blocked), outcome
+
+
+@pytest.mark.parametrize("early", [EARLY, LATE])
+def test_it_finds_the_first_gradient_received_before_any_forward_was_sent(early):
+    """Without a wait for the device that is no deadlock, but the first one then has no end."""
+    ranks = programs(3, 5, 0, PLAN, early)
+    steps = ranks[0].steps
+    first = Step("receive", 0, B(0))
+    steps.remove(first)
+    steps.insert(0, first)
+    assert walk(ranks).fine
+    outcome = walk(ranks, device_waits=lambda rank, step: rank == 0 and step.kind == "compute")
+    assert str(outcome.blocked[0]) == "rank 0 at compute F0.0: the device waits for B0.0 of filling 0"
 
 
 @pytest.mark.parametrize("d", STAGES)
@@ -201,11 +284,10 @@ def test_it_finds_a_stage_that_holds_as_many_as_the_next(monkeypatch, stage):
     assert outcome.fine and outcome.time > 1.9 * 3 * batches * m
 
 
-@pytest.mark.parametrize(("d", "m"), [(d, m) for d in (3, 4, 8) for m in range(1, d - 1)])
+@pytest.mark.parametrize(("d", "m"), [(d, m) for d in (3, 4, 8) for m in range(1, d)])
 def test_it_finds_too_few_microbatches(d, m):
-    """With one fewer than stages there is no deadlock, but the first stage then holds more than a batch."""
+    """With one fewer than stages the first one holds a whole batch, whose first gradient no step receives."""
     assert not walk(programs(d, m, 0, PLAN)).fine
-    assert walk(programs(d, d - 1, 0, PLAN)).fine
 
 
 def synchronous(rank, d, m, fused):

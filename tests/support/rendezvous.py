@@ -7,21 +7,28 @@ notices would hang there. The walk is a simulation without processes:
   of the pipeline in one direction);
 - what a rank does on one lane starts only when all before it on that lane is delivered; one lane a queue is
   how `Messages` does it, one lane a rank is a single communicator;
-- a process stops at a wait until the message is there, and at a send until few enough are under way.
+- a process stops at a wait until the message is there, and at a send until few enough are under way;
+- an all-reduce, of the norm or of tied parameters, is over when all its ranks have started it;
+- where the walk says so, a process stops until all is over that it has started: something has waited for the
+  whole device, as the first launch of a kernel, or an allocation, may do at any time.
 
 Any interleaving shows whether there is a deadlock. A rank decides nothing by what happens to come first: it
 waits for one thing, and what is once delivered stays so. Thus a step that can be taken can still be taken
-after any other, as in a Kahn network, and all orders end in the same state, at the same virtual times.
+after any other, as in a Kahn network, and all orders end in the same state, at the same virtual times. And a
+rank that stops less gets as far: if nothing hangs where all wait for the device at every step, nothing does
+where some wait at some of them.
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from titan_async.pipelining import actions
 from titan_async.pipelining.actions import (
+    EARLY,
     Action,
+    Early,
     Instruction,
     drain_program,
     evaluation_program,
@@ -40,9 +47,14 @@ Queue = tuple[int, int]
 
 
 class Step(NamedTuple):
-    """An instruction of the pipeline's `filling`-th filling; "close" waits for all sends before it ends."""
+    """An instruction of the pipeline's `filling`-th filling.
 
-    kind: Literal["receive", "wait", "compute", "send", "close"]
+    "finish" ends a stage's gradient of a batch, and at the first one joins the all-reduce of tied parameters
+    and waits for it; "tie" joins it at the last one. "reduce" joins the norm's, and "update" waits for that,
+    as clipping does: the optimizer follows. "close" waits for all sends before it ends.
+    """
+
+    kind: Literal["receive", "wait", "compute", "send", "finish", "tie", "reduce", "update", "close"]
     filling: int
     action: Action | None = None
     fused: bool = False  # starts together with the step before
@@ -61,27 +73,58 @@ class Program:
     most_pending: int
 
 
-def programs(d: int, m: int, lookahead: int, plan: Iterable[int]) -> list[Program]:
+def programs(
+    d: int, m: int, lookahead: int, plan: Iterable[int], early: Sequence[Early] | Early = EARLY
+) -> list[Program]:
     """What each rank does over `plan`: numbers of batches with a drain after each, 0 for an evaluation."""
-    return [_program((r, d, m), lookahead, plan) for r in range(d)]
+    return [
+        _program((r, d, m), lookahead, plan, early if isinstance(early, Early) else early[r])
+        for r in range(d)
+    ]
 
 
-def _program(shape: tuple[int, int, int], lookahead: int, plan: Iterable[int]) -> Program:
+def _program(shape: tuple[int, int, int], lookahead: int, plan: Iterable[int], early: Early) -> Program:
     stage, d, m = shape
     steps: list[Step] = []
     for filling, batches in enumerate(plan):
-        instructions: list[Instruction] = []
-        for batch in range(batches):
-            instructions += step_program(*shape, batch, lookahead)
         if batches == EVALUATION:
-            instructions = evaluation_program(*shape)
-        else:
-            instructions += drain_program(*shape, batches - 1, lookahead)
-        steps += [Step(kind, filling, action) for kind, action in instructions if kind != "finish"]
+            steps += _steps(evaluation_program(*shape, early), filling)
+        for batch in range(batches):
+            program = _steps(step_program(*shape, batch, lookahead, early), filling)
+            steps += _with_collectives(program, filling, batch - 1, stage == d - 1)
+        if batches:
+            program = _steps(drain_program(*shape, batches - 1, lookahead, early), filling)
+            steps += _with_collectives(program, filling, batches - 1, stage == d - 1)
         steps.append(Step("close", filling))
     # By its module's name, for a test to plant another.
     window = most_pending(actions.in_flight(stage, d, lookahead))
-    return Program(steps, m, slots(stage, d, lookahead), window)
+    return Program(steps, m, slots(stage, d, lookahead, early), window)
+
+
+def _steps(instructions: list[Instruction], filling: int) -> list[Step]:
+    return [Step(kind, filling, action) for kind, action in instructions]
+
+
+def _with_collectives(program: list[Step], filling: int, batch: int, is_last: bool) -> list[Step]:
+    """A call that delivers the gradient of `batch`: the last stage was done with it in the call before."""
+    if batch < 0:
+        return program
+    gradient = Action("B", batch, 0)
+    if is_last:
+        first = int(bool(program) and program[0].kind == "receive")
+        return [
+            *program[:first],
+            Step("tie", filling, gradient),
+            Step("reduce", filling, gradient),
+            *program[first:],
+            Step("update", filling, gradient),
+        ]
+    steps = []
+    for step in program:
+        steps.append(step)
+        if step.kind == "finish":
+            steps.append(Step("reduce", filling, gradient))
+    return [*steps, Step("update", filling, gradient)]
 
 
 class Blocked(NamedTuple):
@@ -122,6 +165,7 @@ def walk(
     ranks: list[Program],
     lane: Callable[[int, Queue], Hashable] = a_lane_each,
     sends_block: bool = False,
+    device_waits: Callable[[int, Step], bool] = lambda rank, step: False,
 ) -> Outcome:
     """Let all ranks run as far as they get.
 
@@ -129,9 +173,10 @@ def walk(
         ranks: the programs.
         lane: a name for the lane, of those of a rank, that a queue's messages take there.
         sends_block: stop each process at a send until its message is delivered.
+        device_waits: whether a rank's process waits for its device before a step.
     """
-    network = _Network(lane)
-    processes = [_Process(r, program, network, sends_block) for r, program in enumerate(ranks)]
+    network = _Network(lane, len(ranks))
+    processes = [_Process(r, program, network, sends_block, device_waits) for r, program in enumerate(ranks)]
     runs = [process.run() for process in processes]
     blocked: dict[int, Blocked] = {}
     network.awake.update(range(len(ranks)))
@@ -174,8 +219,10 @@ class _Batch:
 class _Network:
     """What has been posted, has started, and is delivered."""
 
-    def __init__(self, lane: Callable[[int, Queue], Hashable]) -> None:
+    def __init__(self, lane: Callable[[int, Queue], Hashable], ranks: int) -> None:
         self._lane = lane
+        self.ranks = ranks
+        self._joined: dict[Hashable, list[_Transfer]] = defaultdict(list)
         self._lanes: dict[Hashable, deque[_Batch]] = defaultdict(deque)
         self._started: dict[tuple[int, Queue], deque[_Transfer]] = defaultdict(deque)
         self.awake: set[int] = set()  # ranks whose wait may be over
@@ -193,6 +240,15 @@ class _Network:
             batch.lane.append(batch)
             if batch.lane[0] is batch:
                 self._start(batch, 0)
+
+    def join(self, name: Hashable, members: int, transfer: _Transfer) -> None:
+        """Take one rank's part of a collective."""
+        joined = self._joined[name]
+        joined.append(transfer)
+        if len(joined) == members:
+            for each in joined:
+                each.done, each.time = True, max(other.time for other in joined)
+                self.awake.add(each.rank)
 
     def left(self) -> Iterator[_Transfer]:
         """What has been posted and not delivered."""
@@ -234,9 +290,18 @@ class _Network:
 class _Process:
     """One rank, doing what `ScheduleAsync2BW` and `Messages` would; its methods yield while it is stuck."""
 
-    def __init__(self, rank: int, program: Program, network: _Network, sends_block: bool) -> None:
+    def __init__(
+        self,
+        rank: int,
+        program: Program,
+        network: _Network,
+        sends_block: bool,
+        device_waits: Callable[[int, Step], bool],
+    ) -> None:
         self._rank, self._program, self._network = rank, program, network
-        self._sends_block = sends_block
+        self._sends_block, self._device_waits = sends_block, device_waits
+        self._started: list[_Transfer] = []
+        self._norms: dict[tuple[int, Action | None], _Transfer] = {}
         self._receiving: dict[tuple[int, Action | None], _Transfer] = {}
         self._sending: dict[str, deque[_Transfer]] = {"F": deque(), "B": deque()}
         self.clock = 0.0
@@ -244,20 +309,47 @@ class _Process:
     def run(self) -> Iterator[Blocked]:
         for steps in _fused(self._program.steps):
             step = steps[0]
+            if self._device_waits(self._rank, step):
+                for transfer in self._started:
+                    yield from self._until_done(transfer, step, f"the device waits for {transfer}")
+                self._started.clear()
             if step.kind == "compute":
                 self.clock += COST[step.action.kind]
             elif step.kind == "wait":
                 yield from self._wait(step)
             elif step.kind == "close":
                 yield from self._close(step)
+            elif step.kind == "finish":
+                if self._rank == 0 and self._network.ranks > 1:
+                    yield from self._until_done(self._join("tied", 2, step), step, "the last stage is late")
+            elif step.kind == "tie":
+                if self._rank > 0:
+                    self._join("tied", 2, step)
+            elif step.kind == "reduce":
+                self._norms[step.filling, step.action] = self._join("norm", self._network.ranks, step)
+            elif step.kind == "update":
+                yield from self._update(step)
             else:
                 yield from self._post(steps)
+
+    def _join(self, name: str, members: int, step: Step) -> _Transfer:
+        assert step.action is not None
+        transfer = _Transfer(self._rank, (self._rank, self._rank), (step.filling, step.action), self.clock)
+        self._started.append(transfer)
+        self._network.join((name, step.filling, step.action.batch), members, transfer)
+        return transfer
 
     def _wait(self, step: Step) -> Iterator[Blocked]:
         transfer = self._receiving.pop((step.filling, step.action), None)
         while transfer is None:
             yield Blocked(self._rank, step, "its receive was not posted before")
         yield from self._until_done(transfer, step, "the message does not come")
+
+    def _update(self, step: Step) -> Iterator[Blocked]:
+        norm = self._norms.get((step.filling, step.action))
+        while norm is None:
+            yield Blocked(self._rank, step, "its gradient was not complete before")
+        yield from self._until_done(norm, step, "the norm does not come")
 
     def _close(self, step: Step) -> Iterator[Blocked]:
         while self._receiving:
@@ -275,6 +367,7 @@ class _Process:
                 self._sending[step.action.kind].append(transfer)
             else:
                 self._receiving[transfer.label] = transfer
+        self._started += transfers
         self._network.post(transfers)
         if self._sends_block:
             for step in sends:

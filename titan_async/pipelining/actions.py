@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 __all__ = [
+    "EARLY",
     "Action",
+    "Early",
     "Instruction",
     "drain_actions",
     "drain_program",
@@ -50,6 +52,26 @@ class Instruction(NamedTuple):
         return f"{self.kind} {self.action}"
 
 
+class Early(NamedTuple):
+    """For which kind of action a stage posts a receive while it still computes the one of that kind before.
+
+    A late receive is posted just before its wait. Anything may make a process wait for all work of its
+    device (a kernel that is loaded, memory that is allocated), receives and sends included, and two
+    neighbours may do so at once. Neither may then have posted a receive of what the other still has to
+    compute, nor wait for a send to be received. Without lookahead that holds if no backward is early.
+    """
+
+    forward: bool
+    backward: bool
+
+    def of(self, kind: Literal["F", "B"]) -> bool:
+        """Whether those of forwards are, or of backwards."""
+        return self.forward if kind == "F" else self.backward
+
+
+EARLY = Early(True, True)
+
+
 def in_flight(stage_index: int, num_stages: int, lookahead: int = 0) -> int:
     """Microbatches whose backward is still to come when a stage's `step` returns.
 
@@ -60,13 +82,13 @@ def in_flight(stage_index: int, num_stages: int, lookahead: int = 0) -> int:
     return behind + (lookahead * behind // (num_stages - 1) if behind else 0)
 
 
-def slots(stage_index: int, num_stages: int, lookahead: int = 0) -> int:
+def slots(stage_index: int, num_stages: int, lookahead: int = 0, early: Early = EARLY) -> int:
     """Microbatches that a stage needs receive buffers for at a time.
 
-    Those in flight, the one whose forward is running, and the next one, whose input is received meanwhile;
+    Those in flight, the one whose forward comes next, and the one after it if its input is received early;
     the first stage receives no activations.
     """
-    return in_flight(stage_index, num_stages, lookahead) + (2 if stage_index else 1)
+    return in_flight(stage_index, num_stages, lookahead) + (2 if stage_index and early.forward else 1)
 
 
 def step_actions(
@@ -112,56 +134,96 @@ def drain_actions(
 
 
 def step_program(
-    stage_index: int, num_stages: int, n_microbatches: int, batch: int, lookahead: int = 0
+    stage_index: int,
+    num_stages: int,
+    n_microbatches: int,
+    batch: int,
+    lookahead: int = 0,
+    early: Early = EARLY,
 ) -> list[Instruction]:
     """`step_actions` with their messages.
 
-    A receive is posted one action of its kind ahead, so that the message is under way while the stage
+    An early receive is posted one action of its kind ahead, so that the message is under way while the stage
     computes. Forwards of the next step are not known to come, so its first one is received in it; the next
-    backward always comes, in the next step or in a drain, so it stays posted between steps.
+    backward always comes, in the next step or in a drain, so its receive stays posted between steps. That of
+    the very first backward is posted once the stage has sent the forwards that it depends on.
     """
-    actions = step_actions(stage_index, num_stages, n_microbatches, batch, lookahead)
-    receives_gradients = stage_index < num_stages - 1
+    shape = stage_index, num_stages
+    actions = step_actions(*shape, n_microbatches, batch, lookahead)
+    before_first = Action("F", 0, in_flight(*shape, lookahead))
     program = []
-    if receives_gradients and batch == 0:
-        program.append(Instruction("receive", Action("B", 0, 0)))
-    if stage_index > 0:
+    if stage_index > 0 and early.forward:
         program.append(Instruction("receive", Action("F", batch, 0)))
     for action in actions:
-        program += _around(action, stage_index, num_stages, n_microbatches)
-    return program
+        if action == before_first and stage_index < num_stages - 1 and early.backward:
+            program.append(Instruction("receive", Action("B", 0, 0)))
+        program += _around(action, *shape, n_microbatches, early)
+    return _with_late_receives(program, early)
 
 
 def drain_program(
-    stage_index: int, num_stages: int, n_microbatches: int, batch: int, lookahead: int = 0
+    stage_index: int,
+    num_stages: int,
+    n_microbatches: int,
+    batch: int,
+    lookahead: int = 0,
+    early: Early = EARLY,
 ) -> list[Instruction]:
-    """`drain_actions` with their messages; the first receive was posted by the step before."""
+    """`drain_actions` with their messages; the step before has posted the first receive, if it is early."""
     actions = drain_actions(stage_index, num_stages, n_microbatches, batch, lookahead)
     last = Action("B", batch, n_microbatches - 1)
-    return [
+    program = [
         instruction
         for action in actions
-        for instruction in _around(action, stage_index, num_stages, n_microbatches, last)
+        for instruction in _around(action, stage_index, num_stages, n_microbatches, early, last)
     ]
+    return _with_late_receives(program, early)
 
 
-def evaluation_program(stage_index: int, num_stages: int, n_microbatches: int) -> list[Instruction]:
+def evaluation_program(
+    stage_index: int, num_stages: int, n_microbatches: int, early: Early = EARLY
+) -> list[Instruction]:
     """One batch of forwards with their messages, for an empty pipeline."""
-    program = [Instruction("receive", Action("F", 0, 0))] if stage_index > 0 else []
+    program = []
+    if stage_index > 0 and early.forward:
+        program.append(Instruction("receive", Action("F", 0, 0)))
     for microbatch in range(n_microbatches):
-        program += _around(Action("F", 0, microbatch), stage_index, num_stages, n_microbatches)
-    return program
+        program += _around(Action("F", 0, microbatch), stage_index, num_stages, n_microbatches, early)
+    return _with_late_receives(program, early)
+
+
+def _with_late_receives(program: list[Instruction], early: Early) -> list[Instruction]:
+    """Insert the receives that are not early, after the last computation before their wait.
+
+    And before the send of its result, or two neighbours would wait for each other to receive.
+    """
+    complete: list[Instruction] = []
+    for instruction in program:
+        kind, action = instruction
+        if kind == "wait" and not early.of(action.kind):
+            place = len(complete)
+            while place and complete[place - 1].kind != "compute":
+                place -= 1
+            complete.insert(place, Instruction("receive", action))
+        complete.append(instruction)
+    return complete
 
 
 def _around(
-    action: Action, stage_index: int, num_stages: int, n_microbatches: int, last: Action | None = None
+    action: Action,
+    stage_index: int,
+    num_stages: int,
+    n_microbatches: int,
+    early: Early,
+    last: Action | None = None,
 ) -> Iterator[Instruction]:
     from_neighbour, to_neighbour = stage_index > 0, stage_index < num_stages - 1
     if action.kind == "B":
         from_neighbour, to_neighbour = to_neighbour, from_neighbour
     if from_neighbour:
         following = _following(action, n_microbatches)
-        if action != last and (action.kind == "B" or following.batch == action.batch):
+        comes = action != last and (action.kind == "B" or following.batch == action.batch)
+        if comes and early.of(action.kind):
             yield Instruction("receive", following)
         yield Instruction("wait", action)
     yield Instruction("compute", action)

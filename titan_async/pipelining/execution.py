@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
@@ -15,7 +16,14 @@ from titan_async.pipelining._torch_internals import (
     prepare_buffers,
     release_buffers,
 )
-from titan_async.pipelining.actions import Action, Instruction, evaluation_program, in_flight, slots
+from titan_async.pipelining.actions import (
+    EARLY,
+    Action,
+    Instruction,
+    evaluation_program,
+    in_flight,
+    slots,
+)
 from titan_async.pipelining.messages import Messages, most_pending
 from titan_async.pipelining.recording import Kind, NoRecorder, Recorder
 from titan_async.pipelining.versions import Versions
@@ -51,25 +59,41 @@ class Execution:
     Args:
         stage: the stage of this rank.
         lookahead: see `ScheduleAsync2BW`.
+        early_receives: likewise.
     """
 
-    def __init__(self, stage: _PipelineStageBase, lookahead: int) -> None:
+    def __init__(self, stage: _PipelineStageBase, lookahead: int, early_receives: bool | None) -> None:
         self._stage = stage
+        self._lookahead, self._early_receives = lookahead, early_receives
         self._tail = in_flight(stage.stage_index, stage.num_stages, lookahead)
-        self._slots = slots(stage.stage_index, stage.num_stages, lookahead)
+        self._slots = 0
+        self.early = EARLY  # which receives are, once opened
         self._messages = Messages(stage)
+        self._outgoing: list[dist.P2POp] = []  # of what was computed last
         self._n_microbatches = 0
         self.recorder: Recorder = NoRecorder()
 
     def open(self, n_microbatches: int) -> None:
         """Get ready for batches of this many microbatches, on a stage that torch has initialized."""
         self._n_microbatches = n_microbatches
-        prepare_buffers(self._stage, self._slots)
         self._messages.open()
+        self.early = self._messages.early(self._early_receives)
+        self._slots = slots(self._stage.stage_index, self._stage.num_stages, self._lookahead, self.early)
+        prepare_buffers(self._stage, self._slots)
 
     def close(self) -> None:
         """Wait until everything that was sent has been taken. Nothing may be in flight."""
         self._messages.close()
+
+    def begin(self, program: list[Instruction]) -> list[Instruction]:
+        """Post the receive that a program begins with, and return the rest of it.
+
+        What comes next may wait for the device, and the stage before for its send.
+        """
+        if program and program[0].kind == "receive":
+            self._receive(program[0].action)
+            return program[1:]
+        return program
 
     def train(
         self,
@@ -116,7 +140,8 @@ class Execution:
     def evaluate(self, forward: Forward) -> None:
         """Run one batch of forwards, and close."""
         stage = self._stage
-        for kind, action in evaluation_program(stage.stage_index, stage.num_stages, self._n_microbatches):
+        program = evaluation_program(stage.stage_index, stage.num_stages, self._n_microbatches, self.early)
+        for kind, action in program:
             if kind == "receive":
                 self._receive(action)
             elif kind == "wait":
@@ -139,6 +164,10 @@ class Execution:
         self._messages.receive(action, get_ops(slot))
 
     def _send(self, action: Action, most: int) -> None:
+        self._messages.send(action, self._outgoing, most)
+
+    def _prepare_send(self, action: Action) -> None:
+        """Allocate what the send needs: after a late receive nothing may wait for the device until it."""
         slot = self._slot(action)
         if action.kind == "F":
             ops = self._stage.get_fwd_send_ops(slot)
@@ -146,7 +175,9 @@ class Execution:
                 clone_aliased_outputs(self._stage, slot, ops)
         else:
             ops = self._stage.get_bwd_send_ops(slot)
-        self._messages.send(action, ops, most)
+        for op in ops:
+            op.tensor = op.tensor.contiguous()
+        self._outgoing = ops
 
     def _compute(self, action: Action, batch: Batch, forward: Forward | None) -> None:
         if action.kind == "F":
@@ -158,12 +189,15 @@ class Execution:
             if loss is not None:  # its graph is used up, and would keep the input
                 batch.losses[action.microbatch] = loss.detach()
             release_buffers(self._received(action))
+            if not self._stage.is_first:
+                self._prepare_send(action)
 
     def _compute_forward(self, action: Action, forward: Forward) -> None:
         forward(action.microbatch, self._slot(action))
         release_buffers(self._received(action))
         if not self._stage.is_last:
             self._check_outputs(action)
+            self._prepare_send(action)
 
     def _check_outputs(self, action: Action) -> None:
         """Refuse what the next stage has no buffers for: gloo would abort the process that receives it."""

@@ -1,4 +1,4 @@
-"""Messages between a stage and its neighbours, received early and sent without waiting.
+"""Messages between a stage and its neighbours, received early where that is safe, and sent without waiting.
 
 Every edge of the pipeline has a process group of its own for each direction. Messages of one group arrive in
 the order in which they are sent, and nothing waits for a message of another group: with NCCL, whose
@@ -6,6 +6,8 @@ operations on one communicator run one after another, an early receive would oth
 after it.
 """
 
+import hashlib
+import socket
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -17,9 +19,14 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from titan_async._group_internals import joint_group, wait_for_message
 from titan_async.pipelining._torch_internals import group_of
-from titan_async.pipelining.actions import Action
+from titan_async.pipelining.actions import EARLY, Action, Early
 
-__all__ = ["Messages", "most_pending", "wait_for_stage"]
+__all__ = ["MAX_CTAS", "Messages", "most_pending", "wait_for_stage"]
+
+MAX_CTAS = 4
+"""Thread blocks that NCCL may use for a message. Each holds a multiprocessor from the post of the receive
+until the message has come; left to itself NCCL takes about 16 over NVLink, an eighth of an H100, and 4
+between nodes. A message is tens of MB and does not need more."""
 
 _Sends = deque[tuple[list[dist.P2POp], list[dist.Work]]]
 
@@ -29,6 +36,7 @@ class _Lanes:
     """The groups of a stage's edges, by kind of action and the neighbour's rank."""
 
     groups: dict[tuple[str, int], dist.ProcessGroup] = field(default_factory=dict)
+    upstream_is_near: bool = False  # the stage before is on this host
     busy: bool = False
 
 
@@ -84,6 +92,17 @@ class Messages:
         self._lanes.busy = False
         self._lanes = None
 
+    def early(self, choice: bool | None) -> Early:
+        """Which receives are to be early; see `ScheduleAsync2BW`."""
+        assert self._lanes is not None
+        if choice is not None:
+            return Early(choice, choice)
+        if self._stage.device.type == "cpu":
+            return EARLY
+        # A stage that is ahead is idle until the gradient comes, and so has posted its receive by then; an
+        # activation is there while it still computes. Within a host a transfer is short.
+        return Early(forward=not self._lanes.upstream_is_near, backward=False)
+
     def receive(self, action: Action, ops: list[dist.P2POp]) -> None:
         """Post the receives of the input of `action`."""
         self._receiving[action] = self._start(action, ops)
@@ -95,8 +114,6 @@ class Messages:
 
     def send(self, action: Action, ops: list[dist.P2POp], most: int) -> None:
         """Start sending the output of `action`, once fewer than `most` of its kind are on their way."""
-        for op in ops:
-            op.tensor = op.tensor.contiguous()
         self._finish(action.kind, most - 1)
         self._sending[action.kind].append((ops, self._start(action, ops)))
 
@@ -140,24 +157,41 @@ def _connect(stage: _PipelineStageBase, group: dist.ProcessGroup) -> _Lanes:
         for i in (index - 1, index, index + 1)
         if 0 <= i < stage.num_stages
     }
-    for neighbour in (index - 1, index + 1):  # along the pipeline, so that no two ranks wait for each other
+    # Every other edge of the pipeline, then those between: all of each half connect at the same time.
+    for neighbour in sorted((index - 1, index + 1), key=lambda other: min(index, other) % 2):
         if neighbour in rank_of:
             ranks = rank_of[index], rank_of[neighbour]
             upstream, downstream = ranks if neighbour > index else ranks[::-1]
-            lanes.groups["F", rank_of[neighbour]] = _edge_group(upstream, downstream, stage.device)
-            lanes.groups["B", rank_of[neighbour]] = _edge_group(downstream, upstream, stage.device)
+            lanes.groups["F", rank_of[neighbour]], near = _edge_group(upstream, downstream, stage.device)
+            lanes.groups["B", rank_of[neighbour]], _ = _edge_group(downstream, upstream, stage.device)
+            if neighbour < index:
+                lanes.upstream_is_near = near
     return lanes
 
 
-def _edge_group(source: int, destination: int, device: torch.device) -> dist.ProcessGroup:
-    """A group of two neighbours, whose connection is made here: later, either may wait for the other."""
-    group = joint_group((source, destination))
-    token = torch.zeros(1, device=device)
+def _edge_group(source: int, destination: int, device: torch.device) -> tuple[dist.ProcessGroup, bool]:
+    """A group of two neighbours, and for `destination` whether both are on one host.
+
+    Its connection is made here: later, either may wait for the other.
+    """
+    group = joint_group((source, destination), *_backend(device))
+    host = hashlib.sha256(socket.gethostname().encode()).digest()
+    token = torch.tensor(list(host), dtype=torch.uint8, device=device)
     if dist.get_rank() == source:
         dist.send(token, destination, group)
-    else:
-        dist.recv(token, source, group)
-    return group
+        return group, False
+    dist.recv(token, source, group)
+    return group, bytes(token.tolist()) == host
+
+
+def _backend(device: torch.device) -> tuple[str | None, object | None]:
+    """The backend of an edge's groups and its options, None for those of the default group."""
+    if f"{device.type}:nccl" not in dist.get_backend_config():
+        return None, None
+    # At high priority, or its blocks would wait until the kernels of the next computation leave room.
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.min_ctas, options.config.max_ctas = 1, MAX_CTAS
+    return "nccl", options
 
 
 def _abandon(sending: list[_Sends]) -> None:

@@ -74,6 +74,12 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             same order, and none in between. The last stage's copies take the first one's values before the
             first batch; `.grad` of both then holds the sum of both stages' gradients, which counts once in
             the norm. Equal optimizers keep the copies equal bit by bit.
+        early_receives: whether the receive of a message is posted while the stage computes what comes before,
+            which hides its transfer, or after that. On a GPU a posted receive occupies multiprocessors until
+            its message comes, and while it waits for a neighbour nothing that waits for the whole device
+            returns: with early receives at both ends of an edge, two such waits at once hang. By default all
+            are early on the CPU; on accelerators only those of activations from another host, which without
+            `lookahead` never hang. Ranks may choose differently.
 
     Raises:
         ValueError: if there are fewer microbatches than stages, too few for `lookahead`, or
@@ -114,6 +120,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         lookahead: int = 0,
         target_chunk_spec: Any = None,
         tied_parameters: Sequence[nn.Parameter] = (),
+        early_receives: bool | None = None,
     ) -> None:
         if isinstance(stage, list | tuple):
             raise NotImplementedError(
@@ -145,7 +152,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         self._target_chunk_spec = target_chunk_spec
         # Only the last stage finishes a batch's backwards within the batch's own step.
         self._tail = in_flight(stage.stage_index, stages, lookahead)
-        self._execution = Execution(stage, lookahead)
+        self._execution = Execution(stage, lookahead, early_receives)
         self._versions: Versions | None = None
         self._number = 0  # batches since the pipeline was last empty
         self._before = 0  # batches until then
@@ -337,7 +344,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             versions = self._checked_versions()
             batch = self._number - 1
             with self._breaks_on_error():
-                self._run(drain_program(*self._shape, batch, self._lookahead))
+                self._run(drain_program(*self._shape, batch, self._lookahead, self._execution.early))
                 self._execution.close()
                 versions.hold()
                 self._deliver(batch)
@@ -487,7 +494,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         if not self._tail:
             versions.release_other(batch.version)
         self.recorder.end()
-        self._run(step_program(*self._shape, number, self._lookahead), forward)
+        self._run(step_program(*self._shape, number, self._lookahead, self._execution.early), forward)
         if self._tail:
             self.recorder.begin(Kind.SWAP, stage, batch.number, version=updates)
             versions.preserve(batch.version)
@@ -500,6 +507,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
 
     def _run(self, program: list[Instruction], forward: Forward | None = None) -> None:
         assert self._versions is not None
+        program = self._execution.begin(program)
         due = self._number - 1
         if due in self._complete:  # the last stage was done with it before the user's update
             self._accumulate(due)
@@ -511,7 +519,6 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         present = [part for part in map(local_part, gradient.of_parameters) if part is not None]
         if self.scale_grads and present:
             torch._foreach_div_(present, self._n_microbatches)
-        self._tied.start(number, gradient.of_parameters)
         self._complete[number] = gradient
         if number < self._number:
             self._accumulate(number)
@@ -519,6 +526,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
     def _accumulate(self, number: int) -> None:
         assert self._versions is not None
         gradient = self._complete[number]
+        self._tied.start(number, gradient.of_parameters)
         self._versions.accumulate(gradient)
         if self._stage.is_first:  # the last stage, which is done a batch earlier, would wait for it here
             self._tied.finish(number, gradient.of_parameters)

@@ -2,9 +2,8 @@
 
 Each of the two stages holds a copy. Both gradients are one update late, so the shared weight's gradient is
 their sum, and equal updates keep the copies equal. The sum is an all-reduce of two ranks. The last stage
-starts it at the end of the batch's own step; the first stage joins when it has finished the batch, within the
-next step and before the last forward of that. The last stage waits for the sum when that step ends, so no
-bubble arises.
+starts it at the beginning of the next step; the first stage joins when it has finished the batch, within that
+step and before its last forward. The last stage waits for the sum when the step ends, so no bubble arises.
 """
 
 from collections.abc import Sequence

@@ -135,6 +135,7 @@ def _pipeline(
         scale_grads=False,
         lookahead=pipeline.lookahead,
         tied_parameters=tied_parameters(model_parts[0]) if tied else (),
+        early_receives={"auto": None, "always": True, "never": False}[pipeline.early_receives],
     )
     return schedule, model_parts, has_first, has_last
 

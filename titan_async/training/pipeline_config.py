@@ -21,3 +21,9 @@ class PipelineConfig:
     """Microbatches that the first stage keeps in flight beyond the stages - 1 that it must, under Async2BW;
     their number falls evenly to none at the last stage. They hide the latency of messages and uneven
     stages, and each costs a microbatch's activations; more than stages - 1 are of little use."""
+
+    early_receives: Literal["auto", "always", "never"] = "auto"
+    """Whether the receive of a message is posted while the stage computes what comes before, under Async2BW.
+    That hides the transfer, but on a GPU a posted receive occupies multiprocessors, and one at each end of an
+    edge can hang if something waits for both devices. "auto" does so for all messages on the CPU, and on
+    accelerators for activations from another host alone."""

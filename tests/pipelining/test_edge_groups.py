@@ -1,0 +1,169 @@
+"""Process groups of a pipeline's edges: whom they take, what NCCL is told, and which receives are early."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.pipelining import PipelineStage
+
+from tests.support.processes import Pools, WorkerPool
+from titan_async import _group_internals
+from titan_async.pipelining import ScheduleAsync2BW, messages
+from titan_async.pipelining.actions import EARLY, Early
+from titan_async.pipelining.messages import MAX_CTAS, Messages
+
+M = 4
+
+
+@pytest.fixture(scope="module")
+def pool(pools: Pools) -> WorkerPool:
+    return pools(4)
+
+
+def schedule_of(rank: int, group: dist.ProcessGroup, tied: bool = False) -> ScheduleAsync2BW:
+    torch.manual_seed(rank)
+    module = torch.nn.Linear(4, 4)
+    stage = PipelineStage(module, rank, group.size(), torch.device("cpu"), group=group)
+    parameters = [module.weight] if tied and (stage.is_first or stage.is_last) else []
+    loss_fn = torch.nn.functional.mse_loss
+    return ScheduleAsync2BW(stage, M, loss_fn=loss_fn, tied_parameters=parameters)
+
+
+def run(schedule: ScheduleAsync2BW, rank: int, size: int, rows: int = M, train: bool = True) -> None:
+    call = schedule.step if train else schedule.eval
+    call(
+        *([torch.ones(rows, 4)] if rank == 0 else []),
+        target=torch.ones(rows, 4) if rank == size - 1 else None,
+    )
+
+
+def train_bound(rank: int, group: dist.ProcessGroup) -> tuple[list[tuple[int, ...]], str]:
+    """All that makes groups, as if `init_process_group` had been given a device."""
+    made: list[tuple[int, ...]] = []
+    default, size = distributed_c10d._get_default_group(), group.size()
+    joint_group, count = messages.joint_group, distributed_c10d._world.group_count
+
+    def noting(ranks: Any, *options: Any) -> dist.ProcessGroup:
+        made.append(tuple(sorted(ranks)))
+        return joint_group(ranks, *options)
+
+    def split(parent: dist.ProcessGroup) -> None:
+        raise AssertionError("a split takes all ranks of the parent")
+
+    default.bound_device_id = torch.device("cuda", 0)
+    try:
+        with (
+            mock.patch.object(distributed_c10d, "_get_split_source", split),
+            mock.patch.object(messages, "joint_group", noting),
+            mock.patch.object(messages, "_lanes", weakref.WeakKeyDictionary()),  # none of another test
+        ):
+            schedule = schedule_of(rank, group, tied=True)
+            for _ in range(3):
+                run(schedule, rank, size)
+                if schedule.gradient_ready:
+                    schedule.clip_grad_norm_(1.0)
+                    schedule._stage.submod.zero_grad()
+            schedule.drain()
+            run(schedule, rank, size, 2 * M, train=False)  # of another shape: all compare what they are given
+        assert distributed_c10d._world.group_count == count
+        return made, str(default.bound_device_id)
+    finally:
+        default.bound_device_id = None
+
+
+@pytest.mark.parametrize("stages", [3, 4])
+def test_no_group_is_split_from_a_default_group_that_is_bound_to_a_device(
+    pool: WorkerPool, stages: int
+) -> None:
+    """A split by two ranks alone hangs under NCCL; three of four ranks could not make one in any way."""
+    results = pool.run(stages, train_bound)
+    assert all(device == "cuda:0" for _, device in results)
+    edges = [made for made, _ in results]
+    # Those of even stages and the next ones first, so that they connect at the same time.
+    assert edges[1] == [(0, 1), (0, 1), (1, 2), (1, 2)]
+    assert edges[2] == [*[(2, 3)] * 2 * (stages == 4), (1, 2), (1, 2)]
+
+
+class Options:
+    """In place of `ProcessGroupNCCL.Options`, which torch has where it has NCCL."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(min_ctas=None, max_ctas=None)
+
+
+@pytest.mark.parametrize(
+    ("backends", "device", "is_nccl"),
+    [
+        ("cuda:nccl", "cuda", True),
+        ("cpu:gloo,cuda:nccl", "cuda", True),
+        ("cpu:gloo,cuda:nccl", "cpu", False),
+        ("cpu:gloo,cuda:gloo", "cuda", False),
+    ],
+)
+def test_few_thread_blocks_of_nccl_wait_for_a_message(
+    monkeypatch: pytest.MonkeyPatch, backends: str, device: str, is_nccl: bool
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def new_group(ranks: list[int], **options: Any) -> object:
+        asked.append(options)
+        return mock.create_autospec(dist.ProcessGroup, instance=True)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "send", lambda *args: None)
+    monkeypatch.setattr(distributed_c10d, "_get_default_group", lambda: SimpleNamespace(bound_device_id=None))
+    monkeypatch.setattr(_group_internals, "_groups", set())
+    monkeypatch.setattr(torch, "tensor", lambda *args, **kwargs: None)
+    messages._edge_group(0, 1, torch.device(device))
+    (options,) = asked
+    if not is_nccl:
+        assert options["backend"] is None and options["pg_options"] is None
+        return
+    assert options["backend"] == "nccl" and options["pg_options"].is_high_priority_stream
+    config = options["pg_options"].config
+    assert (config.min_ctas, config.max_ctas) == (1, MAX_CTAS) and MAX_CTAS <= 4
+
+
+@pytest.mark.parametrize(
+    ("device", "choice", "near", "early"),
+    [
+        ("cpu", None, True, EARLY),
+        ("cuda", None, True, Early(False, False)),
+        ("cuda", None, False, Early(True, False)),
+        ("cpu", False, False, Early(False, False)),
+        ("cuda", True, True, EARLY),
+    ],
+)
+def test_which_receives_are_early(device: str, choice: bool | None, near: bool, early: Early) -> None:
+    """By default what no order of waits for devices can hang: see `test_rendezvous.py`."""
+    channels = Messages(SimpleNamespace(device=torch.device(device)))  # type: ignore[arg-type]
+    channels._lanes = messages._Lanes(upstream_is_near=near)
+    assert channels.early(choice) == early
+
+
+def where_upstream_is(rank: int, group: dist.ProcessGroup) -> bool:
+    with (
+        mock.patch.object(messages.socket, "gethostname", return_value=f"host{rank // 2}"),
+        mock.patch.object(messages, "_lanes", weakref.WeakKeyDictionary()),
+    ):
+        schedule = schedule_of(rank, group)
+        run(schedule, rank, group.size())
+        lanes = schedule._execution._messages._lanes
+        schedule.drain()
+    assert lanes is not None
+    return lanes.upstream_is_near
+
+
+def test_a_stage_learns_whether_the_one_before_is_on_its_host(pool: WorkerPool) -> None:
+    assert pool.run(4, where_upstream_is) == [False, True, False, True]
