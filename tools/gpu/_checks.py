@@ -115,6 +115,7 @@ def joined(place: Place, bound: bool = False) -> Iterator[Any]:
             os.environ |= {
                 "NCCL_HOSTID": f"rank{place.rank}",
                 "NCCL_MULTI_RANK_GPU_ENABLE": "1",  # which NCCL 2.30 asks for
+                "NCCL_NET": "Socket",
                 "NCCL_IB_DISABLE": "1",
                 "NCCL_NVLS_ENABLE": "0",
             }

@@ -55,7 +55,7 @@ def judge_speed(name: str, values: list[Any], place: Place) -> Row:
         return Row(name, "-", f"{found}, {1e3 * seconds:.1f} ms a step", NOTED)
     found += f", {baseline / seconds:.2f} x 1F1B"
     if place.shared:
-        return Row(name, "-", f"{found} (the ranks share a device, so that bubbles cost nothing)", NOTED)
+        return Row(name, "-", f"{found} (ranks share a device)", NOTED)
     slower = DIFFERS if values[0][3] > 4 else WRONG
     return Row(name, "faster than 1F1B", found, OK if seconds < baseline else slower)
 

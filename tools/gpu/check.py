@@ -66,7 +66,7 @@ def all_checks() -> dict[str, Check]:
             "which calls wait for a kernel that waits",
             kernels.waiting_call, kernels.judge_call, 100, lambda gpus: len(kernels.CALLS), on_cpu=False,
         ),
-        "muon": Check("Muon against torch.optim.Muon", optim.muon, optim.judge_muon, 90),
+        "muon": Check("Muon against torch.optim.Muon", optim.muon, optim.judge_muon, 120),
         "memory": Check(
             "peak memory of the stages against the formula of docs/memory.md",
             speed.peak, speed.judge_peak, 60, two_on_cpu, joined=True,
