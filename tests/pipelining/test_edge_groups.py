@@ -91,6 +91,44 @@ def test_no_group_is_split_from_a_default_group_that_is_bound_to_a_device(
     assert edges[2] == [*[(2, 3)] * 2 * (stages == 4), (1, 2), (1, 2)]
 
 
+def beginning_of_a_step(rank: int, group: dist.ProcessGroup) -> list[str]:
+    """What the last stage starts, in order, from the second step on to its first forward."""
+    schedule, size, started = schedule_of(rank, group, tied=True), group.size(), []
+    run(schedule, rank, size)
+    run(schedule, rank, size)
+    schedule.clip_grad_norm_(1.0)  # from now on the norm is reduced within the step
+    schedule._stage.submod.zero_grad()
+
+    def noting(owner: Any, name: str) -> Any:
+        call = getattr(owner, name)
+
+        def noted(*args: Any) -> Any:
+            started.append(f"{type(owner).__name__}.{name}")
+            return call(*args)
+
+        return mock.patch.object(owner, name, noted)
+
+    channels = schedule._execution._messages
+    with (
+        noting(channels, "receive"),
+        noting(channels, "wait"),
+        noting(schedule._tied, "start"),
+        noting(schedule._clipper, "start"),
+    ):
+        run(schedule, rank, size)
+    schedule.drain()
+    return started[: started.index("Messages.wait")]
+
+
+def test_the_last_stage_receives_before_it_reduces_what_others_have_yet_to_complete(
+    pool: WorkerPool,
+) -> None:
+    """As `tests/support/rendezvous.py` has it: what a reduction computes may wait for the device."""
+    first, *reductions = pool.run(2, beginning_of_a_step)[-1]
+    assert first == "Messages.receive"
+    assert reductions[:2] == ["TiedParameters.start", "Clipper.start"]
+
+
 class Options:
     """In place of `ProcessGroupNCCL.Options`, which torch has where it has NCCL."""
 

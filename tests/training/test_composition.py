@@ -90,6 +90,7 @@ def track_in_flight(trainer: Any, trained: Trained) -> None:
     forward, held = stage.forward_one_chunk, trained.extra.setdefault("held", [])
 
     def tracking(*args: Any, **kwargs: Any) -> Any:
+        trained.extra["early"] = trainer.pp_schedule._execution.early
         output = forward(*args, **kwargs)
         held.append(len(stage.fwd_cache))
         return output
@@ -97,11 +98,15 @@ def track_in_flight(trainer: Any, trained: Trained) -> None:
     stage.forward_one_chunk = tracking
 
 
-def test_lookahead_holds_more_microbatches_in_flight(runs: Trainers, tmp_path: Path) -> None:
-    argv = arguments(tmp_path, "tiny_llama", "--pipeline.lookahead", 1, "--validator.no-enable")
+def test_lookahead_holds_more_microbatches_in_flight_and_receives_are_late(
+    runs: Trainers, tmp_path: Path
+) -> None:
+    pipeline = "--pipeline.lookahead", 1, "--pipeline.early_receives", "never"
+    argv = arguments(tmp_path, "tiny_llama", *pipeline, "--validator.no-enable")
     first, last = runs(2, argv, track_in_flight)
     # Stage r holds d - r, and d - 1 - r times the lookahead beyond.
     assert (max(first.extra["held"]), max(last.extra["held"])) == (3, 1)
+    assert first.extra["early"] == last.extra["early"] == (False, False)
 
 
 def assert_uneven(looped: Looped) -> None:
