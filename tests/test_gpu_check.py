@@ -26,10 +26,9 @@ GPU = Path(__file__).parents[1] / "tools" / "gpu"
 def modules(monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in (GPU, GPU.parent / "bench"):
         monkeypatch.syspath_prepend(str(folder))
-    # Changed by a process of a check, which a test may be.
-    for variable in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"):
-        monkeypatch.setenv(variable, "")
-        monkeypatch.delenv(variable)
+    # The script sets both.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
 def test_the_recurrence_is_checked_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
