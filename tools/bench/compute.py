@@ -46,7 +46,7 @@ _kept: dict[tuple[str, int], Pipeline] = {}
 
 
 def wait(model: Model) -> None:
-    """Until the current stream has done what it was told to do; receives on others may wait for the next step."""
+    """For the current stream alone: on others, receives may wait for the next step."""
     if model.device != "cpu":
         torch.accelerator.current_stream().synchronize()
 
