@@ -115,23 +115,26 @@ def build_pipeline(
     batch: tuple[Tensor, Tensor],
     loss_fn: Callable[[Tensor, Tensor], Tensor] = squared_error,
     lookahead: int | None = None,
+    **options: Any,
 ) -> Pipeline | None:
     """One rank's part of the pipeline `name`, or None where the schedule refuses this number of microbatches.
 
     Args:
         make_modules: makes the modules of this rank from their stage indices and the number of stages.
-        batch: inputs and targets, split along dimension 0 into `n_microbatches`.
+        batch: inputs and targets, split along dimension 0 into `n_microbatches`, on the stages' device.
         lookahead: of Async2BW; None for its default.
+        options: further arguments of the schedule.
     """
     kind, rank = SCHEDULES[name], dist.get_rank(group)
     indices = kind.stage_indices(rank, group.size())
     count = kind.stages_per_rank * group.size()
     modules = list(make_modules(indices, count))
     stages = [
-        PipelineStage(module, index, count, torch.device("cpu"), group=group)
+        PipelineStage(module, index, count, batch[0].device, group=group)
         for index, module in zip(indices, modules, strict=True)
     ]
-    options: dict[str, Any] = {} if lookahead is None else {"lookahead": lookahead}
+    if lookahead is not None:
+        options["lookahead"] = lookahead
     if kind.tied and (stages[0].is_first or stages[0].is_last):
         options["tied_parameters"] = [modules[0].tied]
     try:

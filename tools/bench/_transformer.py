@@ -1,10 +1,12 @@
 """The stage that computes: transformer blocks on hidden states, so that all stages cost the same."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Block", "random_batch", "transformer_stage"]
+__all__ = ["Block", "Model", "random_batch", "transformer_stage"]
 
 
 class Block(nn.Module):
@@ -38,3 +40,26 @@ def random_batch(n_microbatches: int, length: int, width: int) -> tuple[Tensor, 
     generator = torch.Generator().manual_seed(0)
     shape = (n_microbatches, length, width)
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What one rank computes for one microbatch, and where."""
+
+    blocks: int = 2
+    """Transformer blocks a rank, in all its stages together."""
+    width: int = 256
+    length: int = 320
+    """Tokens in a microbatch, which is one sequence."""
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+    def stage(self, stages_per_rank: int = 1) -> nn.Module:
+        """One of a rank's stages; its heads are of 128 if there are four or more of these."""
+        blocks = self.blocks // stages_per_rank
+        return transformer_stage(blocks, self.width, max(4, self.width // 128)).to(self.device, self.dtype)
+
+    def batch(self, n_microbatches: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of so many microbatches."""
+        inputs, targets = random_batch(n_microbatches, self.length, self.width)
+        return inputs.to(self.device, self.dtype), targets.to(self.device, self.dtype)

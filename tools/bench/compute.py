@@ -1,30 +1,23 @@
-"""Throughput when the stages really compute: a transformer on two ranks of one thread each."""
+"""Throughput when the stages really compute: a transformer, here on two ranks of one thread each.
+
+`tools/gpu/check.py` measures the same on GPUs.
+"""
 
 import statistics
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from _pipelines import SCHEDULES, Pipeline, build_pipeline
 from _pool import Pool
-from _transformer import random_batch, transformer_stage
+from _transformer import Model
 
-__all__ = ["Model", "Throughput", "measure_compute"]
+__all__ = ["Model", "Throughput", "forget", "measure_compute", "pair", "prepare", "repeat"]
 
 RANKS = 2
 COMPARED = ["1F1B", "Interleaved1F1B", "Async2BW"]
-
-
-@dataclass(frozen=True)
-class Model:
-    """What one rank computes for one microbatch."""
-
-    blocks: int = 2
-    """Transformer blocks a rank, in all its stages together."""
-    width: int = 256
-    length: int = 320
-    """Tokens in a microbatch, which is one sequence."""
 
 
 @dataclass
@@ -52,47 +45,64 @@ _kept: dict[tuple[str, int], Pipeline] = {}
 """In a worker: the pipelines that have been built and warmed up."""
 
 
-def _prepare(rank: int, group: dist.ProcessGroup, schedule: str, microbatches: int, model: Model) -> None:
+def wait(model: Model) -> None:
+    """For the current stream alone: on others, receives may wait for the next step."""
+    if model.device != "cpu":
+        torch.accelerator.current_stream().synchronize()
+
+
+def prepare(
+    rank: int, group: dist.ProcessGroup, schedule: str, microbatches: int, model: Model, **options: Any
+) -> None:
+    """Build a pipeline with `options` of its schedule, and warm it up."""
     torch.manual_seed(rank)
-    blocks = model.blocks // SCHEDULES[schedule].stages_per_rank
     pipeline = build_pipeline(
         schedule,
         group,
         microbatches,
-        lambda indices, _: [transformer_stage(blocks, model.width) for _ in indices],
-        random_batch(microbatches, model.length, model.width),
+        lambda indices, _: [model.stage(SCHEDULES[schedule].stages_per_rank) for _ in indices],
+        model.batch(microbatches),
+        **options,
     )
     assert pipeline is not None
     pipeline.warm_up()
     _kept[schedule, microbatches] = pipeline
 
 
-def _repeat(rank: int, group: dist.ProcessGroup, schedule: str, microbatches: int, steps: int) -> float:
+def repeat(
+    rank: int, group: dist.ProcessGroup, schedule: str, microbatches: int, model: Model, steps: int
+) -> float:
     """Seconds a step on this rank, after one step of warm-up and without the drain."""
     pipeline = _kept[schedule, microbatches]
     dist.barrier(group)
     pipeline.train_step()
+    wait(model)
     start = time.perf_counter()
     for _ in range(steps):
         pipeline.train_step()
+    wait(model)
     seconds = (time.perf_counter() - start) / steps
     pipeline.finish()
     return seconds
 
 
-def _pair(rank: int, group: dist.ProcessGroup, model: Model, pairs: int) -> float:
+def pair(rank: int, group: dist.ProcessGroup, model: Model, pairs: int) -> float:
     """Seconds of a forward and backward, without any pipeline but on all ranks at once."""
-    stage = transformer_stage(model.blocks, model.width)
-    inputs, targets = random_batch(1, model.length, model.width)
-    dist.barrier(group)
-    start = time.perf_counter()
-    for _ in range(pairs):
-        x = inputs.clone().requires_grad_()
-        stage(x).backward(targets)
+    stage = model.stage()
+    inputs, targets = model.batch(1)
+    for count in (1, pairs) if model.device != "cpu" else (pairs,):  # an accelerator loads its kernels first
+        dist.barrier(group)
+        wait(model)
+        start = time.perf_counter()
+        for _ in range(count):
+            x = inputs.clone().requires_grad_()
+            stage(x).backward(targets)
+        wait(model)
     return (time.perf_counter() - start) / pairs
 
 
-def _forget(rank: int, group: dist.ProcessGroup) -> None:
+def forget(rank: int, group: dist.ProcessGroup) -> None:
+    """Drop the pipelines."""
     _kept.clear()
 
 
@@ -104,14 +114,14 @@ def measure_compute(
     for microbatches in counts:
         cases = [Throughput(schedule, microbatches) for schedule in COMPARED]
         for case in cases:
-            pool.run(RANKS, _prepare, case.schedule, microbatches, model)
+            pool.run(RANKS, prepare, case.schedule, microbatches, model)
         for _ in range(repeats):
-            pair = max(pool.run(RANKS, _pair, model, 4))
+            alone = max(pool.run(RANKS, pair, model, 4))
             for case in cases:
                 count = steps or max(8 // microbatches, 1)
-                seconds = pool.run(RANKS, _repeat, case.schedule, microbatches, count)
+                seconds = pool.run(RANKS, repeat, case.schedule, microbatches, model, count)
                 case.step_seconds.append(max(seconds))
-                case.pair_seconds.append(pair)
+                case.pair_seconds.append(alone)
         results += cases
-    pool.run(RANKS, _forget)
+    pool.run(RANKS, forget)
     return results

@@ -6,20 +6,22 @@ often the schedule holds each of them.
 
 import gc
 import statistics
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from _pipelines import build_pipeline, squared_error
 from _pool import Pool
-from _transformer import random_batch, transformer_stage
-from torch import nn
+from _transformer import Model
+from torch import Tensor, nn
 
 from titan_async.planning.live_tensors import StorageTracker
 
-__all__ = ["Peak", "Sizes", "measure_memory", "predict_peak"]
+__all__ = ["Peak", "Sizes", "measure_memory", "peak_of_steps", "predict_peak", "sizes_of"]
 
-_BLOCKS, _WIDTH, _LENGTH = 2, 128, 128
+_MODEL = Model(2, 128, 128)
 
 
 @dataclass(frozen=True)
@@ -107,13 +109,53 @@ def predict_peak(sizes: Sizes, stage: int, ranks: int, microbatches: int, lookah
     return versions * sizes.parameters + messages * sizes.message + max(moments)
 
 
-def _sizes(rank: int, group: dist.ProcessGroup) -> Sizes:
+class AllocatorTracker:
+    """Counts what CUDA's caching allocator hands out, as `StorageTracker` counts tensors."""
+
+    peak_by_origin = property(lambda self: {"other": self.peak})
+
+    def __enter__(self) -> "AllocatorTracker":
+        gc.collect()
+        self._before = torch.cuda.memory_allocated()
+        self.reset_peak()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    @property
+    def live(self) -> int:
+        return torch.cuda.memory_allocated() - self._before
+
+    @property
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated() - self._before
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def exclude(self, *tensors: Tensor) -> None:
+        pass  # they were made before
+
+    def bytes_of(self, tensors: Iterable[Tensor]) -> int:
+        return 0  # it knows no origins
+
+    def attributed(self, origin: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function
+
+
+def _tracker(model: Model) -> Any:
+    return StorageTracker() if model.device == "cpu" else AllocatorTracker()
+
+
+def sizes_of(rank: int, group: dist.ProcessGroup, model: Model) -> Sizes:
+    """The sizes of a rank's stage, by one microbatch without a pipeline."""
     last = rank == group.size() - 1
-    inputs, targets = random_batch(1, _LENGTH, _WIDTH)
+    inputs, targets = model.batch(1)
     inputs.requires_grad_(rank > 0)
-    with StorageTracker() as tracker:
+    with _tracker(model) as tracker:
         tracker.exclude(inputs, targets)
-        module = transformer_stage(_BLOCKS, _WIDTH)
+        module = model.stage()
         parameters = tracker.live
         backward_extra = []
         for _ in range(2):  # the second time the parameters have gradients
@@ -138,9 +180,10 @@ def _sizes(rank: int, group: dist.ProcessGroup) -> Sizes:
     )
 
 
-def _run(
+def peak_of_steps(
     rank: int,
     group: dist.ProcessGroup,
+    model: Model,
     schedule: str,
     microbatches: int,
     lookahead: int | None,
@@ -148,14 +191,14 @@ def _run(
 ) -> tuple[int, dict[str, int]]:
     """The peak of `steps` steps after a warm-up, and what it consisted of."""
     torch.manual_seed(rank)
-    batch = random_batch(microbatches, _LENGTH, _WIDTH)
-    with StorageTracker() as tracker:
+    batch = model.batch(microbatches)
+    with _tracker(model) as tracker:
         tracker.exclude(*batch)
         pipeline = build_pipeline(
             schedule,
             group,
             microbatches,
-            lambda indices, _: [transformer_stage(_BLOCKS, _WIDTH) for _ in indices],
+            lambda indices, _: [model.stage() for _ in indices],
             batch,
             loss_fn=tracker.attributed("activations", squared_error),
             lookahead=lookahead,
@@ -182,7 +225,7 @@ def measure_memory(pool: Pool, shapes: list[tuple[int, int]], repeats: int, step
     """Peaks of 1F1B, and of Async2BW with the least and with a generous lookahead, by turns."""
     results = []
     for ranks, microbatches in shapes:
-        sizes = pool.run(ranks, _sizes)
+        sizes = pool.run(ranks, sizes_of, _MODEL)
         lookaheads = {0, min(ranks - 1, microbatches - ranks)}
         rows: list[list[Peak]] = []
         for name, lookahead in [("1F1B", None), *(("Async2BW", value) for value in sorted(lookaheads))]:
@@ -195,7 +238,9 @@ def measure_memory(pool: Pool, shapes: list[tuple[int, int]], repeats: int, step
             ])  # fmt: skip
         for _ in range(repeats):
             for row in rows:
-                measured = pool.run(ranks, _run, row[0].schedule, microbatches, row[0].lookahead, steps)
+                measured = pool.run(
+                    ranks, peak_of_steps, _MODEL, row[0].schedule, microbatches, row[0].lookahead, steps
+                )
                 for case, (peak, parts) in zip(row, measured, strict=True):
                     case.repetitions.append(peak)
                     case.parts = parts

@@ -16,7 +16,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -134,11 +134,15 @@ def without_kernels(off: bool) -> contextlib.AbstractContextManager:
     return mock.patch.object(symmetric, "_by_kernels", return_value=False)
 
 
-def measure(model: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(
+    model: str, arguments: argparse.Namespace, only: Collection[str] | None = None
+) -> list[dict[str, Any]]:
     bench = Bench(shapes(model, arguments.quick), arguments.device)
     rows: list[dict[str, Any]] = []
     running = []
     for name, (build, off) in competitors(arguments.device == "cuda").items():
+        if only is not None and name not in only:
+            continue
         row: dict[str, Any] = {"model": model, "name": name, "seconds": []}
         rows.append(row)
         try:

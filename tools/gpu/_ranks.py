@@ -1,0 +1,213 @@
+"""Several ranks, on a GPU each or on one: is the recurrence exact, and does the host ever wait?"""
+
+import os
+import statistics
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from _checks import NOT_CHECKED, OK, WRONG, Place, Row, joined
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+
+from titan_async.optim import ErrorFeedback, Muon, set_found_inf
+from titan_async.pipelining import ScheduleAsync2BW
+
+__all__ = ["bound_recurrence", "host", "judge_error", "judge_host", "recurrence"]
+
+_WIDTH, _ROWS, _LR = 64, 4, 0.05
+
+
+class Sleepy(nn.Module):
+    """Holds up the device at random, forward and backward: what no event orders then goes wrong."""
+
+    def __init__(self, device: str, seed: int) -> None:
+        super().__init__()
+        self._sleeps = device != "cpu"
+        self._random = torch.Generator().manual_seed(seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sleep()
+        if x.requires_grad:
+            x.register_hook(self.sleep)
+        return x
+
+    def sleep(self, _: Tensor | None = None) -> None:
+        draw = torch.rand((), generator=self._random).item()
+        if self._sleeps and draw < 0.3:
+            torch.cuda._sleep(int(draw * 6e6))  # up to a millisecond
+
+
+def layers(stages: int) -> list[nn.Module]:
+    """The modules of all stages, as every rank makes them."""
+    torch.manual_seed(7)
+    return [
+        nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh(), nn.Linear(_WIDTH, _WIDTH)).double()
+        for _ in range(stages)
+    ]
+
+
+def batches(count: int, replicas: int, microbatches: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and targets, [replica, row, width]."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        shape = (2, replicas, microbatches * _ROWS, _WIDTH)
+        inputs, targets = torch.randn(shape, generator=generator, dtype=torch.double)
+        yield inputs, targets
+
+
+def written_out(stages: int, data: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """The parameters after W[b+1] = W[b] - lr g_b, g_b at W[max(b-1, 0)], in a loop on one process."""
+    model = nn.Sequential(*layers(stages))
+    params = list(model.parameters())
+    before = [param.detach().clone() for param in params]
+    for inputs, targets in data:
+        newest = [param.detach().clone() for param in params]
+        with torch.no_grad():
+            torch._foreach_copy_(params, before)
+        model.zero_grad()
+        nn.functional.mse_loss(model(inputs.flatten(0, 1)), targets.flatten(0, 1)).backward()
+        with torch.no_grad():
+            for param, value in zip(params, newest, strict=True):
+                param.copy_(value - _LR * param.grad)
+        before = newest
+    return [param.detach() for param in params]
+
+
+def _error(place: Place, stages: int, sharded: bool, **options: Any) -> float:
+    """The largest error of this rank's parameters, with a drain and a validation halfway."""
+    replicas, microbatches = place.ranks // stages, stages + 2
+    data = list(batches(40 if place.gpus else 6, replicas, microbatches))
+    mesh = init_device_mesh(place.kind, (stages, replicas), mesh_dim_names=("pp", "dp"))
+    index, replica = place.rank // replicas, place.rank % replicas
+    sleepy = Sleepy(place.device, place.rank)
+    module = nn.Sequential(layers(stages)[index], sleepy).to(place.device)
+    if sharded:
+        for each in (module[0], module):
+            fully_shard(each, mesh=mesh["dp"], reshard_after_forward=False)
+            each.set_force_sum_reduction_for_comms(not place.gpus)  # gloo has no other
+    stage = PipelineStage(module, index, stages, torch.device(place.device), group=mesh["pp"].get_group())
+    schedule = ScheduleAsync2BW(stage, microbatches, loss_fn=nn.functional.mse_loss, **options)
+    optimizer = torch.optim.SGD(module.parameters(), lr=_LR)
+
+    def update(ready: bool) -> None:
+        if ready:
+            schedule.clip_grad_norm_(1e9)  # which changes nothing, but is ordered with the rest
+            sleepy.sleep()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for number, (inputs, targets) in enumerate(data):
+        args = (inputs[replica].to(place.device),) if stage.is_first else ()
+        target = targets[replica].to(place.device) if stage.is_last else None
+        schedule.step(*args, target=target, return_outputs=False)
+        update(schedule.gradient_ready)
+        if number == len(data) // 2:
+            update(schedule.drain())
+            schedule.eval(*args, target=target)
+    update(schedule.drain())
+    have = [param.full_tensor() if sharded else param for param in module.parameters()]
+    want = written_out(stages, data)[len(have) * index :]
+    return max((a.detach().cpu() - b).abs().max().item() for a, b in zip(have, want, strict=False))
+
+
+def recurrence(place: Place) -> Iterator[tuple[str, float]]:
+    """The recurrence at as many stages as ranks, and at half as many under FSDP2."""
+    with joined(place):
+        name, stages = f"recurrence, {place.ranks} stages", place.ranks // 2
+        yield f"{name}, receives late", _error(place, place.ranks, False, early_receives=False)
+        yield f"recurrence, {stages} stages x FSDP2 over 2", _error(place, stages, True)
+        # At last, when all kernels are loaded: two ranks that wait for their devices hang.
+        yield f"{name}, receives early", _error(place, place.ranks, False, early_receives=True)
+
+
+def bound_recurrence(place: Place) -> Iterator[tuple[str, float]]:
+    """The same where the default group is bound to a device."""
+    with joined(place, bound=True):
+        name = f"recurrence, {place.ranks} stages, device_id"
+        yield name, _error(place, place.ranks, False)
+
+
+def judge_error(name: str, values: list[Any], place: Place) -> Row:
+    right = all(value < 1e-10 for value in values)  # not if it is NaN
+    return Row(name, "error below 1e-10", f"{max(values):.1e}", OK if right else WRONG)
+
+
+_HELD_CYCLES = 600_000_000
+"""A quarter of a second at the highest clock of any GPU."""
+
+
+def host(place: Place) -> Iterator[tuple[str, Any]]:
+    """How long the host is in each call of a step while the device is held up, and where it waits."""
+    with joined(place):
+        torch.manual_seed(place.rank)
+        width = 256 if place.gpus else 16
+        module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4))).to(place.device)
+        stage = PipelineStage(module, place.rank, place.ranks, torch.device(place.device))
+        schedule = ScheduleAsync2BW(stage, 8, loss_fn=nn.functional.mse_loss)
+        # One kind of optimizer for each layer.
+        a, b, c, d = ([layer.weight] for layer in module)
+        optimizers = {
+            "Muon": Muon(a, lr=0.01),
+            "Muon, error feedback": ErrorFeedback(Muon(b, lr=0.01)),
+            "fused AdamW": torch.optim.AdamW(c, fused=True),
+            "AdamW, error feedback": ErrorFeedback(torch.optim.AdamW(d, fused=True)),
+        }
+        x = torch.randn(32, width, device=place.device)
+        seconds: dict[bool, dict[str, list[float]]] = {held: defaultdict(list) for held in (False, True)}
+        lines: dict[str, Counter] = defaultdict(Counter)
+
+        def timed(what: str, call: Any) -> Any:
+            if place.gpus and held:
+                # Of the current stream alone: receives that wait for the next batch are on others.
+                torch.cuda.current_stream().synchronize()
+                torch.cuda._sleep(_HELD_CYCLES)
+                torch.cuda.set_sync_debug_mode("warn")
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                start = time.perf_counter()
+                result = call()
+                seconds[held][what].append(time.perf_counter() - start)
+            if place.gpus:
+                torch.cuda.set_sync_debug_mode("default")
+            for each in caught:
+                if "synchroniz" in str(each.message):
+                    lines[what][f"{os.path.basename(each.filename)}:{each.lineno}"] += 1
+            return result
+
+        def train_step() -> None:
+            args = (x,) if stage.is_first else ()
+            target = x if stage.is_last else None
+            timed("step", lambda: schedule.step(*args, target=target, return_outputs=False))
+            if schedule.gradient_ready:
+                norm = timed("clip_grad_norm_", lambda: schedule.clip_grad_norm_(1.0))
+                found_inf = (~norm.isfinite()).to(torch.float32)
+                for name, optimizer in optimizers.items():
+                    set_found_inf(optimizer, found_inf)
+                    timed(name, optimizer.step)
+                    optimizer.zero_grad()
+
+        for held in (False, True):
+            for _ in range(3 if held else 6):
+                train_step()
+        schedule.drain()
+        for what, times in seconds[True].items():
+            # What the host takes by itself, once its first steps are over.
+            free = statistics.median(seconds[False][what][-3:])
+            yield f"host in {what}", [statistics.median(times), free, dict(lines[what])]
+
+
+def judge_host(name: str, values: list[Any], place: Place) -> Row:
+    """Before each call the device was held up, of which the host must not notice anything."""
+    held, free, _ = max(values, key=lambda value: value[0] - value[1])
+    lines = sorted({line for *_, of_rank in values for line in of_rank})
+    found = f"{1e3 * held:.0f} ms ({1e3 * free:.0f} else)" + "".join(f"; waits in {line}" for line in lines)
+    if not place.gpus:
+        return Row(name, "does not wait for the device", f"{found}; it has none", NOT_CHECKED)
+    expected = "as long while the device is held up for 250 ms, no synchronization"
+    return Row(name, expected, found, OK if held - free < 0.12 and not lines else WRONG)

@@ -1,0 +1,81 @@
+"""Several ranks: how busy stages of a transformer are, and what they hold at their peak."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import compute
+import memory
+import torch
+from _checks import DIFFERS, NOTED, OK, WRONG, Place, Row, joined
+from _transformer import Model
+
+__all__ = ["judge_peak", "judge_speed", "peak", "speed"]
+
+
+def model_of(place: Place) -> Model:
+    """A block of 8B's width a rank, where a GPU of its own has the memory."""
+    if not place.gpus:
+        return Model(1, 32, 16)
+    free = torch.cuda.get_device_properties(place.device).total_memory / -(-place.ranks // place.gpus)
+    if place.shared or free < 30e9:  # messages of ranks that share a GPU go through sockets
+        return Model(2, 1024, 1024, place.device, torch.bfloat16)
+    return Model(2, 4096, 4096, place.device, torch.bfloat16)
+
+
+def speed(place: Place, blocks: int) -> Iterator[tuple[str, Any]]:
+    """Step times of 1F1B and of Async2BW, with at most so many blocks for each operation of NCCL."""
+    os.environ["NCCL_MAX_CTAS"] = str(blocks)
+    microbatches, steps = 2 * place.ranks, 10 if place.gpus else 1
+    with joined(place) as group:
+        model = model_of(place)
+        alone = compute.pair(place.rank, group, model, 8) * microbatches
+        baseline = None
+        for schedule, options in [
+            ("1F1B", {}),
+            ("Async2BW", {"early_receives": False}),
+            ("Async2BW", {"early_receives": True}),
+        ]:
+            compute.prepare(place.rank, group, schedule, microbatches, model, **options)
+            seconds = compute.repeat(place.rank, group, schedule, microbatches, model, steps)
+            compute.forget(place.rank, group)
+            baseline = baseline or seconds
+            kind = {True: ", receives early", False: ", receives late", None: ""}[
+                options.get("early_receives")
+            ]
+            name = f"utilization, {schedule}{kind}" + f", {blocks} blocks" * bool(place.gpus)
+            yield name, [alone, seconds, baseline, blocks]
+
+
+def judge_speed(name: str, values: list[Any], place: Place) -> Row:
+    """Busy is a rank as long as its forwards and backwards take where all ranks compute and none waits."""
+    alone, seconds, baseline = (max(value[index] for value in values) for index in range(3))
+    found = f"{alone / seconds:.2f}"
+    if "1F1B" in name:
+        return Row(name, "-", f"{found}, {1e3 * seconds:.1f} ms a step", NOTED)
+    found += f", {baseline / seconds:.2f} x 1F1B"
+    if place.shared:
+        return Row(name, "-", f"{found} (ranks share a device)", NOTED)
+    slower = DIFFERS if values[0][3] > 4 else WRONG
+    return Row(name, "faster than 1F1B", found, OK if seconds < baseline else slower)
+
+
+def peak(place: Place) -> Iterator[tuple[str, Any]]:
+    """Peak bytes of a stage under both schedules, and what the formula of docs/memory.md predicts."""
+    microbatches = place.ranks + 2
+    with joined(place) as group:
+        model = model_of(place)
+        compute.pair(place.rank, group, model, 1)  # cuBLAS keeps what it takes the first time
+        sizes = memory.sizes_of(place.rank, group, model)
+        for schedule, lookahead in (("1F1B", None), ("Async2BW", 0)):
+            predicted = memory.predict_peak(sizes, place.rank, place.ranks, microbatches, lookahead)
+            found, _ = memory.peak_of_steps(place.rank, group, model, schedule, microbatches, lookahead, 2)
+            yield f"peak memory, {schedule}", [predicted, found]
+
+
+def judge_peak(name: str, values: list[Any], place: Place) -> Row:
+    errors = [found / predicted - 1 for predicted, found in values]
+    most = 0.1 if place.gpus else 0.05
+    found = ", ".join(f"{error:+.1%}" for error in errors) + " by stage"
+    verdict = WRONG if max(errors) > most else DIFFERS if min(errors) < -most else OK
+    return Row(name, f"within {most:.0%} of the formula", found, verdict)

@@ -1,0 +1,151 @@
+"""Checks on whatever GPUs there are what has so far been shown on CPU alone. In ten minutes at most:
+
+    python tools/gpu/check.py [--only recurrence host] [--json results.json]
+    python tools/gpu/check.py --cpu      # what needs no GPU
+
+Needs torch (2.11 or newer) and this checkout, which need not be installed; docs/gpu.md explains the rows. The
+exit status is 1 if a row is WRONG, 2 if there is nothing to check on, and 0 otherwise.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# This checkout before one that is installed; the processes of the checks inherit the path.
+sys.path[:0] = [str(ROOT / "tools" / "gpu"), str(ROOT / "tools" / "bench"), str(ROOT)]
+
+from _checks import NOT_CHECKED, WRONG, Check, Row, not_checked, run  # noqa: E402
+
+SECONDS = 600
+_OLDEST = (2, 11)
+_WIDTHS = (38, 36, 44, 11)
+
+
+def all_checks() -> dict[str, Check]:
+    """The checks by their names, in the order in which they run: what may be wrong before what is slow."""
+    kernels, ranks, speed, optim = map(importlib.import_module, ("_kernels", "_ranks", "_speed", "_optim"))
+
+    def four(gpus: int) -> int:
+        return 8 if gpus >= 8 else 4
+
+    def two_on_cpu(gpus: int) -> int:
+        return four(gpus) if gpus else 2
+
+    found = {
+        "device": Check("which GPUs, torch and NCCL", kernels.device, kernels.judge_device, 60),
+        "recurrence": Check(
+            "weights after 40 batches against a loop, plain and FSDP2, while devices sleep at random",
+            ranks.recurrence, ranks.judge_error, 120, four, joined=True,
+        ),
+        "recurrence-bound": Check(
+            "the same where the default group is bound to a device",
+            ranks.bound_recurrence, ranks.judge_error, 60, four, on_cpu=False, joined=True,
+        ),
+        "host": Check(
+            "whether the host waits for the device in step, clip_grad_norm_ or an optimizer",
+            ranks.host, ranks.judge_host, 90, two_on_cpu, joined=True,
+        ),
+        "clock": Check(
+            "StreamClock against CUDA events", kernels.clock, kernels.judge_clock, 40, on_cpu=False
+        ),
+        "gemm": Check(
+            "what matrix products lose beside blocks that wait",
+            kernels.gemm, kernels.judge_gemm, 60, on_cpu=False,
+        ),
+        "waits": Check(
+            "which calls wait for a kernel that waits",
+            kernels.waiting_call, kernels.judge_call, 100, lambda gpus: len(kernels.CALLS), on_cpu=False,
+        ),
+        "muon": Check("Muon against torch.optim.Muon", optim.muon, optim.judge_muon, 120),
+        "memory": Check(
+            "peak memory of the stages against the formula of docs/memory.md",
+            speed.peak, speed.judge_peak, 60, two_on_cpu, joined=True,
+        ),
+    }  # fmt: skip
+    for blocks in (4, 2, 16):
+        found[f"speed-{blocks}"] = Check(
+            f"utilization of transformer stages against 1F1B, NCCL_MAX_CTAS={blocks}",
+            partial(speed.speed, blocks=blocks), speed.judge_speed, 60, two_on_cpu,
+            on_cpu=blocks == 4, joined=True,
+        )  # fmt: skip
+    return found
+
+
+def show(cells: tuple[str, ...], log: list[str]) -> None:
+    columns = [textwrap.wrap(cell, width) for cell, width in zip(cells, _WIDTHS, strict=True)]
+    for line in zip_longest(*columns, fillvalue=""):
+        print("  ".join(text.ljust(width) for text, width in zip(line, _WIDTHS, strict=True)).rstrip())
+    for text in log:
+        print(f"    | {text}")
+    sys.stdout.flush()
+
+
+def rows_of(checks: dict[str, Check], gpus: int) -> Iterator[Row]:
+    end = time.monotonic() + SECONDS
+    for name, check in checks.items():
+        left = end - time.monotonic() - 40  # to start processes, and to end them
+        if not gpus and not check.on_cpu:
+            yield not_checked(name, "needs a GPU")
+        elif left < 20:
+            yield not_checked(name, f"the {SECONDS} seconds are over; --only {name} runs it alone")
+        else:
+            # Cores may be busy with other work.
+            yield from run(name, check, gpus, min(check.seconds if gpus else 4 * check.seconds, left))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cpu", action="store_true", help="what needs no GPU, also where there is one")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="the checks to run")
+    parser.add_argument("--list", action="store_true", help="list the checks and leave")
+    parser.add_argument("--json", type=Path, help="file for the rows")
+    arguments = parser.parse_args()
+    try:
+        import torch
+    except ImportError as error:
+        parser.error(f"this needs torch {'.'.join(map(str, _OLDEST))} or newer: {error}")
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < _OLDEST:
+        parser.error(f"torch {torch.__version__} is too old: 2.11 or newer is needed")
+    checks = all_checks()
+    if arguments.list:
+        for name, check in checks.items():
+            print(f"{name:18}{check.about}{'' if check.on_cpu else ' (needs a GPU)'}")
+        return
+    if unknown := set(arguments.only or ()) - set(checks):
+        parser.error(f"--only {' '.join(sorted(unknown))}: the checks are {', '.join(checks)}")
+    if not arguments.cpu and not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device here; --cpu runs what needs none")
+    gpus = 0 if arguments.cpu else torch.cuda.device_count()
+    # The processes of a check are ended on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    chosen = {name: checks[name] for name in checks if name in (arguments.only or checks)}
+    start = time.monotonic()
+    rows: list[Row] = []
+    show(("check", "expected", "found", "verdict"), [])
+    for row in rows_of(chosen, gpus):
+        rows.append(row)
+        show((row.check, row.expected, row.found, row.verdict), row.log)
+        if arguments.json:
+            arguments.json.write_text(json.dumps([vars(row) for row in rows], indent=1) + "\n")
+    wrong = sum(row.verdict == WRONG for row in rows)
+    skipped = sum(row.verdict == NOT_CHECKED for row in rows)
+    print(f"{len(rows)} rows, {wrong} wrong, {skipped} not checked; {time.monotonic() - start:.0f} s")
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
