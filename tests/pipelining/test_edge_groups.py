@@ -174,20 +174,23 @@ def test_few_thread_blocks_of_nccl_wait_for_a_message(
 
 
 @pytest.mark.parametrize(
-    ("device", "choice", "near", "early"),
+    ("device", "choice", "near", "lookahead", "early"),
     [
-        ("cpu", None, True, EARLY),
-        ("cuda", None, True, Early(False, False)),
-        ("cuda", None, False, Early(True, False)),
-        ("cpu", False, False, Early(False, False)),
-        ("cuda", True, True, EARLY),
+        ("cpu", None, True, 0, EARLY),
+        ("cuda", None, True, 1, Early(False, False)),
+        ("cuda", None, False, 0, Early(False, False)),
+        ("cuda", None, False, 1, Early(True, False)),
+        ("cpu", False, False, 1, Early(False, False)),
+        ("cuda", True, True, 0, EARLY),
     ],
 )
-def test_which_receives_are_early(device: str, choice: bool | None, near: bool, early: Early) -> None:
+def test_which_receives_are_early(
+    device: str, choice: bool | None, near: bool, lookahead: int, early: Early
+) -> None:
     """By default what no order of waits for devices can hang: see `test_rendezvous.py`."""
     channels = Messages(SimpleNamespace(device=torch.device(device)))  # type: ignore[arg-type]
     channels._lanes = messages._Lanes(upstream_is_near=near)
-    assert channels.early(choice) == early
+    assert channels.early(choice, lookahead) == early
 
 
 def where_upstream_is(rank: int, group: dist.ProcessGroup) -> bool:

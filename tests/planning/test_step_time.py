@@ -63,13 +63,11 @@ def test_a_receive_that_waits_slows_its_rank_down(config, per_node, share):
     # From a pair's beginning to its end both are slowed down; but at the end of a batch the first stage alone
     # is, until it has its gradient, after a pair; for what it has lost till then the last one waits.
     always = ((m - 1) / (1 - share) + 1 + share) * 3 * EACH
-    # Activations alone: the first stage sends after a pair, and the last one has lost a share of that.
-    activations = (m + (m - 1) * share) * 3 * EACH
     seconds = seconds_by_receives(config, layout, costs, cluster)
     assert seconds == {
         "never": pytest.approx(m * 3 * EACH, rel=1e-4),
         "always": pytest.approx(always, rel=1e-4),
-        "auto": pytest.approx(activations if per_node == 1 else m * 3 * EACH, rel=1e-4),
+        "auto": pytest.approx(m * 3 * EACH, rel=1e-4),
     }
     for early in seconds:
         asked = dataclasses.replace(config.pipeline, early_receives=early)
@@ -77,6 +75,8 @@ def test_a_receive_that_waits_slows_its_rank_down(config, per_node, share):
         assert step_time(asked, layout, parts, cluster).step_seconds == seconds[early]
     time = step_time(config, layout, parts, cluster)
     assert time.bubble == pytest.approx(1 - m * 3 * EACH / seconds["auto"], abs=1e-4)
+    ahead = seconds_by_receives(config, dataclasses.replace(layout, lookahead=1), costs, cluster)
+    assert (ahead["auto"] == ahead["never"]) == (per_node == 8) and ahead["auto"] != ahead["always"]
     for free in (dataclasses.replace(layout, schedule="1F1B"), make_layout(1, pp=1, schedule="Async2BW")):
         assert seconds_by_receives(config, free, costs[: free.pp], cluster) == {}
 

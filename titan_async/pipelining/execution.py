@@ -77,7 +77,7 @@ class Execution:
         """Get ready for batches of this many microbatches, on a stage that torch has initialized."""
         self._n_microbatches = n_microbatches
         self._messages.open()
-        self.early = self._messages.early(self._early_receives)
+        self.early = self._messages.early(self._early_receives, self._lookahead)
         self._slots = slots(self._stage.stage_index, self._stage.num_stages, self._lookahead, self.early)
         prepare_buffers(self._stage, self._slots)
 

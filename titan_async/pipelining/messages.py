@@ -92,16 +92,17 @@ class Messages:
         self._lanes.busy = False
         self._lanes = None
 
-    def early(self, choice: bool | None) -> Early:
+    def early(self, choice: bool | None, lookahead: int) -> Early:
         """Which receives are to be early; see `ScheduleAsync2BW`."""
         assert self._lanes is not None
         if choice is not None:
             return Early(choice, choice)
         if self._stage.device.type == "cpu":
             return EARLY
-        # A stage that is ahead is idle until the gradient comes, and so has posted its receive by then; an
-        # activation is there while it still computes. Within a host a transfer is short.
-        return Early(forward=not self._lanes.upstream_is_near, backward=False)
+        # A stage that is ahead is idle until the gradient comes, and so has posted its receive by then. An
+        # activation is there early only with lookahead; without, its receive would wait nearly all the time.
+        # Within a host a transfer is short.
+        return Early(forward=lookahead > 0 and not self._lanes.upstream_is_near, backward=False)
 
     def receive(self, action: Action, ops: list[dist.P2POp]) -> None:
         """Post the receives of the input of `action`."""

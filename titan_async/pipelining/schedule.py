@@ -82,8 +82,8 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             which hides its transfer, or after that. On a GPU a posted receive occupies multiprocessors until
             its message comes, and while it waits for a neighbour nothing that waits for the whole device
             returns: with early receives at both ends of an edge, two such waits at once hang. By default all
-            are early on the CPU; on accelerators only those of activations from another host, which without
-            `lookahead` never hang. Ranks may choose differently.
+            are early on the CPU; on accelerators none, which without `lookahead` never hang, and with it
+            those of activations from another host. Ranks may choose differently.
 
     Raises:
         ValueError: if there are fewer microbatches than stages, too few for `lookahead`, or

@@ -69,7 +69,7 @@ def _receives(plan: Plan) -> list[str]:
     for leaves in sorted(apart):
         where = "between nodes" if leaves else "inside a node"
         blocks = cluster.network_blocks if leaves else cluster.link_blocks
-        auto = "early for activations" if leaves else "late"
+        auto = "early for activations" if leaves and plan.layout.lookahead else "late"
         when = {"auto": auto, "always": "early", "never": "late"}[plan.receives]
         links.append(
             f"posted {when} {where} ({blocks} of {cluster.accelerator.processors} SMs while one waits)"

@@ -37,7 +37,8 @@ __all__ = [
 _DAY = 86_400
 
 Receives = Literal["auto", "always", "never"]
-"""`pipeline.early_receives`: which receives are early; with "auto" those of activations from another node."""
+"""`pipeline.early_receives`: which receives are early; with "auto" and a lookahead those of activations from
+another node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +151,7 @@ def timing_of(
         backward=[cost.backward for cost in costs],
         weight_gradient=[cost.weight_gradient for cost in costs],
         latency=[network.message_seconds(*edge, size) for edge in edges],
-        receives_ahead=[_ahead(network, edge, receives) for edge in edges] if layout.delayed else (),
+        receives_ahead=[_ahead(network, layout, edge, receives) for edge in edges] if layout.delayed else (),
         message_share=[network.message_share(*edge) for edge in edges],
         gather=[cost.gather for cost in costs],
         reduction=[cost.reduction for cost in costs],
@@ -159,11 +160,13 @@ def timing_of(
     )
 
 
-def _ahead(network: Network, edge: tuple[int, int], receives: Receives) -> tuple[int, int] | None:
+def _ahead(
+    network: Network, layout: Layout, edge: tuple[int, int], receives: Receives
+) -> tuple[int, int] | None:
     if not network.message_share(*edge):
         return None
     if receives == "auto":
-        return int(network.apart(*edge)), 0
+        return int(layout.lookahead > 0 and network.apart(*edge)), 0
     return (1, 1) if receives == "always" else (0, 0)
 
 

@@ -26,4 +26,4 @@ class PipelineConfig:
     """Whether the receive of a message is posted while the stage computes what comes before, under Async2BW.
     That hides the transfer, but on a GPU a posted receive occupies multiprocessors, and one at each end of an
     edge can hang if something waits for both devices. "auto" does so for all messages on the CPU, and on
-    accelerators for activations from another host alone."""
+    accelerators, if there is a lookahead, for activations from another host."""
