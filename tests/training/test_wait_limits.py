@@ -125,7 +125,7 @@ def groups(trainer: Any) -> dict[str, Any]:
     found = {f"joint {i}": group for i, group in enumerate(_group_internals._groups)}
     meshes = trainer.parallel_dims.get_all_one_dimensional_meshes()
     found |= {name: mesh.get_group() for name, mesh in meshes.items()}
-    return found | {"default": dist.group.WORLD, "preemption": trainer.preemption._group}
+    return found | {"default": dist.group.WORLD, "preemption": trainer.preemption.group}
 
 
 def timeout_of(group: Any) -> float:
