@@ -112,11 +112,13 @@ class Network:
             return cluster.network_latency + size / (cluster.network_bandwidth * ACHIEVABLE_BANDWIDTH)
         return cluster.link_latency + size / (cluster.link_bandwidth * ACHIEVABLE_BANDWIDTH)
 
+    def message_blocks(self, pp_rank: int, other: int) -> int:
+        """The processors of either rank that a message between them takes while it is under way."""
+        return self.cluster.network_blocks if self.apart(pp_rank, other) else self.cluster.link_blocks
+
     def message_share(self, pp_rank: int, other: int) -> float:
-        """Of the processors of either rank, what a message between them takes while it is under way."""
-        apart = self.apart(pp_rank, other)
-        blocks = self.cluster.network_blocks if apart else self.cluster.link_blocks
-        return blocks / self.cluster.accelerator.processors
+        """`message_blocks` as a share of a rank's processors."""
+        return self.message_blocks(pp_rank, other) / self.cluster.accelerator.processors
 
     def norm_seconds(self) -> float:
         """The all-reduce of one number over all ranks."""

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from titan_async.planning.network import Network
 from titan_async.planning.plan import Plan, Refused
-from titan_async.planning.step_time import StepTime
+from titan_async.planning.step_time import StepTime, receives_ahead
 
 __all__ = ["print_plan"]
 
@@ -58,22 +58,23 @@ def _headlines(plan: Plan) -> list[str]:
     ]
 
 
+_WHEN = {(0, 0): "late", (1, 0): "early for activations", (1, 1): "early"}
+
+
 def _receives(plan: Plan) -> list[str]:
     """What messages cost, and what another choice of early receives would."""
     seconds = dict(plan.seconds_by_receives)
     if not seconds:
         return []
-    cluster, network = plan.cluster, Network(plan.cluster, plan.layout)
-    apart = {network.apart(rank, rank + 1) for rank in range(plan.layout.pp - 1)}
+    network = Network(plan.cluster, plan.layout)
+    edges = {network.apart(rank, rank + 1): (rank, rank + 1) for rank in range(plan.layout.pp - 1)}
     links = []
-    for leaves in sorted(apart):
-        where = "between nodes" if leaves else "inside a node"
-        blocks = cluster.network_blocks if leaves else cluster.link_blocks
-        auto = "early for activations" if leaves and plan.layout.lookahead else "late"
-        when = {"auto": auto, "always": "early", "never": "late"}[plan.receives]
-        links.append(
-            f"posted {when} {where} ({blocks} of {cluster.accelerator.processors} SMs while one waits)"
-        )
+    for apart, edge in sorted(edges.items()):
+        ahead = receives_ahead(network, plan.layout, edge, plan.receives)
+        if ahead is not None:
+            where = "between nodes" if apart else "inside a node"
+            blocks = f"{network.message_blocks(*edge)} of {plan.cluster.accelerator.processors} SMs"
+            links.append(f"posted {_WHEN[ahead]} {where} ({blocks} while one waits)")
     own = seconds.pop(plan.receives)
     others = [f"{_seconds(s)} with {receives}" for receives, s in seconds.items() if s != own]
     lines = [f"receives: {', '.join(links)}"]

@@ -28,6 +28,7 @@ from titan_async.planning.stage_cost import StageCost, message_bytes, stage_cost
 __all__ = [
     "Receives",
     "StepTime",
+    "receives_ahead",
     "seconds_by_receives",
     "stage_costs",
     "step_time",
@@ -146,12 +147,13 @@ def timing_of(
     network, size = Network(cluster, layout), message_bytes(config, layout)
     rank_of = {stage: rank for rank in range(layout.pp) for stage in layout.stages_of(rank)}
     edges = [(rank_of[stage], rank_of[stage + 1]) for stage in range(len(costs) - 1)]
+    ahead = [receives_ahead(network, layout, edge, receives) for edge in edges]
     return Timing(
         forward=[cost.forward for cost in costs],
         backward=[cost.backward for cost in costs],
         weight_gradient=[cost.weight_gradient for cost in costs],
         latency=[network.message_seconds(*edge, size) for edge in edges],
-        receives_ahead=[_ahead(network, layout, edge, receives) for edge in edges] if layout.delayed else (),
+        receives_ahead=ahead if layout.delayed else (),
         message_share=[network.message_share(*edge) for edge in edges],
         gather=[cost.gather for cost in costs],
         reduction=[cost.reduction for cost in costs],
@@ -160,9 +162,10 @@ def timing_of(
     )
 
 
-def _ahead(
+def receives_ahead(
     network: Network, layout: Layout, edge: tuple[int, int], receives: Receives
 ) -> tuple[int, int] | None:
+    """How far ahead activations and gradients are received between two ranks, as in `Timing`."""
     if not network.message_share(*edge):
         return None
     if receives == "auto":

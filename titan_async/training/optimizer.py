@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -35,7 +35,7 @@ from titan_async.training.optimizer_trial import try_out
 from titan_async.training.plain_tensors import PlainTensorOptimizer
 from titan_async.training.tying import stored_name
 
-__all__ = ["FACTORIES", "OF_THE_WHOLE_RUN", "AsyncOptimizers"]
+__all__ = ["FACTORIES", "OF_THE_WHOLE_RUN", "AsyncOptimizers", "drop_token_counts"]
 
 FACTORIES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Muon": Muon,
@@ -213,8 +213,7 @@ class AsyncOptimizers(OptimizersContainer):
         """
         skip = skips(self.found_inf)
         if skip is not None:
-            for moe in self._moes:
-                local_part(moe.tokens_per_expert_E).masked_fill_(skip, 0)
+            drop_token_counts(self._moes, skip)
 
     def _resolve_optimizer_factory(  # type: ignore[override]
         self, name: str
@@ -399,3 +398,22 @@ def _may_lack(key: str) -> bool:
 
 def _is_option(key: str, names: Collection[str]) -> bool:
     return key.startswith("param_groups.") and key.rpartition(".")[2] in names
+
+
+def drop_token_counts(modules: Iterable[nn.Module], skip: torch.Tensor | None = None) -> None:
+    """Zero the token counts of routers, as if there had been no such batch.
+
+    An update balances the load by these counts and sets them back; left alone they would add up with the next
+    batch's.
+
+    Args:
+        modules: of which those that are an `MoE` have counts.
+        skip: a scalar on the device; where it is false, the counts stay. None to drop them in any case.
+    """
+    for module in modules:
+        if isinstance(module, MoE):
+            counts = local_part(module.tokens_per_expert_E)
+            if skip is None:
+                counts.zero_()
+            else:
+                counts.masked_fill_(skip, 0)

@@ -25,7 +25,6 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.components.validate import Validator
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.models.common.moe import MoE
 from torchtitan.tools.utils import GarbageCollection
 from torchtitan.trainer import Trainer
 
@@ -47,7 +46,7 @@ from titan_async.training.lr_scheduler import AsyncLRSchedulers
 from titan_async.training.metrics import AsyncMetrics
 from titan_async.training.monitor_config import MonitorConfig
 from titan_async.training.not_finite import Search
-from titan_async.training.optimizer import AsyncOptimizers
+from titan_async.training.optimizer import AsyncOptimizers, drop_token_counts
 from titan_async.training.pipeline import adapt_model_spec, check_supported, delays_gradients
 from titan_async.training.pipeline_config import PipelineConfig
 from titan_async.training.preemption import PreemptedError, Preemption
@@ -293,7 +292,7 @@ class AsyncTrainer(Trainer):
             with self.recording.span(Kind.OPTIMIZER, self.step):
                 optimizers.step()
         else:
-            self._drop_token_counts()
+            drop_token_counts(module for part in self.model_parts for module in part.modules())
         # Only what changes gradients in between, such as a hook, makes Muon find one that is not finite.
         made = on_device or not getattr(optimizers, "step_was_skipped", False)
         if self.average is not None and made:
@@ -319,17 +318,6 @@ class AsyncTrainer(Trainer):
             pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
             ep_enabled=self.parallel_dims.ep_enabled,
         )
-
-    def _drop_token_counts(self) -> None:
-        """Forget how the routers have spread a batch's tokens, as if there had been no such batch.
-
-        An update balances the load by these counts and sets them back; left alone they would add up with
-        the next batch's.
-        """
-        for part in self.model_parts:
-            for module in part.modules():
-                if isinstance(module, MoE):
-                    module.tokens_per_expert_E.zero_()
 
     def _drain_and_update(self) -> None:
         if self.delayed:
