@@ -114,7 +114,7 @@ class Execution:
         """
         shown: int | None = None
         with versions.running():
-            for kind, action in program:
+            for kind, action, _ in program:
                 if kind == "receive":
                     self._receive(action)
                     continue
@@ -141,7 +141,7 @@ class Execution:
         """Run one batch of forwards, and close."""
         stage = self._stage
         program = evaluation_program(stage.stage_index, stage.num_stages, self._n_microbatches, self.early)
-        for kind, action in program:
+        for kind, action, _ in program:
             if kind == "receive":
                 self._receive(action)
             elif kind == "wait":
