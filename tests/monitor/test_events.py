@@ -173,8 +173,8 @@ def test_runs_of_a_folder(tmp_path: Path) -> None:
     assert runs_in(tmp_path) == []
     info = RunInfo(
         run_id="20260102-000000-aaaa", model="m", started=1.5, host="h", pid=1, first_step=0, steps=9,
-        log_every=1, schedule="1F1B", microbatches=4, lookahead=0, stages=4, ranks=((0, 2), (1, 3)),
-        tokens_per_step=7, device="cpu", versions={"torch": "2"},
+        log_every=1, schedule="1F1B", microbatches=4, lookahead=0, overlap=False, stages=4,
+        ranks=((0, 2), (1, 3)), tokens_per_step=7, device="cpu", versions={"torch": "2"},
     )  # fmt: skip
     for run_id in ("20260102-000000-aaaa", "20260101-000000-bbbb"):
         folder = events_folder(tmp_path, run_id)
@@ -183,8 +183,8 @@ def test_runs_of_a_folder(tmp_path: Path) -> None:
     assert [folder.name for folder in runs_in(tmp_path)] == ["20260101-000000-bbbb", "20260102-000000-aaaa"]
     assert read_info(runs_in(tmp_path)[-1]) == info
     assert {path.name for path in folder.iterdir()} == {"run.json"}
-    (folder / "run.json").write_text('{"format": 3}')
-    with pytest.raises(UserError, match="its format is 3, and this version reads 1 and 2"):
+    (folder / "run.json").write_text('{"format": 4}')
+    with pytest.raises(UserError, match="its format is 4, and this version reads 1 to 3"):
         read_info(folder)
     with pytest.raises(UserError, match="holds no run.json"):
         read_info(tmp_path)

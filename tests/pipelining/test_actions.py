@@ -178,7 +178,7 @@ def test_the_next_message_of_a_kind_is_received_while_an_action_is_computed(shap
         posted = {"F": [], "B": []}
         for program, actions in programs_of(stage, shape, filled):
             drains = all(action.kind == "B" for action in actions)
-            for kind, action in program:
+            for kind, action, _ in program:
                 if kind == "receive":
                     posted[action.kind].append(action)
                 elif kind == "wait":
@@ -196,7 +196,7 @@ def test_no_late_receive_is_posted_while_anything_is_computed(shape, filled, ear
     for stage in range(shape.stages):
         for program, _ in programs_of(stage, shape, filled, early):
             posted = set()
-            for kind, action in program:
+            for kind, action, _ in program:
                 if kind == "receive" and not early.of(action.kind):
                     posted.add(action)
                 elif kind == "wait":

@@ -75,6 +75,7 @@ def write_run(
         schedule=schedule,
         microbatches=microbatches,
         lookahead=0,
+        overlap=False,
         stages=total,
         ranks=tuple(map(tuple, ranks)),
         tokens_per_step=2048,

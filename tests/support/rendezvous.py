@@ -102,7 +102,7 @@ def _program(shape: tuple[int, int, int], lookahead: int, plan: Iterable[int], e
 
 
 def _steps(instructions: list[Instruction], filling: int) -> list[Step]:
-    return [Step(kind, filling, action) for kind, action in instructions]
+    return [Step(kind, filling, action) for kind, action, _ in instructions]
 
 
 def _with_collectives(program: list[Step], filling: int, batch: int, is_last: bool) -> list[Step]:

@@ -26,6 +26,7 @@ COLOURS: dict[Kind, str] = {
     Kind.SAVE: "#555555",
     Kind.VALIDATE: "#bfa5d9",
     Kind.GARBAGE_COLLECTION: "#7f3b08",
+    Kind.OVERLAP: "#7048c8",
 }
 """As #rrggbb."""
 
@@ -37,6 +38,7 @@ NAMES: dict[Kind, str] = {kind: kind.name.lower().replace("_", " ") for kind in 
     Kind.REDUCE: "reduce gradient",
     Kind.SWAP: "swap weights",
     Kind.DATA: "wait for data",
+    Kind.OVERLAP: "overlapped pair",
 }
 """What a legend calls them."""
 

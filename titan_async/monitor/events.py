@@ -12,9 +12,9 @@ A ring file is a header, then room for `CAPACITY` records of 32 bytes (`RECORD`)
 at `HEADER_BYTES + 32 * (n % CAPACITY)`. The header is one `STATE`, which is written anew several times a
 second, after the records that it counts; between two headers there are at most `BURST` of them, so that a
 reader can rely on the `CAPACITY - BURST` records before those that the header counts. A summary file holds
-one `SUMMARY` after another, which has fewer kinds in runs of format 1. All numbers are little-endian. Times
-are nanoseconds since the epoch by the clock of the rank's host, which is read once when the run starts and
-counted on from there, so that they never go back within a file.
+one `SUMMARY` after another, which has fewer kinds in runs of formats 1 and 2. All numbers are little-endian.
+Times are nanoseconds since the epoch by the clock of the rank's host, which is read once when the run starts
+and counted on from there, so that they never go back within a file.
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ __all__ = [
 CAPACITY = 1 << 16
 """Records that a ring holds: 2 MiB."""
 
-_KINDS_OF_FORMAT = {1: 16, 2: len(Kind)}
+_KINDS_OF_FORMAT = {1: 16, 2: 17, 3: len(Kind)}
 """How many kinds of spans files had, by the format in their run's `run.json`."""
 
 BURST = 4096

@@ -22,8 +22,9 @@ EVENTS_FOLDER = "events"
 """In the `dump_folder` of a run."""
 
 _INFO = "run.json"
-_FORMATS = (1, 2)
-"""Of the files of events, oldest first; the last is written. Those of format 1 know no garbage collection."""
+_FORMATS = (1, 2, 3)
+"""Of the files of events, oldest first; the last is written. Format 2 added garbage collection, format 3
+overlapped pairs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +43,15 @@ class RunShape:
     microbatches: int
     """In a batch, of each pipeline."""
     lookahead: int
+    overlap: bool
+    """Whether forwards and backwards are computed in overlapped pairs."""
     stages: int
     tokens_per_step: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo(RunShape):
-    """What a run is, from its start to its end. In `run.json`, with `"format": 2`."""
+    """What a run is, from its start to its end. In `run.json`, with `"format": 3`."""
 
     run_id: str
     started: float
@@ -82,9 +85,9 @@ def read_info(folder: Path) -> RunInfo:
     """
     path = folder / _INFO
     try:
-        record: Any = read_json(path)
+        record: Any = {"overlap": False} | read_json(path)  # which formats 1 and 2 lack
         if record["format"] not in _FORMATS:
-            known = " and ".join(map(str, _FORMATS))
+            known = f"{_FORMATS[0]} to {_FORMATS[-1]}"
             raise ValueError(f"its format is {record['format']}, and this version reads {known}")
         known = {field.name: _of_type(record[field.name], field.type) for field in fields(RunInfo)}
         known["ranks"] = tuple(tuple(map(int, stages)) for stages in known["ranks"])
@@ -105,7 +108,7 @@ def read_format(folder: Path) -> int:
 
 
 def _of_type(value: Any, wanted: Any) -> Any:
-    types = {str: str, int: int, float: int | float}
+    types = {str: str, int: int, float: int | float, bool: bool}
     if not isinstance(value, types.get(wanted, object)):
         raise ValueError(f"{value!r} is not of the type {wanted.__name__}")
     return value

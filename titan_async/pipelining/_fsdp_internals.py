@@ -100,6 +100,31 @@ class FsdpParameters:
         for group in self._groups:
             group._sharded_state = state
 
+    @property
+    def is_gathering(self) -> bool:
+        """Whether the next forward gathers what the module shows."""
+        return self._gathering
+
+    def pass_state(self) -> Any:
+        """How far FSDP's hooks have come in a forward or a backward, to be put back by `set_pass_state`."""
+        states = self._state._state_ctx.all_states
+        return (
+            self._state._state_ctx.iter_forward_root,
+            [(each._training_state, set(each._modules_to_run_forward)) for each in states],
+            [group._training_state for group in self._groups],
+        )
+
+    def set_pass_state(self, saved: Any) -> None:
+        """Let FSDP's hooks go on with a forward or a backward that has stopped."""
+        root, of_states, of_groups = saved
+        self._state._state_ctx.iter_forward_root = root
+        for state, (training, to_run) in zip(self._state._state_ctx.all_states, of_states, strict=True):
+            state._training_state = training
+            state._modules_to_run_forward.clear()
+            state._modules_to_run_forward.update(to_run)
+        for group, training in zip(self._groups, of_groups, strict=True):
+            group._training_state = training
+
     def leave_outside(self) -> None:
         """Show the shards, and free what forward and loss outside of a schedule's step have gathered."""
         self.show(None)

@@ -6,6 +6,10 @@ batch boundary and the pipeline never empties (PipeDream-2BW, arXiv 2006.09503, 
 
 With w = d - 1 - r at stage r of d, neighbours wait for each other's messages in every pair. A stage that
 holds two more than the next one instead of one hides their latency; `lookahead` spends activations on that.
+
+With `overlap` the two of a pair are computed together, each while the other's tokens travel between experts.
+Then the backward must not depend on the forward, and a hop to the next stage takes a whole pair each way:
+w = 2 (d - 1 - r) + 1.
 """
 
 from collections.abc import Iterator
@@ -47,9 +51,11 @@ class Instruction(NamedTuple):
 
     kind: Literal["receive", "wait", "compute", "send", "finish"]
     action: Action
+    beside: Action | None = None
+    """The backward that "compute" runs together with a forward: an overlapped pair."""
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.action}"
+        return f"{self.kind} {self.action}" + (f" with {self.beside}" if self.beside else "")
 
 
 class Early(NamedTuple):
@@ -72,37 +78,49 @@ class Early(NamedTuple):
 EARLY = Early(True, True)
 
 
-def in_flight(stage_index: int, num_stages: int, lookahead: int = 0) -> int:
+def in_flight(stage_index: int, num_stages: int, lookahead: int = 0, overlap: bool = False) -> int:
     """Microbatches whose backward is still to come when a stage's `step` returns.
 
     That is d - 1 - r, and `lookahead` more at the first stage; in between their number falls evenly, because
-    a stage must hold at least one more than the next. The last stage holds none.
+    a stage must hold at least one more than the next. The last stage holds none. With `overlap` it is
+    2 (d - 1 - r) + 1 instead of d - 1 - r.
     """
     behind = num_stages - 1 - stage_index
-    return behind + (lookahead * behind // (num_stages - 1) if behind else 0)
+    ahead = lookahead * behind // (num_stages - 1) if behind else 0
+    return ahead + (2 * behind + 1 if overlap else behind)
 
 
-def slots(stage_index: int, num_stages: int, lookahead: int = 0, early: Early = EARLY) -> int:
+def slots(
+    stage_index: int, num_stages: int, lookahead: int = 0, early: Early = EARLY, overlap: bool = False
+) -> int:
     """Microbatches that a stage needs receive buffers for at a time.
 
     Those in flight, the one whose forward comes next, and the one after it if its input is received early;
     the first stage receives no activations.
     """
-    return in_flight(stage_index, num_stages, lookahead) + (2 if stage_index and early.forward else 1)
+    return in_flight(stage_index, num_stages, lookahead, overlap) + (
+        2 if stage_index and early.forward else 1
+    )
 
 
 def step_actions(
-    stage_index: int, num_stages: int, n_microbatches: int, batch: int, lookahead: int = 0
+    stage_index: int,
+    num_stages: int,
+    n_microbatches: int,
+    batch: int,
+    lookahead: int = 0,
+    overlap: bool = False,
 ) -> list[Action]:
     """What one stage computes in one step, in order.
 
     Args:
         stage_index: the stage, r.
         num_stages: the number of stages, d.
-        n_microbatches: microbatches in a batch, m; at least d + lookahead.
+        n_microbatches: microbatches in a batch, m; at least `in_flight` of the first stage, and d.
         batch: the batch's number since the pipeline was last empty. Batch 0 has no tail of a former batch
             to finish.
-        lookahead: microbatches that the first stage holds beyond the d - 1 that it must.
+        lookahead: microbatches that the first stage holds beyond those that it must.
+        overlap: whether a forward and the backward that directly follows it are computed together.
 
     Returns:
         The m forwards of `batch`, each followed by the backward that is then due: those of the former
@@ -115,7 +133,7 @@ def step_actions(
         >>> [str(action) for action in step_actions(0, 2, n_microbatches=2, batch=1)]
         ['F1.0', 'B0.1', 'F1.1', 'B1.0']
     """
-    tail = in_flight(stage_index, num_stages, lookahead)
+    tail = in_flight(stage_index, num_stages, lookahead, overlap)
     actions = []
     for microbatch in range(n_microbatches):
         actions.append(Action("F", batch, microbatch))
@@ -126,10 +144,15 @@ def step_actions(
 
 
 def drain_actions(
-    stage_index: int, num_stages: int, n_microbatches: int, batch: int, lookahead: int = 0
+    stage_index: int,
+    num_stages: int,
+    n_microbatches: int,
+    batch: int,
+    lookahead: int = 0,
+    overlap: bool = False,
 ) -> list[Action]:
     """The backwards that empty one stage after the step of `batch`, in order."""
-    tail = in_flight(stage_index, num_stages, lookahead)
+    tail = in_flight(stage_index, num_stages, lookahead, overlap)
     return [Action("B", batch, i) for i in range(n_microbatches - tail, n_microbatches)]
 
 
@@ -140,6 +163,7 @@ def step_program(
     batch: int,
     lookahead: int = 0,
     early: Early = EARLY,
+    overlap: bool = False,
 ) -> list[Instruction]:
     """`step_actions` with their messages.
 
@@ -149,15 +173,21 @@ def step_program(
     the very first backward is posted once the stage has sent the forwards that it depends on.
     """
     shape = stage_index, num_stages
-    actions = step_actions(*shape, n_microbatches, batch, lookahead)
-    before_first = Action("F", 0, in_flight(*shape, lookahead))
+    actions = step_actions(*shape, n_microbatches, batch, lookahead, overlap)
+    before_first = Action("F", 0, in_flight(*shape, lookahead, overlap))
     program = []
+    of_forward: list[Instruction] = []
     if stage_index > 0 and early.forward:
         program.append(Instruction("receive", Action("F", batch, 0)))
     for action in actions:
         if action == before_first and stage_index < num_stages - 1 and early.backward:
             program.append(Instruction("receive", Action("B", 0, 0)))
-        program += _around(action, *shape, n_microbatches, early)
+        around = list(_around(action, *shape, n_microbatches, early))
+        if overlap and action.kind == "B":
+            around = _pair(of_forward + around)
+            del program[len(program) - len(of_forward) :]
+        program += around
+        of_forward = around
     return _with_late_receives(program, early)
 
 
@@ -168,9 +198,10 @@ def drain_program(
     batch: int,
     lookahead: int = 0,
     early: Early = EARLY,
+    overlap: bool = False,
 ) -> list[Instruction]:
     """`drain_actions` with their messages; the step before has posted the first receive, if it is early."""
-    actions = drain_actions(stage_index, num_stages, n_microbatches, batch, lookahead)
+    actions = drain_actions(stage_index, num_stages, n_microbatches, batch, lookahead, overlap)
     last = Action("B", batch, n_microbatches - 1)
     program = [
         instruction
@@ -192,6 +223,14 @@ def evaluation_program(
     return _with_late_receives(program, early)
 
 
+def _pair(instructions: list[Instruction]) -> list[Instruction]:
+    """Let a forward and a backward be computed together, from the instructions of both."""
+    forward, backward = (action for kind, action, _ in instructions if kind == "compute")
+    before = [i for kind in ("receive", "wait") for i in instructions if i.kind == kind]
+    after = [i for i in instructions if i.kind in ("send", "finish")]
+    return [*before, Instruction("compute", forward, backward), *after]
+
+
 def _with_late_receives(program: list[Instruction], early: Early) -> list[Instruction]:
     """Insert the receives that are not early, after the last computation before their wait.
 
@@ -199,7 +238,7 @@ def _with_late_receives(program: list[Instruction], early: Early) -> list[Instru
     """
     complete: list[Instruction] = []
     for instruction in program:
-        kind, action = instruction
+        kind, action, _ = instruction
         if kind == "wait" and not early.of(action.kind):
             place = len(complete)
             while place and complete[place - 1].kind != "compute":

@@ -25,13 +25,14 @@ from titan_async.pipelining.actions import (
     slots,
 )
 from titan_async.pipelining.messages import Messages, most_pending
+from titan_async.pipelining.overlap import Overlap
 from titan_async.pipelining.recording import Kind, NoRecorder, Recorder
 from titan_async.pipelining.versions import Versions
 
 __all__ = ["Batch", "Execution", "Forward"]
 
-Forward = Callable[[int, int], None]
-"""Runs the forward of a microbatch in a slot."""
+Forward = Callable[[int, int], Callable[[], None]]
+"""Runs the forward of a microbatch in a slot; what it returns computes the loss, where there is one."""
 
 _KINDS = {
     ("wait", "F"): Kind.RECEIVE,
@@ -60,16 +61,20 @@ class Execution:
         stage: the stage of this rank.
         lookahead: see `ScheduleAsync2BW`.
         early_receives: likewise.
+        overlap: likewise.
     """
 
-    def __init__(self, stage: _PipelineStageBase, lookahead: int, early_receives: bool | None) -> None:
+    def __init__(
+        self, stage: _PipelineStageBase, lookahead: int, early_receives: bool | None, overlap: bool
+    ) -> None:
         self._stage = stage
         self._lookahead, self._early_receives = lookahead, early_receives
-        self._tail = in_flight(stage.stage_index, stage.num_stages, lookahead)
+        self._tail = in_flight(stage.stage_index, stage.num_stages, lookahead, overlap)
+        self._overlap = Overlap(stage.device) if overlap else None
         self._slots = 0
         self.early = EARLY  # which receives are, once opened
         self._messages = Messages(stage)
-        self._outgoing: list[dist.P2POp] = []  # of what was computed last
+        self._outgoing: dict[str, list[dist.P2POp]] = {}  # of what was computed last, by kind
         self._n_microbatches = 0
         self.recorder: Recorder = NoRecorder()
 
@@ -78,7 +83,8 @@ class Execution:
         self._n_microbatches = n_microbatches
         self._messages.open()
         self.early = self._messages.early(self._early_receives, self._lookahead)
-        self._slots = slots(self._stage.stage_index, self._stage.num_stages, self._lookahead, self.early)
+        shape = self._stage.stage_index, self._stage.num_stages
+        self._slots = slots(*shape, self._lookahead, self.early, self._overlap is not None)
         prepare_buffers(self._stage, self._slots)
 
     def close(self) -> None:
@@ -114,7 +120,7 @@ class Execution:
         """
         shown: int | None = None
         with versions.running():
-            for kind, action in program:
+            for kind, action, beside in program:
                 if kind == "receive":
                     self._receive(action)
                     continue
@@ -122,13 +128,24 @@ class Execution:
                 if kind != "send" and batch.version != shown:
                     # Before backwards too: activation checkpointing computes the forward once more. And
                     # before the wait for a message, where it takes no time.
-                    self._begin(Kind.SWAP, action, batch)
-                    versions.show(batch.version)
-                    self.recorder.end()
+                    self._show(action, batch, versions)
                     shown = batch.version
-                self._begin(_KINDS[kind, action.kind], action, batch)
+                if beside is not None and versions.is_gathering:
+                    # The forward has to do that undisturbed.
+                    self._begin(Kind.FORWARD, action, batch)
+                    self._compute(action, batch, forward)
+                    self.recorder.end()
+                    action, beside, batch = beside, None, batches[beside.batch]
+                    if batch.version != shown:
+                        self._show(action, batch, versions)
+                        shown = batch.version
+                pair = beside is not None
+                self._begin(Kind.OVERLAP if pair else _KINDS[kind, action.kind], action, batch)
                 if kind == "wait":
                     self._messages.wait(action)
+                elif beside is not None:
+                    assert forward is not None
+                    self._compute_pair(action, beside, batches, versions, forward)
                 elif kind == "compute":
                     self._compute(action, batch, forward)
                 elif kind == "send":
@@ -141,7 +158,7 @@ class Execution:
         """Run one batch of forwards, and close."""
         stage = self._stage
         program = evaluation_program(stage.stage_index, stage.num_stages, self._n_microbatches, self.early)
-        for kind, action in program:
+        for kind, action, _ in program:
             if kind == "receive":
                 self._receive(action)
             elif kind == "wait":
@@ -157,6 +174,11 @@ class Execution:
         microbatch = None if kind is Kind.REDUCE else action.microbatch
         self.recorder.begin(kind, self._stage.stage_index, batch.number, microbatch, batch.updates)
 
+    def _show(self, action: Action, batch: Batch, versions: Versions) -> None:
+        self._begin(Kind.SWAP, action, batch)
+        versions.show(batch.version)
+        self.recorder.end()
+
     def _receive(self, action: Action) -> None:
         slot = self._slot(action)
         allocate_buffers(self._received(action), self._stage.device)
@@ -164,7 +186,7 @@ class Execution:
         self._messages.receive(action, get_ops(slot))
 
     def _send(self, action: Action, most: int) -> None:
-        self._messages.send(action, self._outgoing, most)
+        self._messages.send(action, self._outgoing.pop(action.kind), most)
 
     def _prepare_send(self, action: Action) -> None:
         """Allocate what the send needs: after a late receive nothing may wait for the device until it."""
@@ -177,7 +199,7 @@ class Execution:
             ops = self._stage.get_bwd_send_ops(slot)
         for op in ops:
             op.tensor = op.tensor.contiguous()
-        self._outgoing = ops
+        self._outgoing[action.kind] = ops
 
     def _compute(self, action: Action, batch: Batch, forward: Forward | None) -> None:
         if action.kind == "F":
@@ -192,8 +214,33 @@ class Execution:
             if not self._stage.is_first:
                 self._prepare_send(action)
 
+    def _compute_pair(
+        self,
+        action: Action,
+        beside: Action,
+        batches: Mapping[int, Batch],
+        versions: Versions,
+        forward: Forward,
+    ) -> None:
+        assert self._overlap is not None
+        of_forward, of_backward = batches[action.batch], batches[beside.batch]
+        losses: list[Callable[[], None]] = []
+        self._overlap.run(
+            lambda: losses.append(forward(action.microbatch, self._slot(action))),
+            lambda: self._compute(beside, of_backward, None),
+            versions.halves(of_forward.version, of_backward.version),
+        )
+        # A loss that runs backwards, as one in chunks does, would wait on accelerators for the thread in
+        # which the pair's backward has stopped.
+        losses[0]()
+        self._finish_forward(action)
+
     def _compute_forward(self, action: Action, forward: Forward) -> None:
-        forward(action.microbatch, self._slot(action))
+        compute_loss = forward(action.microbatch, self._slot(action))
+        compute_loss()
+        self._finish_forward(action)
+
+    def _finish_forward(self, action: Action) -> None:
         release_buffers(self._received(action))
         if not self._stage.is_last:
             self._check_outputs(action)

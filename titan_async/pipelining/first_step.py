@@ -38,7 +38,9 @@ def infer_eagerly() -> Iterator[None]:
         yield
 
 
-def run_trial(stage: _PipelineStageBase, forward: Callable[[int, int], None], losses: list[Tensor]) -> None:
+def run_trial(
+    stage: _PipelineStageBase, forward: Callable[[int, int], Callable[[], None]], losses: list[Tensor]
+) -> None:
     """Run forward and, if the stage trains, backward of one microbatch without messages.
 
     Activations are random, so that routers spread them; what the user gives (inputs of the first stage,
@@ -56,7 +58,7 @@ def run_trial(stage: _PipelineStageBase, forward: Callable[[int, int], None], lo
     devices = [] if stage.device.type == "cpu" else [stage.device]
     try:
         with torch.random.fork_rng(devices, device_type=stage.device.type), made_up_inputs(stage, slot=0):
-            forward(0, 0)
+            forward(0, 0)()
             if stage.has_backward:
                 stage.backward_one_chunk(0, losses[0] if stage.is_last else None)
     except Exception as error:

@@ -24,7 +24,7 @@ class Kind(IntEnum):
     IDLE = 0
     """Nothing of the others, within a step. Never recorded: it is what spans leave over."""
     STEP = 1
-    """A training step, in which the others but for the last three lie."""
+    """A training step, in which the others lie, but for SAVE, VALIDATE and GARBAGE_COLLECTION."""
     FORWARD = 2
     """Of one microbatch, on the last stage with its loss."""
     BACKWARD = 3
@@ -56,10 +56,13 @@ class Kind(IntEnum):
     """A validation."""
     GARBAGE_COLLECTION = 16
     """Python's, which torchtitan calls before every `training.gc_freq`-th step. Not in files of format 1."""
+    OVERLAP = 17
+    """An overlapped pair: a forward and a backward that are computed together, each while the other's messages
+    travel. Batch, microbatch and version are those of the forward. Not in files of formats 1 and 2."""
 
 
 BACKWARD_KINDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-"""Backwards, whole or in halves."""
+"""Backwards, whole or in halves, that are computed alone."""
 
 GRADIENT_KINDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 """Those that start from the next stage's gradient, and give the stage before its own."""
@@ -67,7 +70,7 @@ GRADIENT_KINDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 RELEASING_KINDS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 """Those after which nothing of a microbatch is held any more."""
 
-COMPUTE_KINDS = (Kind.FORWARD, *BACKWARD_KINDS)
+COMPUTE_KINDS = (Kind.FORWARD, *BACKWARD_KINDS, Kind.OVERLAP)
 """The kinds in which a stage is busy."""
 
 

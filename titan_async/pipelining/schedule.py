@@ -28,7 +28,7 @@ from titan_async.pipelining._torch_internals import (
     undone,
     unsupported_wrapper,
 )
-from titan_async.pipelining.actions import Instruction, drain_program, in_flight, step_program
+from titan_async.pipelining.actions import Early, Instruction, drain_program, in_flight, step_program
 from titan_async.pipelining.clipping import Clipper
 from titan_async.pipelining.execution import Batch, Execution, Forward
 from titan_async.pipelining.first_step import infer_eagerly, needs_trial, run_trial
@@ -84,6 +84,11 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             returns: with early receives at both ends of an edge, two such waits at once hang. By default all
             are early on the CPU; on accelerators none, which without `lookahead` never hang, and with it
             those of activations from another host. Ranks may choose differently.
+        overlap: run a forward and a backward together wherever both are due, each while the other waits for
+            tokens that travel between experts. It takes layers that exchange tokens by
+            `titan_async.pipelining.all_to_all_single`, or call `titan_async.pipelining.hand_over`. Stage r
+            then holds 2 (d - 1 - r) + 1 microbatches in flight instead of d - 1 - r, and during a pair one
+            more, and m has to be at least 2 d - 1. The same on every rank.
 
     Raises:
         ValueError: if there are fewer microbatches than stages, too few for `lookahead`, or
@@ -125,6 +130,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         target_chunk_spec: Any = None,
         tied_parameters: Sequence[nn.Parameter] = (),
         early_receives: bool | None = None,
+        overlap: bool = False,
     ) -> None:
         if isinstance(stage, list | tuple):
             raise NotImplementedError(
@@ -137,7 +143,13 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
                 f"Async2BW needs at least as many microbatches ({n_microbatches}) as stages "
                 f"({stages}); use more microbatches or fewer stages"
             )
-        most = n_microbatches - stages
+        least = 2 * stages - 1 if overlap else stages
+        if n_microbatches < least:
+            raise ValueError(
+                f"overlapped pairs over {stages} stages need at least {least} microbatches, not "
+                f"{n_microbatches}; use more, or overlap=False"
+            )
+        most = n_microbatches - least
         if not 0 <= lookahead <= most:
             raise ValueError(
                 f"lookahead is {lookahead}, but {n_microbatches} microbatches over {stages} stages leave "
@@ -154,9 +166,10 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         )
         self._lookahead = lookahead
         self._target_chunk_spec = target_chunk_spec
-        # Only the last stage finishes a batch's backwards within the batch's own step.
-        self._tail = in_flight(stage.stage_index, stages, lookahead)
-        self._execution = Execution(stage, lookahead, early_receives)
+        self._overlap = overlap
+        # Only the last stage, and without overlap, finishes a batch's backwards within the batch's own step.
+        self._tail = in_flight(stage.stage_index, stages, lookahead, overlap)
+        self._execution = Execution(stage, lookahead, early_receives, overlap)
         self._versions: Versions | None = None
         self._number = 0  # batches since the pipeline was last empty
         self._before = 0  # batches until then
@@ -350,7 +363,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             versions = self._checked_versions()
             batch = self._number - 1
             with self._breaks_on_error():
-                self._run(drain_program(*self._shape, batch, self._lookahead, self._execution.early))
+                self._run(drain_program(*self._shape, batch, *self._order))
                 self._execution.close()
                 versions.hold()
                 self._deliver(batch)
@@ -386,6 +399,10 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
     @property
     def _shape(self) -> tuple[int, int, int]:
         return self._stage.stage_index, self._stage.num_stages, self._n_microbatches
+
+    @property
+    def _order(self) -> tuple[int, Early, bool]:
+        return self._lookahead, self._execution.early, self._overlap
 
     def _idle_versions(self) -> Versions:
         self._refuse_broken()
@@ -481,7 +498,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
                 self._execution.evaluate(forward)
                 reshard(stage.submod)
         if losses is not None and stage.is_last:
-            losses[:] = batch_losses
+            losses[:] = [loss.detach() for loss in batch_losses]  # one may be in flight, with its graph
 
     def _forward_of(
         self,
@@ -494,12 +511,16 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
     ) -> Forward:
         stage = self._stage
 
-        def forward(microbatch: int, slot: int) -> None:
+        def forward(microbatch: int, slot: int) -> Callable[[], None]:
             output = stage.forward_one_chunk(slot, args[microbatch], kwargs[microbatch], return_outputs)
             if stage.has_backward and self._versions is not None:
                 self._versions.finish_reading()
-            if stage.is_last and self._loss_fn is not None and targets is not None:
-                losses.append(self._loss_fn(output, targets[microbatch], **loss_kwargs))
+
+            def compute_loss() -> None:
+                if stage.is_last and self._loss_fn is not None and targets is not None:
+                    losses.append(self._loss_fn(output, targets[microbatch], **loss_kwargs))
+
+            return compute_loss
 
         return forward
 
@@ -516,7 +537,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         if trial is not None:
             with versions.on_trial(batch.version):
                 trial()
-        self._run(step_program(*self._shape, number, self._lookahead, self._execution.early), forward)
+        self._run(step_program(*self._shape, number, *self._order), forward)
         if self._tail:
             self.recorder.begin(Kind.SWAP, stage, batch.number, version=updates)
             versions.preserve(batch.version)

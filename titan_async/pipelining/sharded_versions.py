@@ -134,6 +134,19 @@ class ShardedVersions:
         """Let the module show `version`, or its own, sharded parameters (None)."""
         self._fsdp.show(version)
 
+    @property
+    def is_gathering(self) -> bool:
+        """Whether the next forward gathers the version that the module shows, layer by layer."""
+        return self._fsdp.is_gathering
+
+    def pass_state(self) -> object:
+        """How far a forward or a backward has come, for one that stops and goes on with `set_pass_state`."""
+        return self._fsdp.pass_state()
+
+    def set_pass_state(self, saved: object) -> None:
+        """See `pass_state`."""
+        self._fsdp.set_pass_state(saved)
+
     def take_gradients(self, version: int) -> list[Tensor | None]:
         """Reduce, remove and return the gradients gathered on `version`, in the order of the parameters.
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from titan_async.pipelining._torch_internals import identity_of, is_fully_sharded
 from titan_async.pipelining.buffer_versions import BufferVersions
+from titan_async.pipelining.overlap import Halves
 from titan_async.pipelining.sharded_versions import ShardedVersions
 from titan_async.pipelining.side_stream import SideStream
 from titan_async.pipelining.weight_versions import WeightVersions
@@ -20,6 +21,26 @@ class Gradient(NamedTuple):
 
     of_parameters: list[Tensor | None]
     buffer_changes: list[Tensor]
+
+
+class _Halves:
+    """The versions that the forward and the backward of an overlapped pair use."""
+
+    def __init__(
+        self, versions: "Versions", weights: WeightVersions | ShardedVersions, of_halves: tuple
+    ) -> None:
+        self._versions, self._weights, self._of_halves = versions, weights, of_halves
+        self._states = [weights.pass_state()] * 2
+
+    def leave(self, half: int) -> None:
+        self._states[half] = self._weights.pass_state()
+
+    def enter(self, half: int) -> None:
+        # A backward too may read them: activation checkpointing computes the forward once more, and FSDP
+        # adds gradients to those of the version that is shown.
+        if self._of_halves[0] != self._of_halves[1]:
+            self._versions.show(self._of_halves[half])
+        self._weights.set_pass_state(self._states[half])
 
 
 class Versions:
@@ -66,6 +87,15 @@ class Versions:
         """Let the module show `version`, or its own parameters and buffers (None)."""
         self._weights.show(version)
         self._buffers.show(version)
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether the next forward gathers the version that is shown, layer by layer."""
+        return self._weights.is_gathering
+
+    def halves(self, forward: int, backward: int) -> Halves:
+        """For an overlapped pair that uses these versions. The first one is shown, now and afterwards."""
+        return _Halves(self, self._weights, (forward, backward))
 
     @contextmanager
     def running(self) -> Iterator[None]:

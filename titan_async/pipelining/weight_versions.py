@@ -201,6 +201,18 @@ class WeightVersions:
         """Let the module show `version`, or its own parameters (None)."""
         self._assignments[version]()
 
+    @property
+    def is_gathering(self) -> bool:
+        """No: a plain module's weights are all there when a batch begins."""
+        return False
+
+    def pass_state(self) -> object:
+        """Nothing: a plain module does not know of forwards and backwards."""
+        return None
+
+    def set_pass_state(self, saved: object) -> None:
+        """See `pass_state`."""
+
     def take_gradients(self, version: int) -> list[Tensor | None]:
         """Remove and return the gradients gathered on `version`, in the order of the parameters."""
         gradients = []

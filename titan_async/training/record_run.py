@@ -40,6 +40,7 @@ def record(trainer: "AsyncTrainer", first_step: int) -> tuple[Recording, Passing
             schedule=config.parallelism.pipeline_parallel_schedule if stages else "none",
             microbatches=microbatches * trainer.gradient_accumulation_steps,
             lookahead=config.pipeline.lookahead if trainer.delayed else 0,
+            overlap=trainer.delayed and getattr(config.pipeline, "overlap", False),
             stages=stages[0].num_stages if stages else 1,
             tokens_per_step=config.training.seq_len * trainer.sequences_per_step,
         ),
