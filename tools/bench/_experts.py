@@ -12,7 +12,7 @@ import torch.distributed as dist
 from sleeping import Clock, SleepingStage
 from torch import Tensor, nn
 
-from titan_async.pipelining import all_to_all_single, hand_over
+from titan_async.pipelining import hand_over
 
 __all__ = ["DelayedExchange", "Exchange", "computing_stage", "sleeping_stage"]
 
@@ -33,7 +33,7 @@ def _delayed(x: Tensor, group: dist.ProcessGroup, latency: float) -> Tensor:
     work.wait()
     arrives = received[:, -1].contiguous().view(torch.float64)[:, 0].max().item() + latency
     time.sleep(max(0.0, arrives - time.perf_counter()))
-    return received[:, :-1].reshape(x.shape)
+    return received[:, :-1].reshape(x.shape).contiguous()
 
 
 class _Delayed(torch.autograd.Function):
@@ -67,6 +67,8 @@ class Exchange(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = [len(x) // self.group.size()] * self.group.size()
+        from titan_async.pipelining import all_to_all_single
+
         return all_to_all_single(x, rows, rows, self.group)
 
 

@@ -95,25 +95,30 @@ class Case:
 
 _kept: dict[tuple, Pipeline] = {}
 """In a worker: the pipelines that have been built and warmed up."""
-_groups: dict[tuple[int, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
-"""In a worker, by stages and experts: the group of its pipeline and that of its stage."""
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+"""In a worker, by their ranks."""
 
 
-def _groups_of(rank: int, stages: int, experts: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    shape = stages, experts
-    if shape not in _groups:
-        stage, expert = divmod(rank, experts)
-        of_pipeline = [expert + experts * each for each in range(stages)]
-        of_stage = [stage * experts + each for each in range(experts)]
-        _groups[shape] = tuple(
-            dist.new_group(ranks, use_local_synchronization=True) for ranks in (of_pipeline, of_stage)
-        )
-    return _groups[shape]
+def _connect(rank: int, group: dist.ProcessGroup, shapes: list[tuple[int, int]], experts: int) -> None:
+    """Make the groups of all pipelines and stages, on all ranks."""
+    for stages, _ in shapes:
+        of_pipelines = [tuple(range(each, experts * stages, experts)) for each in range(experts)]
+        of_stages = [tuple(range(experts * each, experts * (each + 1))) for each in range(stages)]
+        for ranks in (*of_pipelines, *of_stages):
+            if ranks not in _groups:
+                _groups[ranks] = dist.new_group(list(ranks))
+
+
+def _groups_of(rank: int, case: Case) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Of a rank's pipeline, and of its stage."""
+    first, experts = rank - rank % case.experts, case.experts
+    of_pipeline = tuple(range(rank % experts, experts * case.stages, experts))
+    return _groups[of_pipeline], _groups[tuple(range(first, first + experts))]
 
 
 def _prepare(rank: int, group: dist.ProcessGroup, case: Case) -> bool:
     """Build a pipeline and warm it up; whether it can run."""
-    pipeline_group, stage_group = _groups_of(rank, case.stages, case.experts)
+    pipeline_group, stage_group = _groups_of(rank, case)
     name = COMPARED[case.schedule]
     layers = LAYERS // SCHEDULES[name].stages_per_rank
     if case.latency is None:
@@ -164,7 +169,7 @@ def _repeat(rank: int, group: dist.ProcessGroup, case: Case, microbatches: int) 
 
 def _messages(rank: int, group: dist.ProcessGroup, case: Case, count: int) -> float:
     """Seconds for the messages of a microbatch that nothing overlaps, where all ranks send at once."""
-    _, stage_group = _groups_of(rank, case.stages, case.experts)
+    _, stage_group = _groups_of(rank, case)
     stage = computing_stage(1, _WIDTH, stage_group)
     x = torch.ones(_ROWS, _WIDTH)
     exchange = stage[0].exchange
@@ -279,7 +284,8 @@ def _arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = _arguments()
     shapes = {"sleeping": SHAPES, "computing": COMPUTING_SHAPES}
-    sizes = {stages * arguments.experts for part in arguments.only for stages, _ in shapes[part]}
+    measured = sorted({shape for part in arguments.only for shape in shapes[part]})
+    sizes = sorted({stages * arguments.experts for stages, _ in measured})
     record: dict[str, Any] = {
         "versions": {"python": platform.python_version(), "torch": torch.__version__,
                      "titan_async": titan_async.__version__},
@@ -292,7 +298,8 @@ def main() -> int:
     console = Console(width=max(Console().width, 140))  # also into a file
     start = time.monotonic()
     met = True
-    with Pool(sorted(sizes)) as pool:
+    with Pool(sizes) as pool:
+        pool.run(sizes[-1], _connect, measured, arguments.experts)
         for part, measure in (("sleeping", _sleeping), ("computing", _computing)):
             if part in arguments.only:
                 record["parts"][part], tables, fine = measure(pool, arguments)
