@@ -26,6 +26,8 @@ EXPERT_PARALLEL = ("--parallelism.data_parallel_shard_degree", 2, "--parallelism
 
 COMPILED = ("--compile.enable", "--compile.backend", "aot_eager", "--validator.no-enable")
 
+OVERLAP = "--pipeline.overlap"
+
 LAYOUTS = [
     slow(2, 1, "tiny_moe", (), id="2 stages"),
     slow(2, 1, "tiny_mixed", (), id="a stage without experts"),
@@ -37,6 +39,17 @@ LAYOUTS = [
     slow(4, 2, "tiny_moe", EXPERT_PARALLEL, id="EP"),
     pytest.param(4, 2, "muon_moe", EXPERT_PARALLEL, id="EP, Muon"),
     slow(4, 2, "muon_mixed", (*EXPERT_PARALLEL, "activation_checkpoint:full"), id="EP, mixed, full"),
+    *[
+        (pytest.param if (checkpointing, compiled) == ("full", ()) else slow)(
+            4,
+            2,
+            "tiny_moe",
+            (*EXPERT_PARALLEL, *checkpointing.split(), OVERLAP, *compiled),
+            id=f"overlapped pairs, {checkpointing or 'no'} checkpointing{', compiled' if compiled else ''}",
+        )
+        for checkpointing in ("", "activation_checkpoint:selective", "activation_checkpoint:full")
+        for compiled in ((), COMPILED)
+    ],
 ]
 
 

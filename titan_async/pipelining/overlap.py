@@ -143,7 +143,10 @@ class Overlap:
         self._backwards: _Queue | None = None
 
     def run(self, forward: Callable[[], None], backward: Callable[[], None], halves: Halves) -> None:
-        """Run a forward and a backward that are independent of each other, by turns; the forward begins.
+        """Run a forward and a backward that are independent of each other, by turns.
+
+        The backward begins: its first message follows without computation, and the forward's first segment
+        hides it. If the forward began, nothing would hide that one's first message and the backward's last.
 
         Random numbers that the forward draws are those that it would draw alone.
 
@@ -158,6 +161,7 @@ class Overlap:
         self._queue().put(partial(_run_backward, pair, contextvars.copy_context(), stream, backward))
         try:
             try:
+                pair.hand_over()
                 forward()
             except Exception as error:
                 pair.end(_FORWARD, error)
