@@ -21,6 +21,21 @@ def in_float32(trainer: Any, trained: Trained) -> None:
     torch.Tensor.bfloat16 = torch.Tensor.float
 
 
+def count_pairs(trainer: Any, trained: Trained) -> None:
+    """`in_float32`, and how many overlapped pairs the rank runs."""
+    in_float32(trainer, trained)
+    trained.extra["pairs"], overlap = 0, trainer.pp_schedule._execution._overlap
+    if overlap is None:
+        return
+    run = overlap.run
+
+    def counting_run(*args: Any) -> None:
+        trained.extra["pairs"] += 1
+        run(*args)
+
+    overlap.run = counting_run
+
+
 EXPERT_PARALLEL = ("--parallelism.data_parallel_shard_degree", 2, "--parallelism.expert_parallel_degree", 2)
 """The experts lie on the two data-parallel ranks of a stage."""
 
@@ -37,13 +52,20 @@ LAYOUTS = [
     slow(2, 1, "tiny_moe", ("--training.global_batch_size", 8, *COMPILED), id="accumulation, compiled"),
     slow(4, 2, "tiny_moe", ("--parallelism.data_parallel_shard_degree", 2), id="FSDP"),
     slow(4, 2, "tiny_moe", EXPERT_PARALLEL, id="EP"),
-    pytest.param(4, 2, "muon_moe", EXPERT_PARALLEL, id="EP, Muon"),
+    slow(4, 2, "muon_moe", EXPERT_PARALLEL, id="EP, Muon"),
+    pytest.param(
+        4,
+        2,
+        "muon_moe",
+        (*EXPERT_PARALLEL, "activation_checkpoint:full", OVERLAP),
+        id="EP, Muon, full checkpointing, overlapped pairs",
+    ),
     slow(4, 2, "muon_mixed", (*EXPERT_PARALLEL, "activation_checkpoint:full"), id="EP, mixed, full"),
     *[
-        (pytest.param if (checkpointing, compiled) == ("full", ()) else slow)(
+        slow(
             4,
             2,
-            "tiny_moe",
+            "tiny_mixed" if "full" in checkpointing else "tiny_moe",
             (*EXPERT_PARALLEL, *checkpointing.split(), OVERLAP, *compiled),
             id=f"overlapped pairs, {checkpointing or 'no'} checkpointing{', compiled' if compiled else ''}",
         )
@@ -65,7 +87,8 @@ def test_experts_follow_the_recurrence(
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
     argv = arguments(tmp_path, recipe, *flags)
-    results = runs(ranks, argv, in_float32)
+    results = runs(ranks, argv, count_pairs)
+    assert all((result.extra["pairs"] > 0) == (OVERLAP in flags) for result in results)
     before, after = merged([r.before for r in results]), merged([r.after for r in results])
     assert not any(map(is_repeated, before.values()))
     wanted = loop(argv, before, shares=shares)

@@ -4,6 +4,7 @@ import dataclasses
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.config_utils import make_token_dispatcher_config
 
 from tests.support.recipes import tiny_llama, tiny_moe
+from tests.support.selection import slow
+from tests.support.training import train
 from titan_async.training import overlap
 from titan_async.training.pipeline_config import PipelineConfig
 from titan_async.training.start_notes import start_notes
@@ -111,3 +114,54 @@ def test_a_backward_in_another_thread_runs_in_the_context_of_training() -> None:
     thread.join()
     assert found == [(3, "a loss", "entered")]
     assert stage.backward_one_chunk(4) == (4, None, "of the main thread")
+
+
+FAILING = """
+import os
+
+from tests.support.recipes import tiny_moe
+from titan_async.training.cpu_overrides import LoopGroupedExperts
+from titan_async.training.trainer import AsyncTrainer
+
+forward, train_step, calls, steps = LoopGroupedExperts.forward, AsyncTrainer.train_step, [], []
+
+
+def fail(*_):
+    raise ArithmeticError("as asked")
+
+
+def failing_forward(self, *args, **kwargs):
+    output = forward(self, *args, **kwargs)
+    calls.append(1)
+    # The third microbatch's first layer: it is computed together with another one's backward.
+    if steps == [1, 2, 3] and len(calls) == 5 and os.environ["RANK"] == "1":
+        {fail}
+    return output
+
+
+def counting_step(self, batches):
+    calls.clear()
+    steps.append(self.step)
+    train_step(self, batches)
+
+
+LoopGroupedExperts.forward, AsyncTrainer.train_step = failing_forward, counting_step
+
+
+def failing() -> AsyncTrainer.Config:
+    return tiny_moe()
+"""
+
+
+@pytest.mark.parametrize(
+    "fail", [pytest.param("fail()", id="forward"), slow("output.register_hook(fail)", id="backward")]
+)
+def test_an_error_in_either_half_on_one_rank_ends_the_run(tmp_path: Path, fail: str) -> None:
+    (tmp_path / "own.py").write_text(FAILING.replace("{fail}", fail))
+    (tmp_path / "own.toml").write_text('recipe = "failing"\n')
+    degrees = [f"--parallelism.{name}={degree}" for name, degree in EXPERT_PARALLEL.items()]
+    flags = ("--module", "own", "--pipeline.overlap", *degrees)
+    run = train(tmp_path, *flags, "--validator.no-enable", recipe="own.toml")
+    assert run.status == 1
+    assert run.err.count("Traceback (most recent call last)") == 1
+    assert run.err.splitlines()[-1] == ""
