@@ -144,7 +144,8 @@ def test_validation_in_between_leaves_biases_and_counts_alone(runs: Trainers, tm
 
 
 @pytest.mark.parametrize(
-    ("ranks", "flags"), [pytest.param(2, (), id="2 stages"), slow(4, EXPERT_PARALLEL, id="EP")]
+    ("ranks", "flags"),
+    [pytest.param(2, (), id="2 stages"), slow(4, (*EXPERT_PARALLEL, OVERLAP), id="EP, overlapped pairs")],
 )
 def test_resuming_changes_nothing(
     runs: Trainers, tmp_path: Path, ranks: int, flags: tuple[object, ...]
@@ -165,11 +166,12 @@ def poison_batch_2(trainer: Any, trained: Trained) -> None:
     poison(trainer, {2})
 
 
+@pytest.mark.parametrize("flags", [(), slow((OVERLAP,))], ids=["", "overlapped pairs"])
 def test_counts_of_a_skipped_update_are_dropped(
-    runs: Trainers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Trainers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
-    argv = arguments(tmp_path, "tiny_moe", "--validator.no-enable")
+    argv = arguments(tmp_path, "tiny_moe", "--validator.no-enable", *flags)
     results = runs(2, argv, poison_batch_2)
     before, after = merged([r.before for r in results]), merged([r.after for r in results])
     wanted = loop(argv, before, skipped={2})
