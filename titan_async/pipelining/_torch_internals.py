@@ -56,7 +56,7 @@ __all__ = [
 
 def process_group(name: str) -> dist.ProcessGroup:
     """The group of that name, as an operator is given it."""
-    return distributed_c10d._resolve_process_group(cast(Any, name))
+    return cast(Any, distributed_c10d)._resolve_process_group(name)
 
 
 def initialize_stage(

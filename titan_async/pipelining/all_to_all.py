@@ -49,6 +49,7 @@ def _all_to_all_single(
     work = dist.all_to_all_single(
         output, sent, output_split_sizes, input_split_sizes, group=process_group(group_name), async_op=True
     )
+    assert work is not None, "the group is without this rank"
     hand_over()
     work.wait()
     return output
