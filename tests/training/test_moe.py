@@ -21,10 +21,27 @@ def in_float32(trainer: Any, trained: Trained) -> None:
     torch.Tensor.bfloat16 = torch.Tensor.float
 
 
+def count_pairs(trainer: Any, trained: Trained) -> None:
+    """`in_float32`, and how many overlapped pairs the rank runs."""
+    in_float32(trainer, trained)
+    trained.extra["pairs"], overlap = 0, trainer.pp_schedule._execution._overlap
+    if overlap is None:
+        return
+    run = overlap.run
+
+    def counting_run(*args: Any) -> None:
+        trained.extra["pairs"] += 1
+        run(*args)
+
+    overlap.run = counting_run
+
+
 EXPERT_PARALLEL = ("--parallelism.data_parallel_shard_degree", 2, "--parallelism.expert_parallel_degree", 2)
 """The experts lie on the two data-parallel ranks of a stage."""
 
 COMPILED = ("--compile.enable", "--compile.backend", "aot_eager", "--validator.no-enable")
+
+OVERLAP = "--pipeline.overlap"
 
 LAYOUTS = [
     slow(2, 1, "tiny_moe", (), id="2 stages"),
@@ -35,8 +52,26 @@ LAYOUTS = [
     slow(2, 1, "tiny_moe", ("--training.global_batch_size", 8, *COMPILED), id="accumulation, compiled"),
     slow(4, 2, "tiny_moe", ("--parallelism.data_parallel_shard_degree", 2), id="FSDP"),
     slow(4, 2, "tiny_moe", EXPERT_PARALLEL, id="EP"),
-    pytest.param(4, 2, "muon_moe", EXPERT_PARALLEL, id="EP, Muon"),
+    slow(4, 2, "muon_moe", EXPERT_PARALLEL, id="EP, Muon"),
+    pytest.param(
+        4,
+        2,
+        "muon_moe",
+        (*EXPERT_PARALLEL, "activation_checkpoint:full", OVERLAP),
+        id="EP, Muon, full checkpointing, overlapped pairs",
+    ),
     slow(4, 2, "muon_mixed", (*EXPERT_PARALLEL, "activation_checkpoint:full"), id="EP, mixed, full"),
+    *[
+        slow(
+            4,
+            2,
+            "tiny_mixed" if "full" in checkpointing else "tiny_moe",
+            (*EXPERT_PARALLEL, *checkpointing.split(), OVERLAP, *compiled),
+            id=f"overlapped pairs, {checkpointing or 'no'} checkpointing{', compiled' if compiled else ''}",
+        )
+        for checkpointing in ("", "activation_checkpoint:selective", "activation_checkpoint:full")
+        for compiled in ((), COMPILED)
+    ],
 ]
 
 
@@ -52,7 +87,8 @@ def test_experts_follow_the_recurrence(
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
     argv = arguments(tmp_path, recipe, *flags)
-    results = runs(ranks, argv, in_float32)
+    results = runs(ranks, argv, count_pairs)
+    assert all((result.extra["pairs"] > 0) == (OVERLAP in flags) for result in results)
     before, after = merged([r.before for r in results]), merged([r.after for r in results])
     assert not any(map(is_repeated, before.values()))
     wanted = loop(argv, before, shares=shares)
@@ -62,8 +98,10 @@ def test_experts_follow_the_recurrence(
     assert distance(biases(after), biases(wanted.after)) < 1e-7
     assert distance(biases(after), biases(synchronous.after)) > 1e-3
     counts = counts_of(results, ranks // shares)
-    # A checkpointed layer counts in forward and once more in its recomputation; torchtitan halves that.
-    times = 2 if any("checkpoint:" in str(flag) for flag in flags) else 1
+    # A checkpointed layer counts in forward and, unless it is compiled, once more in its recomputation;
+    # torchtitan halves that.
+    counts_twice = any("checkpoint:" in str(flag) for flag in flags) and COMPILED[0] not in flags
+    times = 2 if counts_twice else 1
     assert len(counts) == len(wanted.counts)
     for found, expected in zip(counts, wanted.counts, strict=True):
         assert distance(found, {name: times * value for name, value in expected.items()}) == 0
