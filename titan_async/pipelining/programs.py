@@ -40,19 +40,20 @@ def schedule_programs(
     n_batches: int,
     lookahead: int = 0,
     passes: int = 1,
+    each: int = 2,
     overlap: bool = False,
 ) -> list[list[Task]]:
     """Each rank's tasks in `n_batches` batches.
 
     Args:
-        schedule: "Async2BW" or the name of one of torch's schedules, which have two stages a rank where they
-            have several.
+        schedule: "Async2BW" or the name of one of torch's schedules.
         ranks: of the pipeline.
         n_microbatches: in a batch, m.
         n_batches: how many.
         lookahead: of Async2BW.
         passes: of the others, times that the pipeline fills and empties in a batch, with equal shares of its
             microbatches.
+        each: stages on a rank where the schedule has several.
         overlap: of Async2BW, whether a stage runs a forward and a backward as an overlapped pair.
 
     Raises:
@@ -71,7 +72,7 @@ def schedule_programs(
             raise ValueError(f"1F1B needs at least as many microbatches ({of_a_pass}) as stages ({ranks})")
         orders = [_one_f_one_b(rank, ranks, of_a_pass) for rank in range(ranks)]
     else:
-        orders = torch_order(schedule, stages_of_ranks(schedule, ranks), of_a_pass)
+        orders = torch_order(schedule, stages_of_ranks(schedule, ranks, each), of_a_pass)
     return synchronous_programs(
         [
             [a._replace(microbatch=each * of_a_pass + a.microbatch) for each in range(passes) for a in order]
@@ -81,13 +82,13 @@ def schedule_programs(
     )
 
 
-def stages_of_ranks(schedule: str, ranks: int) -> list[list[int]]:
-    """The indices of the stages on each rank."""
+def stages_of_ranks(schedule: str, ranks: int, each: int = 2) -> list[list[int]]:
+    """The indices of the stages on each rank, of which there are `each` where the schedule takes any number."""
     if schedule in ONE_STAGE:
         return [[rank] for rank in range(ranks)]
     if schedule in V_SHAPED:
         return [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
-    return [[rank, rank + ranks] for rank in range(ranks)]
+    return [list(range(rank, each * ranks, ranks)) for rank in range(ranks)]
 
 
 def synchronous_programs(orders: Sequence[Sequence[TorchAction]], n_batches: int) -> list[list[Task]]:
