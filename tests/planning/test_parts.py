@@ -47,6 +47,10 @@ def test_names_and_weights_are_the_models(dense: dict[str, Part]) -> None:
     assert {w.name for w in dense["head"].weights} == {"norm.weight", "lm_head.weight"}
 
 
+def test_the_backward_does_without_the_logits(dense: dict[str, Part]) -> None:
+    assert dense["head"].unused_bytes == 4 * TOKENS * 2048
+
+
 def test_a_tied_weight_is_in_two_parts_and_counts_once() -> None:
     untied, tied = tiny_llama(), tied_llama()
     apart, parts = trace_parts(untied), trace_parts(tied)

@@ -84,6 +84,8 @@ class Part:
     """The most that the first half of a split backward holds, which computes the gradient of the input."""
     between_bytes: int
     """What is kept after that half for the other one, which computes those of the weights."""
+    unused_bytes: int
+    """Of the output, if the backward does without: schedules keep it, and without a pipeline the logits go."""
     gradient_bytes: int
     """Of its parameters' gradients in the dtype of the computation."""
     message_bytes: int
@@ -288,6 +290,11 @@ def _bytes_of(maker: PartMaker, modules: list[str], *, masked: bool) -> dict[str
             end.backward(inputs.output_gradient)
             peaks.append(tracker.peak - before)
             del output, end, start
+        output, end = inputs.forward(part, inputs.start(part))
+        unused = tracker.live
+        del output
+        unused -= tracker.live
+        del end
         gradients = tracker.bytes_of([p.grad for p in part.parameters() if p.grad is not None])
         input_peak = between = 0
         if part.tok_embeddings is None:  # else there is no input to have a gradient
@@ -308,6 +315,7 @@ def _bytes_of(maker: PartMaker, modules: list[str], *, masked: bool) -> dict[str
         "first_backward_peak": peaks[0],
         "input_peak": input_peak,
         "between_bytes": between,
+        "unused_bytes": unused,
         "gradient_bytes": gradients,
         "mask_bytes": mask_bytes,
     }
