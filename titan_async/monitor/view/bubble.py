@@ -18,6 +18,7 @@ __all__ = ["StageSeconds", "simulated_bubble", "stage_seconds"]
 
 _BATCHES = 4  # of which the last two are steady
 _MOST_TASKS = 100_000  # about a second of simulation
+_OF_FORWARD = 1 / 3  # of an overlapped pair, whose two cannot be timed apart
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,9 @@ def stage_seconds(stages: Sequence[StageFigures]) -> StageSeconds | None:
         if not forwards or not backwards:
             return None
         seconds = np.sum([step.by_kind for step in stage.steps], axis=0)
-        forward += seconds[Kind.FORWARD] / forwards
-        backward += seconds[list(BACKWARD_KINDS)].sum() / backwards
+        pairs = seconds[Kind.OVERLAP]
+        forward += (seconds[Kind.FORWARD] + _OF_FORWARD * pairs) / forwards
+        backward += (seconds[list(BACKWARD_KINDS)].sum() + (1 - _OF_FORWARD) * pairs) / backwards
         by_kind += seconds / len(stage.steps)
     of_batch = by_kind[[Kind.GATHER, Kind.REDUCE, Kind.OPTIMIZER, Kind.SWAP]]
     return StageSeconds(float(forward), float(backward), *map(float, of_batch))
