@@ -135,7 +135,8 @@ class Execution:
                     self._begin(Kind.FORWARD, action, batch)
                     self._compute(action, batch, forward)
                     self.recorder.end()
-                    action, beside, batch = beside, None, batches[beside.batch]
+                    action, beside = beside, None
+                    batch = batches[action.batch]
                     if batch.version != shown:
                         self._show(action, batch, versions)
                         shown = batch.version

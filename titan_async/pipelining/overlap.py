@@ -1,8 +1,8 @@
 """Overlapped pairs: a forward and a backward by turns, each while the other's tokens travel between experts.
 
-In a mixture of experts a forward stops at every dispatch and combine until its tokens have come, and so does a
-backward. `ScheduleAsync2BW` has an independent forward and backward to run at any time, so one of them computes
-while the other's tokens travel, as in DualPipe (arXiv 2412.19437, section 3.2.1).
+In a mixture of experts a forward stops at every dispatch and combine until its tokens have come, and so does
+a backward. `ScheduleAsync2BW` has an independent forward and backward to run at any time, so one of them
+computes while the other's tokens travel, as in DualPipe (arXiv 2412.19437, section 3.2.1).
 
 The two run in two threads, of which only one at a time does anything: `hand_over` stops a half and lets the
 other one go on. So what each rank does has one order, and ranks that exchange tokens meet in the same
@@ -36,7 +36,7 @@ class Halves(Protocol):
         """The half goes on."""
 
 
-class _OtherHalfFailed(RuntimeError):
+class _OtherHalfError(RuntimeError):
     """Ends a half whose pair is lost."""
 
 
@@ -97,7 +97,7 @@ class _Pair:
 
     def _refuse_lost(self) -> None:
         if self.error is not None:
-            raise _OtherHalfFailed("the other half of an overlapped pair has failed")
+            raise _OtherHalfError("the other half of an overlapped pair has failed")
 
     def _leave(self, half: int) -> None:
         self._random[half] = self._random_state()
