@@ -12,7 +12,8 @@ from tests.monitor.test_stages import figures_of
 from tests.monitor.test_trace import arrows, check_format, names_of_tracks, slices, traced
 from tests.support.events import KIND_OF_TASK, paired_program, write_run
 from tests.support.watching import going_on, write_now
-from titan_async.monitor.events import RECORD, RankReader, utilization_of
+from titan_async.monitor.event_files import EventWriter
+from titan_async.monitor.events import RECORD, RankReader, ring_path, utilization_of
 from titan_async.monitor.figures import draw_timelines, style
 from titan_async.monitor.run_folder import read_info
 from titan_async.monitor.spans import cut, folder_of, load_spans, split_pairs
@@ -155,13 +156,18 @@ def test_a_timeline_has_the_forward_of_a_pair_above_its_backward(run_dir: Path) 
 
 def test_the_view_names_pairs(tmp_path: Path) -> None:
     folder = going_on(tmp_path, overlap=True, stages=STAGES, microbatches=MICROBATCHES, steps=STEPS)
-    write_now(folder, 1, Kind.OVERLAP, 0.01, batch=5, microbatch=4)
+    records = RankReader(folder, 1).new_records()
+    ring_path(folder, 1).unlink()
+    writer = EventWriter(folder, 1)
+    writer.write(records[: np.flatnonzero(records["kind"] == Kind.OVERLAP)[-1]])  # all but the last pair
+    writer.write_state(np.zeros(1, RECORD), (0, 0, 0))
+    write_now(folder, 1, Kind.OVERLAP, 0.01, batch=5, microbatch=5)
     seen = look(folder)
-    assert seen[0].rows[1].doing is Kind.OVERLAP and seen[0].rows[1].in_flight == 1
+    assert seen[0].rows[1].doing is Kind.OVERLAP and seen[0].rows[1].in_flight == HELD[1]
     lines = plain(draw(seen, 80, 24))
     assert [len(line) for line in lines] == [80] * 24
     assert "F B P U . " in lines[4] and "forward backward pair update wait" in plain(draw(seen, 100, 24))[4]
-    assert "pair 4" in next(line for line in lines if line.startswith(" 1 "))
+    assert "pair 5" in next(line for line in lines if line.startswith(" 1 "))
     written = plain(draw(seen, 100, 24, environ={"TERM": "xterm-256color", "NO_COLOR": "1"}))
     assert "Forward Backward Pair Update .wait" in "\n".join(written)
     strips = [line.split()[3] for line in written if re.match(r" \d ", line)]
