@@ -42,6 +42,7 @@ __all__ = [
     "keystr",
     "made_up_inputs",
     "prepare_buffers",
+    "process_group",
     "release_buffers",
     "reset_shape_inference",
     "reshard",
@@ -51,6 +52,11 @@ __all__ = [
     "undone",
     "unsupported_wrapper",
 ]
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The group of that name, as an operator is given it."""
+    return distributed_c10d._resolve_process_group(cast(Any, name))
 
 
 def initialize_stage(

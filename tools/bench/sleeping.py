@@ -20,7 +20,17 @@ from torch import Tensor, nn
 
 from titan_async.pipelining import ScheduleAsync2BW
 
-__all__ = ["JITTER_SHAPES", "SHAPES", "Utilization", "measure_jitter", "measure_sleeping"]
+__all__ = [
+    "BACKWARD_SECONDS",
+    "FORWARD_SECONDS",
+    "JITTER_SHAPES",
+    "SHAPES",
+    "Clock",
+    "SleepingStage",
+    "Utilization",
+    "measure_jitter",
+    "measure_sleeping",
+]
 
 FORWARD_SECONDS = 0.020
 BACKWARD_SECONDS = 0.040
@@ -55,7 +65,7 @@ class Utilization:
         return statistics.median(self.repetitions) if self.repetitions else None
 
 
-class _Clock:
+class Clock:
     """Sleeps, and adds up for how long it was asked to."""
 
     def __init__(self, scale: float) -> None:
@@ -75,7 +85,7 @@ class _InputPath(torch.autograd.Function):
     """Takes the time of a forward and of an input gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, clock: _Clock) -> Tensor:
+    def forward(ctx: Any, x: Tensor, clock: Clock) -> Tensor:
         ctx.clock = clock
         clock.sleep(FORWARD_SECONDS)
         return x.clone()
@@ -90,7 +100,7 @@ class _WeightPath(torch.autograd.Function):
     """Takes the time of a weight gradient."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, clock: _Clock) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, clock: Clock) -> Tensor:
         ctx.clock = clock
         return weight.clone()
 
@@ -108,7 +118,7 @@ class SleepingStage(nn.Module):
         tied: with a row of a larger parameter added, for a stage at an end of the pipeline.
     """
 
-    def __init__(self, clock: _Clock, tied: bool = False) -> None:
+    def __init__(self, clock: Clock, tied: bool = False) -> None:
         super().__init__()
         self.clock = clock
         self.weight = nn.Parameter(torch.zeros(1, _WIDTH))
@@ -122,14 +132,14 @@ class SleepingStage(nn.Module):
         return _InputPath.apply(x, self.clock) + _WeightPath.apply(weight, self.clock)
 
 
-_kept: dict[tuple, tuple[Any, _Clock]] = {}
+_kept: dict[tuple, tuple[Any, Clock]] = {}
 """In a worker: the pipelines that have been built and warmed up."""
 
 
 def _prepare(rank: int, group: dist.ProcessGroup, case: Utilization) -> bool:
     """Build a pipeline and warm it up; whether it can run."""
     kind = SCHEDULES[case.schedule]
-    clock = _Clock(1 / kind.stages_per_rank)
+    clock = Clock(1 / kind.stages_per_rank)
     batch = (torch.zeros(case.microbatches, _WIDTH), torch.ones(case.microbatches, _WIDTH))
     pipeline = build_pipeline(
         case.schedule,
