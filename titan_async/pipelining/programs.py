@@ -34,7 +34,13 @@ has it and waits at the end of the step; "end of step" does both there; "boundar
 
 
 def schedule_programs(
-    schedule: str, ranks: int, n_microbatches: int, n_batches: int, lookahead: int = 0, passes: int = 1
+    schedule: str,
+    ranks: int,
+    n_microbatches: int,
+    n_batches: int,
+    lookahead: int = 0,
+    passes: int = 1,
+    overlap: bool = False,
 ) -> list[list[Task]]:
     """Each rank's tasks in `n_batches` batches.
 
@@ -47,12 +53,13 @@ def schedule_programs(
         lookahead: of Async2BW.
         passes: of the others, times that the pipeline fills and empties in a batch, with equal shares of its
             microbatches.
+        overlap: of Async2BW, whether a stage runs a forward and a backward as an overlapped pair.
 
     Raises:
         ValueError: if the schedule does not go together with these numbers.
     """
     if schedule == "Async2BW":
-        return async_programs(ranks, n_microbatches, n_batches, lookahead)
+        return async_programs(ranks, n_microbatches, n_batches, lookahead, overlap=overlap)
     if n_microbatches % passes:
         raise ValueError(f"{n_microbatches} microbatches do not make {passes} equal passes")
     of_a_pass = n_microbatches // passes
@@ -102,7 +109,12 @@ def synchronous_programs(orders: Sequence[Sequence[TorchAction]], n_batches: int
 
 
 def async_programs(
-    num_stages: int, n_microbatches: int, n_batches: int, lookahead: int = 0, norm: Norm = "deferred"
+    num_stages: int,
+    n_microbatches: int,
+    n_batches: int,
+    lookahead: int = 0,
+    norm: Norm = "deferred",
+    overlap: bool = False,
 ) -> list[list[Task]]:
     """`ScheduleAsync2BW` with its updates, and a drain at the end."""
     programs = []
@@ -110,15 +122,19 @@ def async_programs(
         program: list[Task] = []
         for batch in range(n_batches):
             program.append(Task("G", stage, batch, 0))
-            actions = step_actions(stage, num_stages, n_microbatches, batch, lookahead)
+            actions = step_actions(stage, num_stages, n_microbatches, batch, lookahead, overlap)
             for kind, of, microbatch in actions:
-                program.append(Task(kind, stage, of, microbatch))
+                task = Task(kind, stage, of, microbatch)
+                if overlap and kind == "B":
+                    program[-1] = program[-1]._replace(beside=task)
+                else:
+                    program.append(task)
                 if kind == "B" and microbatch == n_microbatches - 1 and norm != "end of step":
                     program += _asking(stage, of, waits=norm == "boundary")
             if batch and norm != "boundary":
                 program += _asking(stage, batch - 1, waits=True)[norm == "deferred" :]
         last = n_batches - 1
-        drain = drain_actions(stage, num_stages, n_microbatches, last, lookahead)
+        drain = drain_actions(stage, num_stages, n_microbatches, last, lookahead, overlap)
         program += [Task(kind, stage, of, microbatch) for kind, of, microbatch in drain]
         left = [task for task in _asking(stage, last, waits=True) if task not in program]
         programs.append(program + left)
