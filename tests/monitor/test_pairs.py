@@ -8,19 +8,22 @@ import pytest
 from matplotlib.figure import Figure
 
 from tests.monitor.test_frame import draw, look, plain
-from tests.monitor.test_stages import figures_of
+from tests.monitor.test_stages import FORWARD, figures_of, timing
 from tests.monitor.test_trace import arrows, check_format, names_of_tracks, slices, traced
-from tests.support.events import KIND_OF_TASK, paired_program, write_run
+from tests.support.events import kind_of, write_run
 from tests.support.watching import going_on, write_now
 from titan_async.monitor.event_files import EventWriter
 from titan_async.monitor.events import RECORD, RankReader, ring_path, utilization_of
 from titan_async.monitor.figures import draw_timelines, style
 from titan_async.monitor.run_folder import read_info
 from titan_async.monitor.spans import cut, folder_of, load_spans, split_pairs
-from titan_async.monitor.view.bubble import stage_seconds
+from titan_async.monitor.view import snapshot
+from titan_async.monitor.view.bubble import StageSeconds, simulated_bubble, stage_seconds
+from titan_async.pipelining.programs import async_programs, schedule_programs
 from titan_async.pipelining.recording import Kind
+from titan_async.pipelining.simulation import Timing, simulate
 
-STAGES, MICROBATCHES, STEPS, SECONDS = 3, 6, 5, 0.06
+STAGES, MICROBATCHES, STEPS = 3, 6, 5
 HELD = (6, 4, 2)
 """Microbatches that a stage holds during a pair: 2 (d - 1 - r) + 2."""
 
@@ -41,11 +44,11 @@ def test_the_backward_of_a_pair_is_that_of_the_schedule(
     object.__setattr__(shape, "lookahead", lookahead)
     for stage in range(stages):
         wanted, rows = [], []
-        for task, beside in paired_program(stage, stages, microbatches, 4, lookahead):
+        for task in async_programs(stages, microbatches, 4, lookahead, overlap=True)[stage]:
             row = (8 * len(rows), 8 * len(rows) + 5, task.batch + 11, task.microbatch)
-            rows.append((*row, max(task.batch - 1, 0), stage, KIND_OF_TASK[task.kind], 1))
-            of_pair = [(task._replace(kind="F"), 1), (beside, 2)] if beside else [(task, 0)]
-            wanted += [(each, half, row[:2], max(each.batch - 1, 0)) for each, half in of_pair]
+            rows.append((*row, max(task.batch - 1, 0), stage, kind_of(task), 1))
+            for half, each in enumerate(task.halves, start=1 if task.beside else 0):
+                wanted.append((each, half, row[:2], max(each.batch - 1, 0)))
         split, halves = split_pairs(np.array(rows, RECORD), shape)
         found = [
             (
@@ -59,7 +62,7 @@ def test_the_backward_of_a_pair_is_that_of_the_schedule(
             for r in split
         ]
         assert found == [
-            (KIND_OF_TASK[task.kind], task.batch, task.microbatch, stage, times, version)
+            (kind_of(task), task.batch, task.microbatch, stage, times, version)
             for task, _, times, version in wanted
         ]
         assert halves.tolist() == [half for _, half, *_ in wanted] and 2 in halves
@@ -74,25 +77,40 @@ def test_a_backward_whose_forward_is_not_there_has_no_version(run_dir: Path) -> 
 
 def test_a_pair_is_busy_once(run_dir: Path) -> None:
     folder = folder_of(run_dir)
-    share = MICROBATCHES / (MICROBATCHES + 1 / 4)  # an update takes a quarter of a pair
-    for rank in range(STAGES):
-        rows = RankReader(folder, rank).summaries()
-        steady = rows[rows["first_step"] == 3]
-        assert utilization_of(steady)[rank] == pytest.approx(share, abs=1e-4)
+    run = simulate(schedule_programs("Async2BW", STAGES, MICROBATCHES, STEPS, overlap=True), timing(STAGES))
+    for rank, spans in enumerate(run.timelines):
+        share = run.busy[rank] / spans[-1].end
+        assert utilization_of(RankReader(folder, rank).summaries())[rank] == pytest.approx(share, abs=1e-4)
         stage = figures_of(folder, rank, (rank,)).stages[rank]
-        [step] = [step for step in stage.steps if step.step == 3]
-        assert step.busy / step.seconds == pytest.approx(share, abs=1e-4)
-        assert step.by_kind[Kind.OVERLAP] == pytest.approx(MICROBATCHES * SECONDS, rel=1e-4)
-        assert (step.forwards, step.backwards) == (MICROBATCHES, MICROBATCHES)
+        assert stage.average_utilization == pytest.approx(share, abs=1e-4)
+        assert sum(step.forwards for step in stage.steps) == MICROBATCHES * STEPS
+        assert sum(step.backwards for step in stage.steps) == MICROBATCHES * STEPS
 
 
 def test_a_pair_takes_as_long_as_its_forward_and_its_backward(run_dir: Path) -> None:
-    """From these the bubble of another schedule is simulated."""
     found = stage_seconds([figures_of(folder_of(run_dir), 0, (0,)).stages[0]])
     assert found is not None
-    alone, total = HELD[0] - 1, MICROBATCHES * STEPS  # at the begin and in the drain, as long as a pair here
-    assert found.forward == pytest.approx(SECONDS * (alone + (total - alone) / 3) / total, rel=1e-4)
-    assert found.backward == pytest.approx(SECONDS * (alone + (total - alone) * 2 / 3) / total, rel=1e-4)
+    assert (found.forward, found.backward) == pytest.approx((FORWARD, 2 * FORWARD), rel=1e-4)
+
+
+def test_the_simulated_bubble_is_that_of_pairs(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which wait for two inputs: the second stage reads weights for longer than the first reduces."""
+    first = StageSeconds(forward=3, backward=2, gather=0, reduction=3, update=0, swap=0)
+    second = StageSeconds(forward=1, backward=4, gather=5, reduction=0, update=0, swap=0)
+    times = Timing([3, 1], [2, 4], gather=[0, 5], reduction=[3, 0])
+    bubbles = []
+    for overlap in (False, True):
+        run = simulate(schedule_programs("Async2BW", 2, 4, 8, overlap=overlap), times)
+        bubbles.append(simulated_bubble("Async2BW", [first, second], 4, 0, overlap))
+        assert bubbles[-1] == pytest.approx(1 - run.utilization, abs=1e-3)
+    assert bubbles == pytest.approx([1 / 5, 2 / 7])
+    asked: list[tuple] = []
+    monkeypatch.setattr(snapshot, "simulated_bubble", lambda *about: asked.append(about))
+    look(folder_of(run_dir))
+    assert [(about[0], *about[2:]) for about in asked] == [
+        ("Async2BW", MICROBATCHES, 0, True),
+        ("1F1B", MICROBATCHES),
+    ]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])

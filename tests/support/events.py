@@ -3,7 +3,6 @@
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -11,14 +10,13 @@ from titan_async.monitor.event_files import EventWriter
 from titan_async.monitor.events import BURST, RECORD, SUMMARY
 from titan_async.monitor.journal import Journal
 from titan_async.monitor.run_folder import RunInfo, events_folder, write_info
-from titan_async.pipelining.actions import drain_program, step_program
 from titan_async.pipelining.programs import schedule_programs, stages_of_ranks
 from titan_async.pipelining.recording import Kind
-from titan_async.pipelining.simulation import Run, Span, Task, Timing, simulate
+from titan_async.pipelining.simulation import Task, Timing, simulate
 
-__all__ = ["KIND_OF_TASK", "paired_program", "write_run"]
+__all__ = ["kind_of", "write_run"]
 
-KIND_OF_TASK = {
+_KINDS = {
     "F": Kind.FORWARD,
     "B": Kind.BACKWARD,
     "I": Kind.BACKWARD_INPUT,
@@ -26,41 +24,12 @@ KIND_OF_TASK = {
     "G": Kind.GATHER,
     "R": Kind.REDUCE,
     "U": Kind.OPTIMIZER,
-    "P": Kind.OVERLAP,
 }
 
 
-def paired_program(
-    stage: int, stages: int, microbatches: int, steps: int, lookahead: int = 0
-) -> list[tuple[Task, Task | None]]:
-    """What a stage computes under Async2BW with overlapped pairs ("P"), whose backwards come beside them."""
-    program: list[tuple[Task, Task | None]] = []
-    for step in range(steps + 1):
-        instructions = (
-            step_program(stage, stages, microbatches, step, lookahead, overlap=True)
-            if step < steps
-            else drain_program(stage, stages, microbatches, steps - 1, lookahead, overlap=True)
-        )
-        for kind, action, beside in instructions:
-            if kind == "compute":
-                name: Any = action.kind if beside is None else "P"
-                own = Task(name, stage, action.batch, action.microbatch)
-                program.append((own, beside and Task("B", stage, beside.batch, beside.microbatch)))
-        if step:
-            program.append((Task("U", stage, step - 1, 0), None))
-    return program
-
-
-def _in_lockstep(stages: int, microbatches: int, steps: int, seconds: float) -> Run:
-    """Overlapped pairs of all stages at once: each stage begins one later than the one before."""
-    timelines = []
-    for stage in range(stages):
-        end, spans = stage * seconds, []
-        for task, _ in paired_program(stage, stages, microbatches, steps):
-            start, end = end, end + (seconds / 4 if task.kind == "U" else seconds)
-            spans.append(Span(task, start, end))
-        timelines.append(spans)
-    return Run(timelines)
+def kind_of(task: Task) -> Kind:
+    """What a rank records a task as."""
+    return Kind.OVERLAP if task.beside else _KINDS[task.kind]
 
 
 def write_run(
@@ -82,7 +51,6 @@ def write_run(
     """Write a run's files and return its folder of events.
 
     Stages forward in `forward` seconds and backward in twice that; `slow_stage` takes half as long again.
-    With `overlap` all computations take three times `forward`.
     Ranks wait (RECEIVE) where the simulation has them idle before a forward or backward. With `closed` false
     the files are those of a run that is going on.
     """
@@ -97,11 +65,7 @@ def write_run(
         reduction=[forward / 10] * total,
         gather=[forward / 20] * total,
     )
-    run = (
-        _in_lockstep(stages, microbatches, steps, 3 * forward)
-        if overlap
-        else simulate(schedule_programs(schedule, stages, microbatches, steps), timing)
-    )
+    run = simulate(schedule_programs(schedule, stages, microbatches, steps, overlap=overlap), timing)
     started = time.time() - run.makespan if started is None else started
     folder = events_folder(run_dir, run_id)
     folder.mkdir(parents=True)
@@ -137,14 +101,12 @@ def write_run(
             if schedule != "Async2BW":
                 version = first_step + task.batch
             batch = first_step + task.batch + 1
-            if task.kind in "FBIWP" and start > free:
+            if task.kind in "FBIW" and start > free:
                 records.append(
                     (ns(free), ns(start), batch, task.microbatch, version, task.stage, Kind.RECEIVE, 1)
                 )
-            micro = task.microbatch if task.kind in "FBIWP" else -1
-            records.append(
-                (ns(start), ns(end), batch, micro, version, task.stage, KIND_OF_TASK[task.kind], 1)
-            )
+            micro = task.microbatch if task.kind in "FBIW" else -1
+            records.append((ns(start), ns(end), batch, micro, version, task.stage, kind_of(task), 1))
             free = end
             if task.kind == "U" and task.stage == ranks[rank][-1]:
                 records.append((ns(step_begins), ns(end), batch, -1, -1, ranks[rank][0], Kind.STEP, 0))

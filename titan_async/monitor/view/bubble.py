@@ -54,7 +54,11 @@ def stage_seconds(stages: Sequence[StageFigures]) -> StageSeconds | None:
 
 
 def simulated_bubble(
-    schedule: str, ranks: Sequence[StageSeconds], microbatches: int, lookahead: int = 0
+    schedule: str,
+    ranks: Sequence[StageSeconds],
+    microbatches: int,
+    lookahead: int = 0,
+    overlap: bool = False,
 ) -> float | None:
     """The share of a rank's time in which it would not compute, the mean over ranks.
 
@@ -72,7 +76,7 @@ def simulated_bubble(
         update=[each.update for each in ranks],
     )
     try:
-        programs = schedule_programs(schedule, len(ranks), microbatches, _BATCHES, lookahead)
+        programs = schedule_programs(schedule, len(ranks), microbatches, _BATCHES, lookahead, overlap=overlap)
     except ValueError:
         return None
     return 1 - simulate(programs, timing).utilization

@@ -221,7 +221,8 @@ class RunWatch:
         measured = [stage_seconds(tuple(rank.stages.values())) for _, rank in sorted(of_pipeline.items())]
         seconds = [each for each in measured if each is not None]
         if 2 <= len(seconds) == len(measured):
-            own = simulated_bubble(info.schedule, seconds, info.microbatches, info.lookahead)
+            shape = info.microbatches, info.lookahead, info.overlap
+            own = simulated_bubble(info.schedule, seconds, *shape)
             others = None if info.schedule == "1F1B" else simulated_bubble("1F1B", seconds, info.microbatches)
             self._simulated, self._simulated_at = (own, others), now
         return self._simulated
