@@ -9,8 +9,8 @@ own work out. "computing": matrix products, and messages that take what they tak
 compete with the computation for the processor, and what is hidden is reported, whatever it is.
 
 All schedules are measured in one run, by turns; figures are medians of the repetitions. The exit status is 1
-if a floor is missed: of messages that take half as long as the computation at least 80 % hidden at every shape,
-and where they take no time at most 3 % lost, both against Async2BW without overlap. Busy cores miss them.
+if a floor is missed, as busy cores miss it: of messages that take half as long as the computation at least 80 %
+hidden at every shape, and where they take no time at most 3 % lost, both against Async2BW without overlap.
 """
 
 import argparse
@@ -223,7 +223,7 @@ def _sleeping(pool: Pool, arguments: argparse.Namespace) -> tuple[dict[str, Any]
         _measure(pool, of_shape, arguments)
         cases += of_shape
     table = Table(
-        title=f"ms a microbatch, of which it sleeps {_milliseconds(COMPUTATION)}; its messages after the colon",
+        title=f"ms a microbatch, of which {_milliseconds(COMPUTATION)} asleep; messages after the colon",
         box=SIMPLE_HEAD,
     )
     floors = Table("stages, m", "hidden", "at least", "lost without latency", "at most", box=SIMPLE_HEAD)
