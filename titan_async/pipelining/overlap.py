@@ -66,21 +66,22 @@ class _Pair:
         self._leave(half)
         self._turns[1 - half].release()
         self._turns[half].acquire()
-        self._refuse_lost()
         self._enter(half)
+        self._refuse_lost()
 
     def start(self, half: int) -> None:
         """Wait for the first turn of a half."""
         self._turns[half].acquire()
-        if self.error is None:
-            self._enter(half)
+        self._enter(half)
 
     def end(self, half: int, error: BaseException | None) -> None:
         """The half, which has the turn, is done."""
         self.error = self.error or error
-        self._leave(half)
-        self._over[half] = True
-        self._turns[1 - half].release()
+        try:
+            self._leave(half)
+        finally:
+            self._over[half] = True
+            self._turns[1 - half].release()
 
     def finish(self) -> None:
         """Wait, as the forward that is done, for the end of the backward."""
@@ -196,8 +197,8 @@ def _run_backward(
     pair: _Pair, context: contextvars.Context, stream: Any, backward: Callable[[], None]
 ) -> None:
     failure: BaseException | None = None
-    pair.start(_BACKWARD)
     try:
+        pair.start(_BACKWARD)
         if pair.error is None:
             with stream:
                 context.run(backward)
