@@ -41,10 +41,10 @@ def half(done, name, stops):
 @pytest.mark.parametrize(
     ("of_forward", "of_backward", "order"),
     [
-        (2, 2, "F0 B0 F1 B1 F2 B2"),
-        (0, 2, "F0 B0 B1 B2"),
-        (3, 0, "F0 B0 F1 F2 F3"),
-        (1, 3, "F0 B0 F1 B1 B2 B3"),
+        (2, 2, "B0 F0 B1 F1 B2 F2"),
+        (0, 2, "B0 F0 B1 B2"),
+        (3, 0, "B0 F0 F1 F2 F3"),
+        (1, 3, "B0 F0 B1 F1 B2 B3"),
     ],
 )
 def test_halves_take_strict_turns_and_the_longer_one_goes_on_alone(of_forward, of_backward, order):
@@ -82,7 +82,7 @@ def test_an_error_ends_the_other_half_and_is_raised(failing, stops):
     assert "other5" not in done
     done.clear()
     overlap.run(half(done, "F", 1), half(done, "B", 1), Halves())
-    assert done == ["F0", "B0", "F1", "B1"]
+    assert done == ["B0", "F0", "B1", "F1"]
 
 
 def test_an_interrupt_does_not_wait_for_a_backward_that_is_stuck():

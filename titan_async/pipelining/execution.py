@@ -125,7 +125,9 @@ class Execution:
                     self._receive(action)
                     continue
                 batch = batches[action.batch]
-                if kind != "send" and batch.version != shown:
+                # A pair waits for its backward's message before its forward has gathered another version.
+                waits = kind == "wait" and not versions.is_gathering
+                if (waits or kind in ("compute", "finish")) and batch.version != shown:
                     # Before backwards too: activation checkpointing computes the forward once more. And
                     # before the wait for a message, where it takes no time.
                     self._show(action, batch, versions)

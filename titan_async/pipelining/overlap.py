@@ -65,13 +65,13 @@ class _Pair:
             return
         self._leave(half)
         self._turns[1 - half].release()
-        self._turns[half].acquire()
+        self._wait_for_turn(half)
         self._enter(half)
         self._refuse_lost()
 
     def start(self, half: int) -> None:
         """Wait for the first turn of a half."""
-        self._turns[half].acquire()
+        self._wait_for_turn(half)
         self._enter(half)
 
     def end(self, half: int, error: BaseException | None) -> None:
@@ -86,7 +86,7 @@ class _Pair:
     def finish(self) -> None:
         """Wait, as the forward that is done, for the end of the backward."""
         if not self._over[_BACKWARD]:
-            self._turns[_FORWARD].acquire()
+            self._wait_for_turn(_FORWARD)
         self._enter(_FORWARD)
 
     def abandon(self, error: BaseException) -> None:
@@ -95,6 +95,11 @@ class _Pair:
         self._over[_FORWARD] = True
         if self._turns[_BACKWARD].locked():
             self._turns[_BACKWARD].release()
+
+    def _wait_for_turn(self, half: int) -> None:
+        # A signal that comes just before a lock is waited for does not end that wait.
+        while not self._turns[half].acquire(timeout=1.0):
+            pass
 
     def _refuse_lost(self) -> None:
         if self.error is not None:
