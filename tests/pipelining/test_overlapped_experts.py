@@ -1,7 +1,7 @@
 """Overlapped pairs of layers of experts on several ranks, against a loop on one process without any exchange.
 
-W[b+1] = W[b] - update(g_b), B[b+1] = B[b] + lift(counts_b), both made by batch b at version max(b-1, 0): routers
-have a bias, which follows the tokens that their experts were given.
+W[b+1] = W[b] - update(g_b), B[b+1] = B[b] + lift(counts_b), both made by batch b at version max(b-1, 0): a
+router has a bias, which follows the tokens that its experts were given.
 """
 
 import copy

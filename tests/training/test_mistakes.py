@@ -244,8 +244,8 @@ FLAGS = [
     (
         f"--pipeline.overlap {STAGES} 4",
         [
-            "pipeline.overlap over 4 stages (parallelism.pipeline_parallel_degree) needs at least 7 microbatches",
-            "not 4 (training.local_batch_size",
+            "pipeline.overlap over 4 stages (parallelism.pipeline_parallel_degree)",
+            "needs at least 7 microbatches, not 4 (training.local_batch_size",
             "set training.local_batch_size to at least 14, or turn pipeline.overlap off",
         ],
     ),

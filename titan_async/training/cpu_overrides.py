@@ -1,4 +1,4 @@
-"""torchtitan modules replaced on CPU: attention with a dense mask, experts in a loop; and an all-to-all that gloo has.
+"""torchtitan modules replaced on CPU: attention with a dense mask, experts in a loop, gloo's all-to-all.
 
 Imported through `override.imports`, by torchtitan, and only where there is no accelerator.
 """

@@ -37,8 +37,8 @@ __all__ = [
 class HandOverTokenDispatcher(AllToAllTokenDispatcher):
     """Exchanges tokens by `titan_async.pipelining.all_to_all_single`, and their counts as torchtitan does.
 
-    gloo needs it without overlapped pairs too: its list all-to-all, which torchtitan uses, wants chunks of one
-    size.
+    gloo needs it without overlapped pairs too: torchtitan uses a list all-to-all, for which gloo wants chunks
+    of one size.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -29,7 +29,8 @@ class PipelineConfig:
     accelerators, if there is a lookahead, for activations from another host."""
 
     overlap: bool = False
-    """Whether a stage computes a forward and a backward together, each while the other's tokens travel between
-    experts, under Async2BW. It hides the all-to-alls of experts that are spread over ranks
-    (`parallelism.expert_parallel_degree`). With it stage r of d holds 2 (d - 1 - r) + 1 microbatches in flight
-    instead of d - 1 - r, and while it computes such a pair one more, and a batch takes at least 2 d - 1."""
+    """Whether a stage computes a forward and a backward together, each while the other's tokens travel
+    between experts, under Async2BW. It hides the all-to-alls of experts that are spread over ranks
+    (`parallelism.expert_parallel_degree`). With it stage r of d holds 2 (d - 1 - r) + 1 microbatches in
+    flight instead of d - 1 - r, and while it computes such a pair one more, and a batch needs at least
+    2 d - 1."""
