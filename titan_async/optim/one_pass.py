@@ -64,18 +64,24 @@ def update_and_correct_(
             strength,
         )
         factors = torch.stack([column * torch.ones_like(count) for column in columns], dim=1)
-        keep = torch.zeros((), dtype=torch.bool, device=count.device) if skip is None else skip
-        for param, state, row in zip(params, states, factors.unbind(), strict=True):
-            of_param = (param, param.grad, state["exp_avg"], state["exp_avg_sq"], history[param])
-            tensors = [local_part(tensor) for tensor in of_param]
-            if all(tensor.is_contiguous() for tensor in tensors):
-                tensors = [
-                    tensor.view(-1) for tensor in tensors
-                ]  # compiled once for any number of dimensions
+        # All of them first, since a kernel leaves nothing in the cache.
+        inputs = [
+            _flat(param, param.grad, state["exp_avg"], state["exp_avg_sq"], history[param], row)
+            for param, state, row in zip(params, states, factors.unbind(), strict=True)
+        ]
+        for tensors in inputs:
             if tensors[0].numel():  # a shard may have none
-                compiled(*tensors, row, keep)
+                compiled(*tensors, skip)
         # At last: a compiler that is missing is noticed above, before anything has changed.
         torch._foreach_add_(steps, 1.0 if skip is None else [1.0 - skip.float()] * len(steps))
+
+
+def _flat(*tensors: Tensor) -> list[Tensor]:
+    """The local parts, flat if that takes no copy, so that one kernel serves any number of dimensions."""
+    parts = [local_part(tensor) for tensor in tensors]
+    if all(part.is_contiguous() for part in parts):
+        parts = [part.view(-1) for part in parts]
+    return [part.detach() for part in parts]  # which hides what they are views of from the compiler
 
 
 @functools.cache
@@ -85,7 +91,13 @@ def _compiled() -> Callable[..., None]:
 
 
 def _update_and_correct_(
-    weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, history: Tensor, factors: Tensor, keep: Tensor
+    weight: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    history: Tensor,
+    factors: Tensor,
+    skip: Tensor | None,
 ) -> None:
     rate1, rate2, eps, decay, size, root, strength = factors.unbind()
     new_mean = mean + rate1 * (grad - mean)
@@ -94,4 +106,4 @@ def _update_and_correct_(
     displacement = proposed - weight
     corrected = proposed + strength * (displacement - history)
     for old, new in ((weight, corrected), (mean, new_mean), (square, new_square), (history, displacement)):
-        old.copy_(torch.where(keep, old, new))
+        old.copy_(new if skip is None else torch.where(skip, old, new))
