@@ -118,6 +118,32 @@ def test_groups_of_a_pipeline_need_no_threads_that_read_for_them_alone(pool: Wor
         assert after == before > 0
 
 
+def losses_of_complex_numbers(rank: int, group: dist.ProcessGroup, x: torch.Tensor) -> list[float]:
+    torch.manual_seed(rank)
+    module = torch.nn.Linear(4, 4, dtype=x.dtype)
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"), group=group)
+    schedule = ScheduleAsync2BW(stage, M, loss_fn=distance)
+    losses: list[torch.Tensor] = []
+    with torch.no_grad():  # torch itself trains no such stages
+        schedule.eval(*([x] if rank == 0 else []), target=x if rank else None, losses=losses)
+    return [loss.item() for loss in losses]
+
+
+def distance(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).abs().square().mean()
+
+
+def test_complex_activations_travel(pool: WorkerPool) -> None:
+    """No backend knows complex numbers."""
+    x = torch.randn(M, 4, dtype=torch.complex64)
+    modules = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        modules.append(torch.nn.Linear(4, 4, dtype=x.dtype))
+    expected = [distance(modules[1](modules[0](row)), row).item() for row in x.split(1)]
+    assert pool.run(2, losses_of_complex_numbers, x)[1] == pytest.approx(expected, rel=1e-5)
+
+
 def beginning_of_a_step(rank: int, group: dist.ProcessGroup) -> list[str]:
     """What the last stage starts, in order, from the second step on to its first forward."""
     schedule, size, started = schedule_of(rank, group, tied=True), group.size(), []
