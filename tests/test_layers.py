@@ -73,8 +73,6 @@ PRIVATE_NAMES_ALLOWED = {
     # `os._exit`, which is public for all its name.
     "cli/elastic.py": {"_exit"},
     "training/preemption.py": {"_exit"},
-    # The differentiable all-to-all, which exists nowhere else.
-    "training/cpu_overrides.py": {"_functional_collectives"},
     # The key under which the data loader that the class extends keeps a rank's position.
     "training/data.py": {"_rank_id"},
     # The type that torchtitan's own functions are annotated with.

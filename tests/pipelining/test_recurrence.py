@@ -67,12 +67,13 @@ def pipeline(
     evaluate_after=(),
     share_one_buffer=False,
     late_on=(),
+    overlap=False,
 ):
     """Train on this rank's stage; returns its weights, the losses, and the compiled graphs it made."""
     num_stages = group.size()
     if lookahead is None:
-        lookahead = min(num_stages - 1, n_microbatches - num_stages)
-    blocks = build_blocks(num_stages, recompute=recompute)
+        lookahead = 0 if overlap else min(num_stages - 1, n_microbatches - num_stages)
+    blocks = build_blocks(num_stages, recompute=recompute, travels=overlap)
     module = torch.nn.Sequential()
     module.add_module(str(rank), blocks[rank])
     torch._dynamo.reset()
@@ -81,7 +82,12 @@ def pipeline(
     stage = PipelineStage(module, rank, num_stages, torch.device("cpu"), group=group)
     early = False if rank in late_on else None
     schedule = ScheduleAsync2BW(
-        stage, n_microbatches, loss_fn=loss_fn, lookahead=lookahead, early_receives=early
+        stage,
+        n_microbatches,
+        loss_fn=loss_fn,
+        lookahead=lookahead,
+        early_receives=early,
+        overlap=overlap,
     )
     update = OPTIMIZERS[optimizer](module)
     inputs, targets = build_data(batches, n_microbatches)
@@ -203,3 +209,20 @@ def test_late_receives_change_nothing(pool, late_on):
 def test_one_shared_weight_buffer_fails_the_check(pool, d, optimizer):
     results = pool.run(d, pipeline, optimizer, d, share_one_buffer=True)
     assert difference(results, expected(d, d, optimizer)) > 1e-6
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 3), (2, 4), (4, 7), (4, 8)])
+@pytest.mark.parametrize("recompute", [False, True, "selective"])
+def test_overlapped_pairs_equal_the_recurrence(pool, shape, recompute):
+    d, m = shape
+    results = pool.run(d, pipeline, "adamw", m, recompute=recompute, overlap=True, drain_after=(1,))
+    assert difference(results, expected(d, m, "adamw")) < 1e-12
+
+
+@pytest.mark.parametrize("late_on", [(), slow(range(4)), (1, 3)])
+def test_overlapped_pairs_with_lookahead_and_evaluation_equal_the_recurrence(pool, late_on):
+    results = pool.run(
+        4, pipeline, "adamw", 9, overlap=True, lookahead=2, late_on=late_on, evaluate_after=(1, 2)
+    )
+    assert difference(results, expected(4, 9, "adamw")) < 1e-12

@@ -1,5 +1,7 @@
 """ScheduleAsync2BW with every way to apply FSDP2 to a stage, against a single-process loop."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -7,10 +9,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.support.processes import Pools, WorkerPool
+from tests.support.recurrence import Travel
 from tests.support.selection import slow
 from tests.support.sharded import EVERY, make_meshes, shard, shard_each_part, shard_in_bfloat16, train
 from tests.support.sharded_oracle import bfloat16_gradient, difference, oracle
-from titan_async.pipelining import gradient_norm
+from titan_async.pipelining import ScheduleAsync2BW, gradient_norm
 from titan_async.pipelining._fsdp_internals import FsdpParameters
 
 DP, HSDP, TP = ("pp", "dp"), ("pp", "replicate", "shard"), ("pp", "dp", "tp")
@@ -101,6 +104,22 @@ def test_mixed_precision_equals_the_recurrence(pool):
     assert difference(results, shares, oracle(shares, gradient=bfloat16_gradient, **MIXED)) < 1e-6
     assert difference(results, shares, oracle(shares, **MIXED)) > 1e-4
     assert all(value.dtype == torch.float32 for weights, *_ in results for value in weights.values())
+
+
+def overlapping(stage, mesh):
+    """Halves of pairs stop within layers, whose FSDP hooks have run before and have to run after."""
+    for part in stage.children():
+        if hasattr(part, "up"):
+            part.up.register_forward_hook(lambda module, args, output: Travel.apply(output))
+    shard_in_bfloat16(stage, mesh)
+
+
+OVERLAP = {"schedule_class": partial(ScheduleAsync2BW, overlap=True), **MIXED}
+
+
+def test_overlapped_pairs_in_mixed_precision_equal_the_recurrence(pool):
+    results, shares = run(pool, overlapping, DP, **OVERLAP)
+    assert difference(results, shares, oracle(shares, gradient=bfloat16_gradient, **MIXED)) < 1e-6
 
 
 def sums_in_bfloat16(stage, mesh):

@@ -58,9 +58,9 @@ class Stage(nn.Module):
         return x
 
 
-def build(pp, mesh, shard_mesh, m, recompute=False, backend=None):
+def build(pp, mesh, shard_mesh, m, recompute=False, backend=None, overlap=False):
     index = mesh.get_local_rank("pp")
-    blocks = list(enumerate(build_blocks(BLOCKS, recompute=recompute)))
+    blocks = list(enumerate(build_blocks(BLOCKS, recompute=recompute, travels=overlap)))
     per_stage = BLOCKS // pp
     module = Stage(blocks[index * per_stage : (index + 1) * per_stage])
     for block in module.children():
@@ -72,7 +72,8 @@ def build(pp, mesh, shard_mesh, m, recompute=False, backend=None):
         if isinstance(part, FSDPModule):
             part.set_force_sum_reduction_for_comms(True)
     stage = PipelineStage(module, index, pp, torch.device("cpu"), group=mesh.get_group("pp"))
-    return stage, ScheduleAsync2BW(stage, m, loss_fn=loss_fn, lookahead=min(pp - 1, m - pp))
+    lookahead = 0 if overlap else min(pp - 1, m - pp)
+    return stage, ScheduleAsync2BW(stage, m, loss_fn=loss_fn, lookahead=lookahead, overlap=overlap)
 
 
 def whole(module):
@@ -83,7 +84,7 @@ def whole(module):
 
 def pipeline(
     rank, group, pp, dp, m, recompute=False, backend=None, clip=False, drain_after=(), evaluate_after=(),
-    break_it=None,
+    break_it=None, overlap=False,
 ):  # fmt: skip
     """Weights of this rank's stage after all updates, its losses, norms, and the number of graphs by step."""
     if backend is not None:
@@ -91,7 +92,7 @@ def pipeline(
         torch._dynamo.utils.counters.clear()
     mesh = meshes[pp, dp]
     shard = mesh.get_local_rank("dp")
-    stage, schedule = build(pp, mesh, mesh["dp"], m, recompute, backend)
+    stage, schedule = build(pp, mesh, mesh["dp"], m, recompute, backend, overlap)
     optimizer = torch.optim.AdamW(stage.submod.parameters(), lr=0.05)
     inputs, targets = build_data(BATCHES, m * dp)
     inputs, targets = inputs[:, shard::dp], targets[:, shard::dp]
@@ -187,6 +188,25 @@ def test_draining_and_evaluating_do_not_change_the_trajectory(pool, shape):
     pp, dp = shape
     results = pool.run(pp * dp, pipeline, pp, dp, pp, drain_after=(0, 1), evaluate_after=(1, 2))
     assert difference(results, dp, expected(dp, pp)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("shape", "recompute"),
+    [
+        slow((1, 2), "none"),
+        ((2, 2), "full"),
+        slow((2, 2), "none"),
+        slow((4, 1), "full"),
+        ((4, 2), "selective"),
+    ],
+    ids=str,
+)
+def test_overlapped_pairs_equal_the_recurrence(pool, shape, recompute):
+    pp, dp = shape
+    m = 2 * pp - 1
+    options = {"recompute": RECOMPUTE[recompute], "clip": True, "drain_after": (1,), "evaluate_after": (2,)}
+    results = pool.run(pp * dp, pipeline, pp, dp, m, overlap=True, **options)
+    assert difference(results, dp, expected(dp, m, clip=True)) < 1e-12
 
 
 def one_shared_copy():

@@ -11,24 +11,41 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from titan_async.pipelining import hand_over
+
 WIDTH = 8
 
 Recompute = Literal[False, True, "selective"]
 """Activation checkpointing: none, full, or of all but the matrix products."""
 
 
+class Travel(torch.autograd.Function):
+    """Hands its input on, where an exchange between experts would let the other half of a pair compute."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        hand_over()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        hand_over()
+        return gradient.clone()
+
+
 class Block(nn.Module):
     """A layer whose gradient needs the weights in more than one way: scale, matrices, bias."""
 
-    def __init__(self, recompute: Recompute = False) -> None:
+    def __init__(self, recompute: Recompute = False, travels: bool = False) -> None:
         super().__init__()
         self.recompute = recompute
+        self.travel = Travel.apply if travels else nn.Identity()
         self.scale = nn.Parameter(torch.rand(WIDTH, dtype=torch.float64) + 0.5)
         self.up = nn.Linear(WIDTH, 2 * WIDTH, dtype=torch.float64)
         self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False, dtype=torch.float64)
 
     def body(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x * self.scale)))
+        return x + self.travel(self.down(torch.tanh(self.up(self.travel(x * self.scale)))))
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.recompute:
@@ -41,9 +58,11 @@ def _keep_products() -> tuple:
     return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
 
 
-def build_blocks(num_stages: int, seed: int = 0, recompute: Recompute = False) -> list[nn.Module]:
+def build_blocks(
+    num_stages: int, seed: int = 0, recompute: Recompute = False, travels: bool = False
+) -> list[nn.Module]:
     torch.manual_seed(seed)
-    return [Block(recompute) for _ in range(num_stages)]
+    return [Block(recompute, travels) for _ in range(num_stages)]
 
 
 def build_data(batches: int, n_microbatches: int, seed: int = 1) -> tuple[Tensor, Tensor]:

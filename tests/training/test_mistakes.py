@@ -238,6 +238,22 @@ FLAGS = [
     ("--pipeline.lookahead 5", ["pipeline.lookahead is 5", "4 microbatches over 2 stages", "0 to 2"]),
     ("--pipeline.lookahead -1", ["pipeline.lookahead is -1", "0 to 2"]),
     (
+        "--pipeline.overlap --pipeline.lookahead 2",
+        ["pipeline.lookahead is 2", "over 2 stages with pipeline.overlap", "0 to 1"],
+    ),
+    (
+        f"--pipeline.overlap {STAGES} 4",
+        [
+            "pipeline.overlap over 4 stages (parallelism.pipeline_parallel_degree) needs at least 7 microbatches",
+            "not 4 (training.local_batch_size",
+            "set training.local_batch_size to at least 14, or turn pipeline.overlap off",
+        ],
+    ),
+    (
+        f"--pipeline.overlap {STAGES} 3 --training.local_batch_size 6 --training.global_batch_size 6",
+        ["pipeline.overlap over 3 stages", "at least 5 microbatches, not 3"],
+    ),
+    (
         "--training.global_batch_size 12",
         ["training.global_batch_size is 12", "1 data-parallel ranks", "multiple of 8"],
     ),
@@ -366,6 +382,8 @@ ALLOWED = [
     "--training.local_batch_size 4 --training.global_batch_size 16 --parallelism.pipeline_parallel_degree 4",
     "--training.mixed_precision_param bfloat16",
     "--pipeline.lookahead 2",
+    "--pipeline.overlap --pipeline.lookahead 1",
+    "--pipeline.overlap --parallelism.pipeline_parallel_degree 4 --training.global_batch_size 16",
     "activation_checkpoint:full",
     f"{SCHEDULE} Interleaved1F1B {STAGES} 4 --training.local_batch_size 12",
     f"{SCHEDULE} Interleaved1F1B --parallelism.pipeline_parallel_layers_per_stage 1",

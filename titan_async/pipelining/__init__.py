@@ -3,25 +3,23 @@
 This layer needs torch alone (2.11 or newer).
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from titan_async.pipelining.actions import Action, drain_actions, step_actions
 
 if TYPE_CHECKING:
+    from titan_async.pipelining.all_to_all import all_to_all_single
     from titan_async.pipelining.overlap import hand_over
     from titan_async.pipelining.schedule import ScheduleAsync2BW
 
-__all__ = ["Action", "ScheduleAsync2BW", "drain_actions", "hand_over", "step_actions"]
+__all__ = ["Action", "ScheduleAsync2BW", "all_to_all_single", "drain_actions", "hand_over", "step_actions"]
+
+# Not before they are asked for: who simulates schedules, or reads what they recorded, needs no torch.
+_MODULES = {"ScheduleAsync2BW": "schedule", "all_to_all_single": "all_to_all", "hand_over": "overlap"}
 
 
 def __getattr__(name: str) -> Any:
-    # Not before it is asked for: who simulates schedules, or reads what they recorded, needs no torch.
-    if name == "ScheduleAsync2BW":
-        from titan_async.pipelining.schedule import ScheduleAsync2BW
-
-        return ScheduleAsync2BW
-    if name == "hand_over":
-        from titan_async.pipelining.overlap import hand_over
-
-        return hand_over
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

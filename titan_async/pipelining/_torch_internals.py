@@ -3,6 +3,7 @@
 `tests/pipelining/test_torch_internals.py` fails when one of these names is gone.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -42,6 +43,7 @@ __all__ = [
     "made_up_inputs",
     "outputs_to_send",
     "prepare_buffers",
+    "process_group",
     "release_buffers",
     "reset_shape_inference",
     "reshard",
@@ -51,6 +53,11 @@ __all__ = [
     "undone",
     "unsupported_wrapper",
 ]
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The group of that name, as an operator is given it."""
+    return distributed_c10d._resolve_process_group(cast(Any, name))
 
 
 def initialize_stage(
@@ -182,19 +189,24 @@ def check_microbatches(
 
 
 def prepare_buffers(stage: _PipelineStageBase, slots: int) -> None:
-    """Keep the receive infos of the first `slots` chunks, without the buffers that torch has allocated.
+    """Have receive infos for `slots` chunks, without the buffers that torch has allocated.
+
+    torch has made them for the microbatches of one batch, which may be more or fewer.
 
     torch receives into the same buffer in each batch, although it is the module's input and an autograd leaf:
     hooks would accumulate on it, and an input that a module keeps would change.
     """
     # A traced stage's outputs may go elsewhere, for which there are no messages.
     assert stage.is_last or all(to == [stage.stage_index + 1] for to in stage.act_send_info.values())
+    stage.chunks = max(stage.chunks or 0, slots)  # torch checks ids against it
     infos = [stage.args_recv_info]
     if stage.has_backward:
         infos.append(stage.grad_recv_info)
     for info in infos:
         for chunk_id in [chunk_id for chunk_id in info if chunk_id >= slots]:
             del info[chunk_id]
+        for chunk_id in range(len(info), slots):
+            info[chunk_id] = tuple(map(copy.copy, info[0]))
         for chunk in info.values():
             release_buffers(chunk)
 

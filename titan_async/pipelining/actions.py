@@ -174,20 +174,25 @@ def step_program(
     """
     shape = stage_index, num_stages
     actions = step_actions(*shape, n_microbatches, batch, lookahead, overlap)
-    before_first = Action("F", 0, in_flight(*shape, lookahead, overlap))
+    tail = in_flight(*shape, lookahead, overlap)
+    first_gradient = []
+    if stage_index < num_stages - 1 and early.backward:
+        first_gradient.append(Instruction("receive", Action("B", 0, 0)))
     program = []
     of_forward: list[Instruction] = []
     if stage_index > 0 and early.forward:
         program.append(Instruction("receive", Action("F", batch, 0)))
     for action in actions:
-        if action == before_first and stage_index < num_stages - 1 and early.backward:
-            program.append(Instruction("receive", Action("B", 0, 0)))
+        if action == Action("F", 0, tail):
+            program += first_gradient
         around = list(_around(action, *shape, n_microbatches, early))
         if overlap and action.kind == "B":
             around = _pair(of_forward + around)
             del program[len(program) - len(of_forward) :]
         program += around
         of_forward = around
+    if batch == 0 and tail == n_microbatches:
+        program += first_gradient
     return _with_late_receives(program, early)
 
 

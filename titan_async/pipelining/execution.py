@@ -127,7 +127,9 @@ class Execution:
                     self._receive(action)
                     continue
                 batch = batches[action.batch]
-                if kind != "send" and batch.version != shown:
+                # A pair waits for its backward's message before its forward has gathered another version.
+                waits = kind == "wait" and not versions.is_gathering
+                if (waits or kind in ("compute", "finish")) and batch.version != shown:
                     # Before backwards too: activation checkpointing computes the forward once more. And
                     # before the wait for a message, where it takes no time.
                     self._show(action, batch, versions)
@@ -137,7 +139,8 @@ class Execution:
                     self._begin(Kind.FORWARD, action, batch)
                     self._compute(action, batch, forward)
                     self.recorder.end()
-                    action, beside, batch = beside, None, batches[beside.batch]
+                    action, beside = beside, None
+                    batch = batches[action.batch]
                     if batch.version != shown:
                         self._show(action, batch, versions)
                         shown = batch.version

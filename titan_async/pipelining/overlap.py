@@ -1,8 +1,8 @@
 """Overlapped pairs: a forward and a backward by turns, each while the other's tokens travel between experts.
 
-In a mixture of experts a forward stops at every dispatch and combine until its tokens have come, and so does a
-backward. `ScheduleAsync2BW` has an independent forward and backward to run at any time, so one of them computes
-while the other's tokens travel, as in DualPipe (arXiv 2412.19437, section 3.2.1).
+In a mixture of experts a forward stops at every dispatch and combine until its tokens have come, and so does
+a backward. `ScheduleAsync2BW` has an independent forward and backward to run at any time, so one of them
+computes while the other's tokens travel, as in DualPipe (arXiv 2412.19437, section 3.2.1).
 
 The two run in two threads, of which only one at a time does anything: `hand_over` stops a half and lets the
 other one go on. So what each rank does has one order, and ranks that exchange tokens meet in the same
@@ -36,7 +36,7 @@ class Halves(Protocol):
         """The half goes on."""
 
 
-class _OtherHalfFailed(RuntimeError):
+class _OtherHalfError(RuntimeError):
     """Ends a half whose pair is lost."""
 
 
@@ -65,27 +65,28 @@ class _Pair:
             return
         self._leave(half)
         self._turns[1 - half].release()
-        self._turns[half].acquire()
-        self._refuse_lost()
+        self._wait_for_turn(half)
         self._enter(half)
+        self._refuse_lost()
 
     def start(self, half: int) -> None:
         """Wait for the first turn of a half."""
-        self._turns[half].acquire()
-        if self.error is None:
-            self._enter(half)
+        self._wait_for_turn(half)
+        self._enter(half)
 
     def end(self, half: int, error: BaseException | None) -> None:
         """The half, which has the turn, is done."""
         self.error = self.error or error
-        self._leave(half)
-        self._over[half] = True
-        self._turns[1 - half].release()
+        try:
+            self._leave(half)
+        finally:
+            self._over[half] = True
+            self._turns[1 - half].release()
 
     def finish(self) -> None:
         """Wait, as the forward that is done, for the end of the backward."""
         if not self._over[_BACKWARD]:
-            self._turns[_FORWARD].acquire()
+            self._wait_for_turn(_FORWARD)
         self._enter(_FORWARD)
 
     def abandon(self, error: BaseException) -> None:
@@ -95,9 +96,14 @@ class _Pair:
         if self._turns[_BACKWARD].locked():
             self._turns[_BACKWARD].release()
 
+    def _wait_for_turn(self, half: int) -> None:
+        # A signal that comes just before a lock is waited for does not end that wait.
+        while not self._turns[half].acquire(timeout=1.0):
+            pass
+
     def _refuse_lost(self) -> None:
         if self.error is not None:
-            raise _OtherHalfFailed("the other half of an overlapped pair has failed")
+            raise _OtherHalfError("the other half of an overlapped pair has failed")
 
     def _leave(self, half: int) -> None:
         self._random[half] = self._random_state()
@@ -142,7 +148,10 @@ class Overlap:
         self._backwards: _Queue | None = None
 
     def run(self, forward: Callable[[], None], backward: Callable[[], None], halves: Halves) -> None:
-        """Run a forward and a backward that are independent of each other, by turns; the forward begins.
+        """Run a forward and a backward that are independent of each other, by turns.
+
+        The backward begins: its first message follows without computation, and the forward's first segment
+        hides it. If the forward began, nothing would hide that one's first message and the backward's last.
 
         Random numbers that the forward draws are those that it would draw alone.
 
@@ -157,6 +166,7 @@ class Overlap:
         self._queue().put(partial(_run_backward, pair, contextvars.copy_context(), stream, backward))
         try:
             try:
+                pair.hand_over()
                 forward()
             except Exception as error:
                 pair.end(_FORWARD, error)
@@ -192,8 +202,8 @@ def _run_backward(
     pair: _Pair, context: contextvars.Context, stream: Any, backward: Callable[[], None]
 ) -> None:
     failure: BaseException | None = None
-    pair.start(_BACKWARD)
     try:
+        pair.start(_BACKWARD)
         if pair.error is None:
             with stream:
                 context.run(backward)

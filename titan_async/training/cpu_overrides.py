@@ -1,4 +1,4 @@
-"""torchtitan modules replaced on CPU: attention with a dense mask, experts in a loop, gloo's all-to-all.
+"""torchtitan modules replaced on CPU: attention with a dense mask, experts in a loop; and an all-to-all that gloo has.
 
 Imported through `override.imports`, by torchtitan, and only where there is no accelerator.
 """
@@ -11,26 +11,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.config import derive, override
 from torchtitan.distributed.context_parallel import api as context_parallel
 from torchtitan.models.common import attention, decoder
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
 from torchtitan.models.common.moe import GroupedExperts
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
+
+from titan_async.training import overlap
 
 __all__ = [
     "DenseFlexAttention",
     "DenseVarlenAttention",
-    "GlooTokenDispatcher",
     "LoopGptOssExperts",
     "LoopGroupedExperts",
     "applying",
     "dense_attention",
     "dense_varlen_attention",
-    "gloo_dispatch",
     "gpt_oss_loop_experts",
     "loop_experts",
     "override_imports",
@@ -153,20 +151,6 @@ class LoopGptOssExperts(GptOssGroupedExperts):
         return super().forward(x_RD, num_tokens_per_expert_E).type_as(x_RD)
 
 
-class GlooTokenDispatcher(AllToAllTokenDispatcher):
-    """Exchanges by `all_to_all_single`, because gloo's list all-to-all wants chunks of one size."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(AllToAllTokenDispatcher.Config):
-        pass
-
-    def _dispatch_token_exchange(self, routed_input_ND, pg, output_splits, input_splits):
-        return all_to_all_single(routed_input_ND, output_splits, input_splits, pg)
-
-    def _combine_token_exchange(self, routed_output_RD, pg, input_splits, output_splits):
-        return all_to_all_single(routed_output_RD, input_splits, output_splits, pg)
-
-
 @override(target=FlexAttention.Config, exact=True, description="SDPA with a dense mask on CPU")
 def dense_attention(cfg: FlexAttention.Config) -> DenseFlexAttention.Config:
     return derive(cfg, DenseFlexAttention.Config)
@@ -187,11 +171,6 @@ def gpt_oss_loop_experts(cfg: GptOssGroupedExperts.Config) -> LoopGptOssExperts.
     return derive(cfg, LoopGptOssExperts.Config)
 
 
-@override(target=AllToAllTokenDispatcher.Config, exact=True, description="all-to-all that gloo supports")
-def gloo_dispatch(cfg: AllToAllTokenDispatcher.Config) -> GlooTokenDispatcher.Config:
-    return derive(cfg, GlooTokenDispatcher.Config)
-
-
 def override_imports(config) -> list[str]:
     """The names, for `override.imports`, of the replacements that apply to the model of `config`."""
     replacements = {
@@ -199,9 +178,9 @@ def override_imports(config) -> list[str]:
         VarlenAttention.Config: "dense_varlen_attention",
         GroupedExperts.Config: "loop_experts",
         GptOssGroupedExperts.Config: "gpt_oss_loop_experts",
-        AllToAllTokenDispatcher.Config: "gloo_dispatch",
     }
-    return [f"{__name__}.{name}" for name in applying(replacements, config)]
+    own = [f"{__name__}.{name}" for name in applying(replacements, config)]
+    return own + overlap.override_imports(config)
 
 
 def applying(replacements: Mapping[type, str], config) -> list[str]:

@@ -27,6 +27,7 @@ __all__ = [
     "delays_gradients",
     "is_async",
     "needs_fsdp",
+    "overlaps",
 ]
 
 ASYNC_SCHEDULE = "Async2BW"
@@ -41,6 +42,11 @@ def is_async(parallelism: ParallelismConfig) -> bool:
 def delays_gradients(parallelism: ParallelismConfig) -> bool:
     """Whether training runs under `ScheduleAsync2BW`. One stage is no pipeline and trains synchronously."""
     return is_async(parallelism) and parallelism.pipeline_parallel_degree > 1
+
+
+def overlaps(config: Trainer.Config) -> bool:
+    """Whether training runs overlapped pairs."""
+    return delays_gradients(config.parallelism) and config.pipeline.overlap
 
 
 def check_microbatches(config: Trainer.Config, accumulation: int) -> None:
@@ -63,11 +69,20 @@ def check_microbatches(config: Trainer.Config, accumulation: int) -> None:
             "parallelism.pipeline_parallel_degree): set training.local_batch_size to at least "
             f"{stages * size}"
         )
-    lookahead = config.pipeline.lookahead
-    if not 0 <= lookahead <= microbatches - stages:
+    overlap, lookahead = config.pipeline.overlap, config.pipeline.lookahead
+    least = 2 * stages - 1 if overlap else stages
+    if microbatches < least:
         raise ValueError(
-            f"pipeline.lookahead is {lookahead}, but {microbatches} microbatches over {stages} stages leave "
-            f"room for 0 to {microbatches - stages}: set it to one of these"
+            f"pipeline.overlap over {stages} stages (parallelism.pipeline_parallel_degree) needs at least "
+            f"{least} microbatches, not {microbatches} (training.local_batch_size / "
+            "parallelism.pipeline_parallel_microbatch_size): set training.local_batch_size to at least "
+            f"{least * size}, or turn pipeline.overlap off"
+        )
+    if not 0 <= lookahead <= microbatches - least:
+        raise ValueError(
+            f"pipeline.lookahead is {lookahead}, but {microbatches} microbatches over {stages} stages"
+            f"{' with pipeline.overlap' if overlap else ''} leave room for 0 to {microbatches - least}: set "
+            "it to one of these"
         )
 
 
@@ -163,6 +178,7 @@ def _pipeline(
         lookahead=pipeline.lookahead,
         tied_parameters=tied_parameters(model_parts[0]) if tied else (),
         early_receives={"auto": None, "always": True, "never": False}[pipeline.early_receives],
+        overlap=pipeline.overlap,
     )
     return schedule, model_parts, has_first, has_last
 

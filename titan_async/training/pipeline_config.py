@@ -27,3 +27,9 @@ class PipelineConfig:
     That hides the transfer, but on a GPU a posted receive occupies multiprocessors, and one at each end of an
     edge can hang if something waits for both devices. "auto" does so for all messages on the CPU, and on
     accelerators, if there is a lookahead, for activations from another host."""
+
+    overlap: bool = False
+    """Whether a stage computes a forward and a backward together, each while the other's tokens travel between
+    experts, under Async2BW. It hides the all-to-alls of experts that are spread over ranks
+    (`parallelism.expert_parallel_degree`). With it stage r of d holds 2 (d - 1 - r) + 1 microbatches in flight
+    instead of d - 1 - r, and while it computes such a pair one more, and a batch takes at least 2 d - 1."""

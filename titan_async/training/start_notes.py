@@ -7,6 +7,7 @@ from torchtitan.trainer import Trainer
 
 from titan_async.training.optimizer import AsyncOptimizers
 from titan_async.training.optimizer_config import HIDDEN_MATRICES, match_group
+from titan_async.training.overlap import why_nothing_overlaps
 from titan_async.training.pipeline import ASYNC_SCHEDULE, delays_gradients, is_async
 
 __all__ = ["start_notes"]
@@ -30,6 +31,8 @@ def start_notes(
             f"one stage: no delay, no feedback ({ASYNC_SCHEDULE} needs parallelism.pipeline_parallel_degree "
             "of at least 2)"
         )
+    if (line := why_nothing_overlaps(config)) is not None:
+        notes.append(line)
     if config.adopted and config.training.disable_cuda_graphs:
         feedback = config.optimizer if isinstance(config.optimizer, AsyncOptimizers.Config) else None
         on = delayed and feedback is not None and feedback.error_feedback.enable

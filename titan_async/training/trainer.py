@@ -29,7 +29,7 @@ from torchtitan.tools.utils import GarbageCollection
 from torchtitan.trainer import Trainer
 
 from titan_async.pipelining.recording import Kind
-from titan_async.training import cpu, random_state
+from titan_async.training import cpu, overlap, random_state
 from titan_async.training._titan_internals import stages_of, unmanaged
 from titan_async.training.balance import balance_model_spec
 from titan_async.training.checkpoint import (
@@ -47,7 +47,7 @@ from titan_async.training.metrics import AsyncMetrics
 from titan_async.training.monitor_config import MonitorConfig
 from titan_async.training.not_finite import Search
 from titan_async.training.optimizer import AsyncOptimizers, drop_token_counts
-from titan_async.training.pipeline import adapt_model_spec, check_supported, delays_gradients
+from titan_async.training.pipeline import adapt_model_spec, check_supported, delays_gradients, overlaps
 from titan_async.training.pipeline_config import PipelineConfig
 from titan_async.training.preemption import PreemptedError, Preemption
 from titan_async.training.record_run import record
@@ -98,7 +98,7 @@ class AsyncTrainer(Trainer):
     def __init__(self, config: Config) -> None:
         self.delayed = delays_gradients(config.parallelism)
         self._export_warning = export_warning(config)
-        config = cpu.adapt_config(config)
+        config = overlap.adapt_config(cpu.adapt_config(config))
         model_spec = balance_model_spec(config.model_spec, config.pipeline)
         model_spec = adapt_model_spec(model_spec, config.parallelism, config.pipeline)
         config = dataclasses.replace(config, model_spec=model_spec)
@@ -123,7 +123,11 @@ class AsyncTrainer(Trainer):
         self.random_key = random_state.layout_key(self.parallel_dims, dist.get_rank(), self.device)
         pipelined = self.parallel_dims.pp_enabled
         stages = stages_of(self.pp_schedule) if pipelined else []
-        self.stage_timer = StageTimer(stages, self.device) if pipelined else None
+        paired = overlaps(config)
+        if paired:
+            overlap.enter_in_backward(stages[0], self.train_context)
+        # The forward and the backward of a pair take their time together.
+        self.stage_timer = StageTimer(stages, self.device) if pipelined and not paired else None
         self.search = Search(
             [(stage.stage_index, stage.submod) for stage in stages] or enumerate(self.model_parts)
         )

@@ -28,7 +28,18 @@ from torch import Tensor, nn
 from titan_async.pipelining import ScheduleAsync2BW
 from titan_async.pipelining.actions import Instruction, drain_program, step_program
 
-__all__ = ["BARE", "JITTER_SHAPES", "SHAPES", "Utilization", "measure_jitter", "measure_sleeping"]
+__all__ = [
+    "BACKWARD_SECONDS",
+    "BARE",
+    "FORWARD_SECONDS",
+    "JITTER_SHAPES",
+    "SHAPES",
+    "Clock",
+    "SleepingStage",
+    "Utilization",
+    "measure_jitter",
+    "measure_sleeping",
+]
 
 BARE = "no schedule"
 
@@ -65,7 +76,7 @@ class Utilization:
         return statistics.median(self.repetitions) if self.repetitions else None
 
 
-class _Clock:
+class Clock:
     """Sleeps, and adds up for how long it was asked to."""
 
     def __init__(self, scale: float) -> None:
@@ -85,7 +96,7 @@ class _InputPath(torch.autograd.Function):
     """Takes the time of a forward and of an input gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, clock: _Clock) -> Tensor:
+    def forward(ctx: Any, x: Tensor, clock: Clock) -> Tensor:
         ctx.clock = clock
         clock.sleep(FORWARD_SECONDS)
         return x.clone()
@@ -100,7 +111,7 @@ class _WeightPath(torch.autograd.Function):
     """Takes the time of a weight gradient."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, clock: _Clock) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, clock: Clock) -> Tensor:
         ctx.clock = clock
         return weight.clone()
 
@@ -118,7 +129,7 @@ class SleepingStage(nn.Module):
         tied: with a row of a larger parameter added, for a stage at an end of the pipeline.
     """
 
-    def __init__(self, clock: _Clock, tied: bool = False) -> None:
+    def __init__(self, clock: Clock, tied: bool = False) -> None:
         super().__init__()
         self.clock = clock
         self.weight = nn.Parameter(torch.zeros(1, _WIDTH))
@@ -191,7 +202,7 @@ class _Bare:
             self.sending.popleft()[1].wait()
 
 
-_kept: dict[tuple, tuple[Any, _Clock]] = {}
+_kept: dict[tuple, tuple[Any, Clock]] = {}
 """In a worker: the pipelines that have been built and warmed up."""
 
 
@@ -200,11 +211,11 @@ def _prepare(rank: int, group: dist.ProcessGroup, case: Utilization) -> bool:
     if sys.platform == "linux":  # which else lets each sleep last 50 us longer than asked for
         ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)
     if case.schedule == BARE:
-        clock = _Clock(1)
+        clock = Clock(1)
         pipeline: Any = _Bare(SleepingStage(clock), group, case.microbatches)
     else:
         kind = SCHEDULES[case.schedule]
-        clock = _Clock(1 / kind.stages_per_rank)
+        clock = Clock(1 / kind.stages_per_rank)
         batch = (torch.zeros(case.microbatches, _WIDTH), torch.ones(case.microbatches, _WIDTH))
         pipeline = build_pipeline(
             case.schedule,

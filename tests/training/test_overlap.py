@@ -1,0 +1,113 @@
+"""How torchtitan's mixtures of experts come to hand over, and where a backward of a pair runs."""
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torchtitan.config.override import apply_overrides
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.models.common.config_utils import make_token_dispatcher_config
+
+from tests.support.recipes import tiny_llama, tiny_moe
+from titan_async.training import overlap
+from titan_async.training.pipeline_config import PipelineConfig
+from titan_async.training.start_notes import start_notes
+
+EXPERT_PARALLEL = {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2}
+
+
+def configured(recipe: Any = tiny_moe, on: bool = True, checkpointing: Any = None, **parallelism: Any) -> Any:
+    config = recipe()
+    return dataclasses.replace(
+        config,
+        pipeline=PipelineConfig(overlap=on),
+        parallelism=dataclasses.replace(config.parallelism, **{**EXPERT_PARALLEL, **parallelism}),
+        activation_checkpoint=checkpointing,
+    )
+
+
+def test_dispatchers_hand_over_and_what_they_bring_is_saved() -> None:
+    config = configured(checkpointing=SelectiveAC.Config(preserve_rng_state=False))
+    adapted = overlap.adapt_config(config)
+    assert overlap.adapt_config(adapted).override == adapted.override
+    assert not config.override.imports
+    apply_overrides(adapted.override, adapted)
+    for layer in adapted.model_spec.model.layers:
+        dispatcher = layer.moe.routed_experts.token_dispatcher
+        assert isinstance(dispatcher, overlap.HandOverTokenDispatcher.Config)
+        assert (dispatcher.num_experts, dispatcher.top_k) == (4, 2)
+    checkpointing = adapted.activation_checkpoint
+    assert not checkpointing.preserve_rng_state
+    saved = checkpointing.build().get_save_ops()
+    own = torch.ops.titan_async.all_to_all_single.default
+    assert saved == SelectiveAC(SelectiveAC.Config()).get_save_ops() | {own}
+
+
+def test_full_checkpointing_stays_as_it_is() -> None:
+    adapted = overlap.adapt_config(configured(checkpointing=FullAC.Config()))
+    apply_overrides(adapted.override, adapted)
+    assert type(adapted.activation_checkpoint) is FullAC.Config
+
+
+@pytest.mark.parametrize(
+    "options", [{"on": False}, {"pipeline_parallel_schedule": "1F1B"}, {"pipeline_parallel_degree": 1}]
+)
+def test_without_pairs_nothing_is_replaced(options: dict[str, Any]) -> None:
+    config = configured(**options)
+    assert overlap.adapt_config(config) is config
+
+
+def deep_ep() -> Any:
+    """`tiny_moe` with a dispatcher for GPUs."""
+    config = tiny_moe()
+    for layer in config.model_spec.model.layers:
+        experts = layer.moe.routed_experts
+        experts.token_dispatcher = make_token_dispatcher_config(num_experts=4, top_k=2, comm_backend="deepep")
+    return config
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "parts"),
+    [
+        (tiny_moe, {}, None),
+        (tiny_moe, {"on": False, "pipeline_parallel_schedule": "1F1B"}, None),
+        (tiny_moe, {"pipeline_parallel_schedule": "1F1B"}, ["has no effect", '"Async2BW" on several stages']),
+        (tiny_moe, {"expert_parallel_degree": 1}, ["hides nothing", "expert_parallel_degree is 1"]),
+        (tiny_llama, {"expert_parallel_degree": 1}, ["hides nothing", "no tokens travel", "turn it off"]),
+        (deep_ep, {}, ["hides nothing", "DeepEPTokenDispatcher does not hand over", "turn it off"]),
+    ],
+)
+def test_a_start_says_where_pairs_hide_nothing(
+    recipe: Any, options: dict[str, Any], parts: list[str] | None
+) -> None:
+    config = configured(recipe, **options)
+    notes = [note for note in start_notes(config, []) if "pipeline.overlap" in note]
+    assert len(notes) == (parts is not None)
+    assert all(part in notes[0] for part in parts or [])
+
+
+def test_a_backward_in_another_thread_runs_in_the_context_of_training() -> None:
+    place = threading.local()
+    place.mesh = "of the main thread"
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        place.mesh = "entered"
+        yield
+        del place.mesh
+
+    class Stage:
+        def backward_one_chunk(self, slot: int, loss: Any = None) -> tuple:
+            return slot, loss, place.mesh
+
+    stage, found = Stage(), []
+    overlap.enter_in_backward(stage, context)
+    thread = threading.Thread(target=lambda: found.append(stage.backward_one_chunk(3, loss="a loss")))
+    thread.start()
+    thread.join()
+    assert found == [(3, "a loss", "entered")]
+    assert stage.backward_one_chunk(4) == (4, None, "of the main thread")

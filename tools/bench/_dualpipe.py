@@ -1,0 +1,54 @@
+"""DualPipeV with pairs that really overlap: torch runs the two of a pair one after the other by default."""
+
+from typing import Any
+
+from torch.distributed.pipelining.schedules import OVERLAP_F_B, ScheduleDualPipeV
+
+from titan_async.pipelining.overlap import Overlap
+
+__all__ = ["overlap_pairs"]
+
+
+class _SameWeights:
+    """Both halves of a pair see the same weights in a synchronous schedule."""
+
+    def leave(self, half: int) -> None:
+        pass
+
+    def enter(self, half: int) -> None:
+        pass
+
+
+def overlap_pairs(schedule: ScheduleDualPipeV) -> None:
+    """Let a schedule whose stages are not sharded overlap its pairs, by the hook that torch has for that."""
+    stages = {stage.stage_index: stage for stage in schedule._stages}
+    overlap = Overlap(schedule._stages[0].device)
+
+    def wait(received: dict[tuple[int, int], Any], stage: int, microbatch: int) -> None:
+        for work in received.pop((stage, microbatch), []):
+            work.wait()
+
+    def run(action: Any, context: Any) -> None:
+        (forward_stage, _, f, *_), (backward_stage, _, b, *_) = action.sub_actions
+        wait(schedule.fwd_recv_ops, forward_stage, f)
+        wait(schedule.bwd_recv_ops, backward_stage, b)
+        of_forward, of_backward = stages[forward_stage], stages[backward_stage]
+        loss = schedule._maybe_get_loss(of_backward, b)
+        schedule.backward_counter[backward_stage] += 1
+        last = schedule.backward_counter[backward_stage] == schedule._n_microbatches
+        outputs = []
+
+        def forward() -> None:
+            outputs.append(of_forward.forward_one_chunk(f, context.arg_mbs[f], context.kwarg_mbs[f]))
+
+        def backward() -> None:
+            of_backward.backward_one_chunk(b, loss=loss, full_backward=True, last_backward=last)
+
+        overlap.run(forward, backward, _SameWeights())
+        schedule._maybe_compute_loss(of_forward, outputs[0], context.target_mbs, f, {})
+        if forward_stage + 1 in stages:
+            stages[forward_stage + 1].set_local_fwd_input(outputs[0], f)
+        if backward_stage - 1 in stages:
+            stages[backward_stage - 1].set_local_bwd_input(of_backward.get_local_bwd_output(b), b)
+
+    schedule.register_custom_function(OVERLAP_F_B, run)
