@@ -151,6 +151,14 @@ def test_options_of_the_calling_context_hold_in_the_backward():
     assert seen == [3]
 
 
+def test_autocast_around_a_pair_holds_in_the_backward():
+    seen = []
+    with torch.autocast("cpu", torch.float16, cache_enabled=False):
+        Overlap(CPU).run(lambda: None, lambda: seen.append(torch.ones(2, 2) @ torch.ones(2, 2)), Halves())
+    Overlap(CPU).run(lambda: None, lambda: seen.append(torch.ones(2, 2) @ torch.ones(2, 2)), Halves())
+    assert [product.dtype for product in seen] == [torch.float16, torch.float32]
+
+
 def test_the_thread_ends_with_its_owner():
     overlap, threads = Overlap(CPU), []
     overlap.run(lambda: None, lambda: threads.append(threading.current_thread()), Halves())

@@ -159,11 +159,12 @@ class Overlap:
             BaseException: the first that one of them raises; the other one is then ended.
         """
         global _running
-        # A thread has a device and a stream of its own, and options of torch.compile.
+        # A thread has a device and a stream of its own, options of torch.compile, and autocast or none.
         streams = self._device.type != "cpu"
         stream: Any = torch.accelerator.current_stream(self._device) if streams else nullcontext()
         pair = _running = _Pair(stream.device if streams else self._device, halves)
-        self._queue().put(partial(_run_backward, pair, contextvars.copy_context(), stream, backward))
+        contexts = (stream, _autocast(self._device.type))
+        self._queue().put(partial(_run_backward, pair, contextvars.copy_context(), contexts, backward))
         try:
             try:
                 pair.hand_over()
@@ -198,14 +199,23 @@ def _run_all(queue: _Queue) -> None:
         del backward  # and with it the pair, until the next one comes
 
 
+def _autocast(device_type: str) -> Any:
+    """Autocast as it is in this thread, for another one."""
+    if not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    dtype, cache = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
+    return torch.autocast(device_type, dtype, cache_enabled=cache)
+
+
 def _run_backward(
-    pair: _Pair, context: contextvars.Context, stream: Any, backward: Callable[[], None]
+    pair: _Pair, context: contextvars.Context, contexts: tuple[Any, Any], backward: Callable[[], None]
 ) -> None:
+    stream, autocast = contexts
     failure: BaseException | None = None
     try:
         pair.start(_BACKWARD)
         if pair.error is None:
-            with stream:
+            with stream, autocast:
                 context.run(backward)
     except BaseException as error:
         failure = error

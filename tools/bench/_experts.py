@@ -1,7 +1,7 @@
-"""Stages whose layers are those of a mixture of experts, as far as messages go: each sends its tokens twice.
+"""Stages whose layers send as those of a mixture of experts do.
 
-A layer computes ("attention"), dispatches its tokens with an all-to-all, computes ("experts") and combines with
-another one. Computing is sleeping or matrix products; a message is on its way for as long as one likes.
+A layer computes ("attention"), dispatches its tokens with an all-to-all, computes ("experts") and combines
+with another one. Computing is sleeping or matrix products; messages take as long as one likes.
 """
 
 import time
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from sleeping import Clock, SleepingStage
 from torch import Tensor, nn
 
-from titan_async.pipelining import hand_over
+from titan_async.pipelining import all_to_all_single, hand_over
 
 __all__ = ["DelayedExchange", "Exchange", "computing_stage", "sleeping_stage"]
 
@@ -67,8 +67,6 @@ class Exchange(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = [len(x) // self.group.size()] * self.group.size()
-        from titan_async.pipelining import all_to_all_single
-
         return all_to_all_single(x, rows, rows, self.group)
 
 
