@@ -3,7 +3,8 @@
 A part takes the longer of two times: that of its operations at the achievable share of the peak, and that
 of what it moves through memory. Moved are, forward, its weights and twice what it saves; the same for the
 gradient of the input; for those of the weights, the gradient in the parameters' dtype and its float32 sum,
-which FSDP keeps unsharded. Tensor- and expert-parallel collectives come on top, for layers wait for them.
+which FSDP keeps unsharded. Tensor- and expert-parallel collectives come on top, for layers wait for them; but
+of an overlapped pair each half computes while the other's tokens travel, which is taken to slow nothing down.
 
 Once a batch weights are gathered and gradients reduced. Under "1F1B" and "GPipe" FSDP gathers a part's
 weights while the part before it computes its first forward, so that only what is longer than that is waited
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.trainer import Trainer
 
+from titan_async.pipelining.simulation import Half, pair_seconds
 from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH
 from titan_async.planning.layout import Layout
 from titan_async.planning.network import Network
@@ -43,10 +45,20 @@ class StageCost:
     reduction: float
     update: float
     sent: Mapping[str, float]
+    exchange: tuple[float, float] = (0.0, 0.0)
+    """Of the forward and of the backward, in which tokens travel between experts."""
+    exchanges: tuple[int, int] = (0, 0)
+    """Their number."""
 
     @property
     def backward(self) -> float:
         return self.input_gradient + self.weight_gradient
+
+    @property
+    def pair(self) -> float:
+        """Of a forward and a backward that overlap."""
+        halves = zip((self.forward, self.backward), self.exchange, self.exchanges, strict=True)
+        return pair_seconds(*(Half(*half) for half in halves))
 
 
 def stage_cost(
@@ -88,6 +100,8 @@ def stage_cost(
         reduction=sum(r.seconds for r in (reductions[:1] if layout.pp == 1 else reductions)) + all_reduce,
         update=update.seconds,
         sent=sent,
+        exchange=(sum(t.exchange for t in times), sum(t.exchange * t.repeats for t in times)),
+        exchanges=(sum(t.exchanges for t in times), sum(t.exchanges * t.repeats for t in times)),
     )
 
 
@@ -117,18 +131,20 @@ class _PartTimes:
         read = 0.0 if part.name == "tok_embeddings" else local * each
         moved = read + 2 * part.saved_bytes / tp
         repeated = part.recompute_flops >= 0.9 * part.forward_flops > 0
+        self.repeats = 1 + repeated  # of what the forward exchanges, in the backward
         exchanged = part.dispatched_bytes / tp
-        exchange = 2 * network.all_to_all_seconds(network.groups.experts, exchanged)
+        self.exchanges = 2 if exchanged and layout.ep > 1 else 0
+        self.exchange = self.exchanges * network.all_to_all_seconds(network.groups.experts, exchanged)
         collectives = 4 if part.name.startswith("layers.") else 1
         hidden = message_bytes(config, layout)
         inside = collectives * network.gather_seconds(network.groups.tensor, hidden)
 
-        self.forward = max(part.forward_flops / tp / speed, moved / memory) + exchange + inside
+        self.forward = max(part.forward_flops / tp / speed, moved / memory) + self.exchange + inside
         flops = (part.input_flops + part.recompute_flops) / tp
-        self.input_gradient = max(flops / speed, moved / memory) + (exchange + inside) * (1 + repeated)
+        self.input_gradient = max(flops / speed, moved / memory) + (self.exchange + inside) * self.repeats
         summed = local * (each + 2 * _REDUCED_BYTES)
         self.weight_gradient = part.weight_flops / tp / speed + summed / memory
-        passes = 2 + repeated
+        passes = 1 + self.repeats
         self.expert_bytes = passes * 2 * exchanged * network.groups.experts.share_sent
         self.tensor_bytes = passes * collectives * hidden * network.groups.tensor.share_sent
 
