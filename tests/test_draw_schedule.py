@@ -145,7 +145,8 @@ MISTAKES = [
     ),
     (
         ["Async2BW", "--pp", "4", "--microbatches", "6", "--overlap"],
-        "Async2BW on 4 stages with overlapped pairs needs at least 7 microbatches, not 6: raise --microbatches",
+        "Async2BW on 4 stages with overlapped pairs needs at least 7 microbatches, not 6: "
+        "raise --microbatches",
     ),
     (
         ["1F1B", "--microbatches", "3"],

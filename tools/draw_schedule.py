@@ -4,8 +4,9 @@
 
 Nothing is measured: a forward of one microbatch through all layers of a rank takes 1, a backward what
 --backward says, and each half of a divided one half of that. Where a rank has two stages, each takes half as
-long. With --overlap Async2BW runs overlapped pairs, whose forwards are above their backwards. Batches alternate between two shades. Every schedule goes on until the slowest has done its batches;
-the utilization in the titles is that of the steady state.
+long. With --overlap Async2BW runs overlapped pairs, the forward above the backward, which take what both do.
+Batches alternate between two shades. Every schedule goes on until the slowest has done its batches; the
+utilization in the titles is that of the steady state.
 """
 
 import argparse
