@@ -4,8 +4,9 @@
 
 Nothing is measured: a forward of one microbatch through all layers of a rank takes 1, a backward what
 --backward says, and each half of a divided one half of that. Where a rank has two stages, each takes half as
-long. Batches alternate between two shades. Every schedule goes on until the slowest has done its batches;
-the utilization in the titles is that of the steady state.
+long. With --overlap Async2BW runs overlapped pairs, the forward above the backward, which take what both do.
+Batches alternate between two shades. Every schedule goes on until the slowest has done its batches; the
+utilization in the titles is that of the steady state.
 """
 
 import argparse
@@ -39,14 +40,16 @@ def simulated(schedule: str, arguments: argparse.Namespace, batches: int) -> Run
     if schedule not in SCHEDULES:
         raise UserError(unknown_name("the schedule", schedule, SCHEDULES))
     ranks, microbatches, lookahead = arguments.pp, arguments.microbatches, arguments.lookahead
-    least = ranks + lookahead
+    overlap = arguments.overlap and schedule == "Async2BW"
+    least = (2 * ranks - 1 if overlap else ranks) + lookahead
     if schedule == "Async2BW" and microbatches < least:
         raise UserError(
-            f"Async2BW on {ranks} stages{f' and a lookahead of {lookahead}' if lookahead else ''} needs at "
-            f"least {least} microbatches, not {microbatches}: raise --microbatches"
+            f"Async2BW on {ranks} stages{f' and a lookahead of {lookahead}' if lookahead else ''}"
+            f"{' with overlapped pairs' if overlap else ''} needs at least {least} microbatches, not "
+            f"{microbatches}: raise --microbatches"
         )
     try:
-        programs = schedule_programs(schedule, ranks, microbatches, batches, lookahead)
+        programs = schedule_programs(schedule, ranks, microbatches, batches, lookahead, overlap=overlap)
     except ValueError as error:
         raise UserError(f"{schedule} does not go together with these numbers: {error}") from None
     stages = stages_of_ranks(schedule, ranks)
@@ -61,10 +64,13 @@ def boxes_of(run: Run) -> list[Box]:
     boxes = []
     for rank, spans in enumerate(run.timelines):
         first = min(span.task.stage for span in spans)
-        for (kind, stage, batch, microbatch), start, end in spans:
-            if kind in COMPUTE:
-                tint = tint_of(batch, int(stage != first))
-                boxes.append(Box(rank, start, end, KINDS[kind], str(microbatch), tint))
+        for task, start, end in spans:
+            for half, (kind, stage, batch, microbatch, _) in enumerate(task.halves, 1):
+                if kind in COMPUTE:
+                    tint = tint_of(batch, int(stage != first))
+                    boxes.append(
+                        Box(rank, start, end, KINDS[kind], str(microbatch), tint, half if task.beside else 0)
+                    )
     return boxes
 
 
@@ -95,6 +101,8 @@ def title_of(schedule: str, arguments: argparse.Namespace) -> str:
     """What a chart is of, and how busy the ranks are in the steady state."""
     several = "" if schedule in ONE_STAGE else ", two stages a rank, the second darker"
     busy = simulated(schedule, arguments, STEADY_BATCHES).utilization
+    if arguments.overlap and schedule == "Async2BW":
+        several = ", overlapped pairs"
     return f"{schedule}, {arguments.microbatches} microbatches{several}: busy {busy:.1%} of the time"
 
 
@@ -108,6 +116,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--microbatches", type=_positive, default=8, help="of a batch (default: 8)")
     parser.add_argument("--batches", type=_positive, default=3, help="of the slowest schedule (default: 3)")
     parser.add_argument("--lookahead", type=_from_zero, default=0, help="of Async2BW (default: 0)")
+    parser.add_argument("--overlap", action="store_true", help="overlapped pairs in Async2BW")
     parser.add_argument("--backward", type=_time, default=2.0, help="its time (default: 2)")
     parser.add_argument("--latency", type=_time, default=0.0, help="of a message (default: 0)")
     parser.add_argument("--out", type=Path, default=Path("schedules.svg"), help="a .svg or .png file")

@@ -118,6 +118,17 @@ def test_items_of_the_first_stage() -> None:
     assert not {"second version", "error feedback"} & (one.items.keys() | two.items.keys())
 
 
+def test_overlapped_pairs_hold_more_microbatches_and_two_versions_everywhere() -> None:
+    flags = P + "data_parallel_shard_degree", 1, "--training.local_batch_size", 8
+    alone, pairs = planned(2, *flags), planned(2, *flags, "--pipeline.overlap", "true")
+    for stage, (before, after) in enumerate(zip(alone, pairs, strict=True)):
+        one = before.items["activations"] / (2 - stage)
+        assert after.items["activations"] == (4, 2)[stage] * one
+        assert after.items["second version"] == after.items["weights"]
+        assert after.items["temporary"] > before.items["temporary"]
+        assert after.items["messages"] > before.items["messages"]
+
+
 RESHARD = P + "fsdp_reshard_after_forward"
 
 

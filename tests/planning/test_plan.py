@@ -94,7 +94,7 @@ def test_a_tied_model_has_a_plan_under_async2bw_alone(run, tmp_path):
 def test_the_json_says_everything_in_numbers(run):
     _, out, _ = run(f"toml_configs/{RECIPE}", "--json")
     record = json.loads(out)
-    keys = "recipe model hardware layout stages memory usable_memory schedules receives suggestion"
+    keys = "recipe model hardware layout stages memory usable_memory schedules receives overlap suggestion"
     assert list(record) == keys.split()
     assert record["model"]["tokens"] == 300 * record["model"]["tokens_per_step"]
     # An open shard degree fills one node, as it would in training: two stages of four.
@@ -108,6 +108,7 @@ def test_the_json_says_everything_in_numbers(run):
         assert sum(entry["items"].values()) == entry["total"]
     own = record["schedules"][0]
     assert own["step_seconds"] * own["tokens_per_second"] == pytest.approx(4 * 8 * 256)
+    assert record["overlap"] == {}
     assert record["receives"]["early"] == "auto"
     assert record["receives"]["step_seconds"]["auto"] == own["step_seconds"]
     assert all(entry["items"]["NCCL's buffers"] > 0 for entry in record["memory"])

@@ -121,6 +121,29 @@ def test_many_microbatches_take_what_their_simulation_says(config, schedule, loo
     assert time.utilization == pytest.approx(run.utilization, abs=2e-3)
 
 
+@pytest.mark.parametrize(("per_node", "travels"), [(8, 0.1 * EACH), (1, 1.5 * EACH)])
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_overlapped_pairs_hide_what_travels_between_experts(config, repeats, per_node, travels):
+    """Three layers a stage, in which a dispatch and a combine take a tenth of a layer's forward, or more than
+    the forward; with activation checkpointing the backward repeats both, and the computation."""
+    bandwidth = ROUND.link_bandwidth if per_node == 8 else ROUND.network_bandwidth
+    size = travels * bandwidth * ACHIEVABLE_BANDWIDTH * 2 / 1
+    parts = make_parts(6, dispatched_bytes=size, recompute_flops=(repeats - 1) * 1e12)
+    layout = make_layout(6, pp=2, microbatches=4, dp_shard=2, ep=2, schedule="Async2BW")
+    cluster = dataclasses.replace(ROUND, per_node=per_node)
+    costs = stage_costs(config, layout, parts, cluster)
+    forward, backward = 6 * (EACH / 2 + travels), 3 * (1 + repeats) * EACH + 6 * repeats * travels
+    together = dataclasses.replace(layout, overlap=True)
+    # Each half waits six times, or the backward twelve times; of six rounds one is not hidden.
+    hidden = min(EACH / 2, travels) + min((1 + repeats) * EACH / 2 / repeats, travels)
+    for made, pair in ((layout, forward + backward), (together, forward + backward - 5 * hidden)):
+        time = step_time(config, made, parts, cluster, costs=costs)
+        rest = sum(cost.gather + cost.reduction + cost.update for cost in costs) / 2
+        assert time.step_seconds == pytest.approx(4 * pair + rest, rel=0.02)
+        assert time.utilization == pytest.approx(4 * pair / time.step_seconds, rel=1e-3)
+        assert time.sent_bytes["experts"] == pytest.approx(4 * 4 * (1 + repeats) * 6 * size / 2)
+
+
 def test_two_ranks_by_hand(config):
     """Two shards of one stage without a pipeline; a layer of 2^20 numbers, in bfloat16 and float32."""
     numbers = 2**20

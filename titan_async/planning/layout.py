@@ -10,7 +10,13 @@ from titan_async.pipelining.programs import V_SHAPED, schedule_programs
 from titan_async.pipelining.simulation import Task
 from titan_async.training._titan_internals import split_layers
 from titan_async.training.balance import count_stages
-from titan_async.training.pipeline import ASYNC_SCHEDULE, accumulation_of, delays_gradients, is_async
+from titan_async.training.pipeline import (
+    ASYNC_SCHEDULE,
+    accumulation_of,
+    delays_gradients,
+    is_async,
+    overlaps,
+)
 
 __all__ = ["Layout", "layout_of", "microbatch_size_of", "ranks_without_shards", "split_of"]
 
@@ -39,6 +45,8 @@ class Layout:
     """Times that a synchronous schedule fills and empties the pipeline in a batch; 1 of Async2BW."""
     seq_len: int
     lookahead: int
+    overlap: bool = False
+    """Whether stages run overlapped pairs."""
     steps: int
     """Optimizer updates of the whole run."""
     stages: tuple[tuple[str, ...], ...]
@@ -84,7 +92,7 @@ class Layout:
         schedule = self.schedule if self.pp > 1 else "1F1B"  # one stage knows no difference
         each = len(self.stages) // self.pp
         return schedule_programs(
-            schedule, self.pp, microbatches, batches, self.lookahead, self.passes, each=each
+            schedule, self.pp, microbatches, batches, self.lookahead, self.passes, each, self.overlap
         )
 
 
@@ -120,6 +128,7 @@ def layout_of(config: Trainer.Config, world_size: int) -> Layout:
         passes=1 if delays_gradients(parallelism) else passes,
         seq_len=training.seq_len,
         lookahead=config.pipeline.lookahead if delays_gradients(parallelism) else 0,
+        overlap=overlaps(config),
         steps=training.steps,
         stages=split_of(parallelism, len(config.model_spec.model.layers)),
     )

@@ -40,6 +40,7 @@ class Calibration:
                 forward=cost.forward * self.forward,
                 input_gradient=cost.input_gradient * self.backward,
                 weight_gradient=cost.weight_gradient * self.backward,
+                exchange=(cost.exchange[0] * self.forward, cost.exchange[1] * self.backward),
             )
             for cost in costs
         ]

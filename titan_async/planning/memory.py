@@ -164,7 +164,7 @@ class _Stage:
         self.masks = parts[0].mask_bytes * layout.microbatches
         self.messages = self._messages(layout, index) // tp
         self.versions = 1
-        if layout.delayed and index < layout.pp - 1:
+        if layout.delayed and in_flight(index, layout.pp, overlap=layout.overlap):
             self.versions = 2
 
     def _layerwise(
@@ -233,7 +233,7 @@ class _Stage:
         if layout.pp == 1:
             return 0
         if layout.delayed:
-            inputs = sent = in_flight(index, layout.pp, layout.lookahead) + 2
+            inputs = sent = in_flight(index, layout.pp, layout.lookahead, layout.overlap) + 2
             gradients = 2  # the one that a backward uses, and the next, which is on its way
         else:
             inputs = gradients = layout.microbatches // layout.passes
@@ -272,7 +272,12 @@ class _Account:
 
     def run(self, program: Sequence[Task]) -> None:
         for task in program:
-            getattr(self, f"_{task.kind}")(task, self._stages[task.stage])
+            stage = self._stages[task.stage]
+            for half in task.halves:
+                getattr(self, f"_{half.kind}")(half, stage)
+                if task.beside is not None:  # what the forward needs for a while is there during the backward
+                    sign = 1 if half.kind == "F" else -1
+                    self._live["temporary"] += sign * (stage.forward_peak - stage.activations)
 
     def _note(self, task: Task, extra: int, **held: int) -> None:
         if self._live.total() + extra + sum(held.values()) > self.fullest.total():

@@ -8,6 +8,7 @@ from typing import Any
 from torchtitan.trainer import Trainer
 
 from titan_async.errors import UserError
+from titan_async.pipelining.actions import in_flight
 from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH, Cluster
 from titan_async.planning.layout import Layout, layout_of, microbatch_size_of
 from titan_async.planning.measured import AS_ASSUMED, Calibration
@@ -25,7 +26,7 @@ from titan_async.planning.step_time import (
 from titan_async.planning.suggest import Searcher, Suggestion
 from titan_async.training.layout_preflight import check_layout
 
-__all__ = ["COMPARED", "Plan", "Planner", "Refused"]
+__all__ = ["COMPARED", "Overlapped", "Plan", "Planner", "Refused"]
 
 COMPARED = ("Async2BW", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 """The schedules that every plan shows, besides its own."""
@@ -43,6 +44,16 @@ class Refused:
 
     schedule: str
     reason: str
+
+
+@dataclass(frozen=True)
+class Overlapped:
+    """A step with overlapped pairs, or without."""
+
+    step_seconds: float
+    most_memory: int
+    """Bytes of the fullest rank."""
+    fits: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +74,9 @@ class Plan:
     """Which of Async2BW's are posted early in the plan."""
     seconds_by_receives: dict[Receives, float]
     """Of a step; empty where that makes no difference."""
+    by_overlap: dict[bool, Overlapped]
+    """What overlapped pairs (true) would change; empty where no tokens travel between experts. Without them
+    alone if there are too few microbatches."""
     suggestion: Suggestion | None
 
     @property
@@ -144,6 +158,9 @@ class Plan:
             "usable_memory": self.usable_memory,
             "schedules": [dataclasses.asdict(entry) for entry in self.schedules],
             "receives": {"early": self.receives, "step_seconds": self.seconds_by_receives},
+            "overlap": {
+                str(overlap).lower(): dataclasses.asdict(entry) for overlap, entry in self.by_overlap.items()
+            },
             "suggestion": None if self.suggestion is None else self.suggestion.to_json(),
         }
 
@@ -212,6 +229,7 @@ class Planner:
             schedules=[own, *others],
             receives=config.pipeline.early_receives,
             seconds_by_receives=seconds_by_receives(config, layout, costs, self.cluster),
+            by_overlap=self._by_overlap(config, layout, parts, costs),
             suggestion=found,
         )
 
@@ -228,6 +246,21 @@ class Planner:
             return step_time(config, layout, parts, self.cluster, costs=costs)
         except ValueError as error:
             raise UserError(f"{layout.schedule}: {' '.join(str(error).split())}") from error
+
+    def _by_overlap(
+        self, config: Trainer.Config, layout: Layout, parts: dict[str, Part], costs: list[StageCost]
+    ) -> dict[bool, Overlapped]:
+        found: dict[bool, Overlapped] = {}
+        if not layout.delayed or not any(cost.exchange[0] for cost in costs):
+            return found
+        least = in_flight(0, layout.pp, layout.lookahead, overlap=True)
+        for overlap in (False, True)[: 1 + (layout.microbatches >= least)]:
+            tried = dataclasses.replace(layout, overlap=overlap)
+            seconds = step_time(config, tried, parts, self.cluster, costs=costs).step_seconds
+            most = max(memory_of(config, tried, parts, rank).total for rank in range(layout.pp))
+            fits = most <= self.cluster.accelerator.memory * (1 - RESERVED_SHARE)
+            found[overlap] = Overlapped(seconds, most, fits)
+        return found
 
     def parts_of(self, config: Trainer.Config) -> dict[str, Part]:
         """The parts of a configuration's model for microbatches of its size.

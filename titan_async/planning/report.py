@@ -6,6 +6,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from titan_async.pipelining.actions import in_flight
 from titan_async.planning.network import Network
 from titan_async.planning.plan import Plan, Refused
 from titan_async.planning.step_time import StepTime, receives_ahead
@@ -38,6 +39,7 @@ def _headlines(plan: Plan) -> list[str]:
     words = " x ".join(f"{size} {name}" for name, size in degrees.items() if size > 1) or "one rank"
     experts = f", experts over {layout.ep}" if layout.ep > 1 else ""
     lookahead = f", lookahead {layout.lookahead}" if layout.lookahead else ""
+    pairs = ", overlapped pairs" if layout.overlap else ""
     how = f"{plan.cluster.accelerator.achievable:.0%} of the peak assumed"
     if plan.calibration.forward != 1.0 or plan.calibration.backward != 1.0:
         how += (
@@ -51,10 +53,11 @@ def _headlines(plan: Plan) -> list[str]:
         f"{layout.tokens_per_step:,}; {3 * plan.forward_flops_per_token / 1e9:.3g} GFLOPs a token",
         f"{layout.world_size} x {cluster.accelerator.name} on {nodes} node(s), {how}",
         f"{words}{experts}; {layout.microbatches} microbatches of {layout.microbatch_size} x "
-        f"{layout.seq_len}{lookahead}",
+        f"{layout.seq_len}{lookahead}{pairs}",
         f"{layout.schedule}: {_seconds(time.step_seconds)} a step, {time.tokens_per_second:,.0f} tokens/s, "
         f"MFU {time.mfu:.1%}: {time.days:.1f} days, {hours} GPU hours",
         *_receives(plan),
+        *_overlap(plan),
     ]
 
 
@@ -81,6 +84,26 @@ def _receives(plan: Plan) -> list[str]:
     if others:
         lines.append(f"  --pipeline.early_receives: a step takes {', '.join(others)}")
     return lines
+
+
+def _overlap(plan: Plan) -> list[str]:
+    """What overlapped pairs would change."""
+    if not plan.by_overlap:
+        return []
+    layout, network = plan.layout, Network(plan.cluster, plan.layout)
+    group = network.groups.experts
+    where = "inside a node" if group.on_a_node == group.size else "between nodes"
+    travel = max(sum(cost.exchange) / (cost.forward + cost.backward) for cost in plan.costs)
+    line = f"overlapped pairs: experts' tokens travel {where}, {travel:.0%} of the time of a microbatch"
+    if True not in plan.by_overlap:
+        least = in_flight(0, layout.pp, layout.lookahead, overlap=True)
+        return [line, f"  pipeline.overlap needs at least {least} microbatches here"]
+    words = [
+        f"{_seconds(entry.step_seconds)} a step and {entry.most_memory / 1e9:.1f} GB"
+        f"{'' if entry.fits else ', too many,'} {'with' if overlap else 'without'}"
+        for overlap, entry in plan.by_overlap.items()
+    ]
+    return [line, f"  --pipeline.overlap: {'; '.join(words)}"]
 
 
 def _table(title: str, headings: Sequence[str]) -> Table:

@@ -4,7 +4,8 @@ A part takes the time of its products with weights, by their shapes, that of att
 elementwise operations move through memory, which activation checkpointing makes again. For the gradients of
 the weights come those in the parameters' dtype and their float32 sum, which FSDP keeps unsharded. Tensor- and
 expert-parallel collectives come on top, for layers wait for them, except for the share that asynchronous
-tensor parallelism hides. FSDP's run beside the computation of a rank that has the whole model, and take
+tensor parallelism hides; but of an overlapped pair each half computes while the other's tokens travel, which
+is taken to slow nothing down. FSDP's run beside the computation of a rank that has the whole model, and take
 processors from it.
 
 Once a batch weights are gathered and gradients reduced. Under "1F1B" and "GPipe" FSDP gathers a part's
@@ -22,6 +23,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.models.common.token_dispatcher import DeepEPTokenDispatcher, HybridEPTokenDispatcher
 from torchtitan.trainer import Trainer
 
+from titan_async.pipelining.simulation import Half, pair_seconds
 from titan_async.planning.hardware import (
     ACHIEVABLE_BANDWIDTH,
     BACKWARD_PASSES,
@@ -53,10 +55,20 @@ class StageCost:
     reduction: float
     update: float
     sent: Mapping[str, float]
+    exchange: tuple[float, float] = (0.0, 0.0)
+    """Of the forward and of the backward, in which tokens travel between experts."""
+    exchanges: tuple[int, int] = (0, 0)
+    """Their number."""
 
     @property
     def backward(self) -> float:
         return self.input_gradient + self.weight_gradient
+
+    @property
+    def pair(self) -> float:
+        """Of a forward and a backward that overlap."""
+        halves = zip((self.forward, self.backward), self.exchange, self.exchanges, strict=True)
+        return pair_seconds(*(Half(*half) for half in halves))
 
 
 def stage_cost(
@@ -98,6 +110,8 @@ def stage_cost(
         reduction=sum(r.seconds for r in (reductions[:1] if layout.pp == 1 else reductions)) + all_reduce,
         update=update.seconds,
         sent=sent,
+        exchange=(sum(t.exchange for t in times), sum(t.exchange * t.repeats for t in times)),
+        exchanges=(sum(t.exchanges for t in times), sum(t.exchanges * t.repeats for t in times)),
     )
 
 
@@ -130,9 +144,11 @@ class _PartTimes:
         products, attention = part.forward_flops - part.attention_flops, part.attention_flops
         repeated = part.recompute_flops >= 0.9 * part.forward_flops > 0
         attention_again = attention if repeated else 0.0
+        self.repeats = 1 + repeated  # of what the forward exchanges, in the backward
         exchanged = part.dispatched_bytes / tp
-        exchange = (
-            2
+        self.exchanges = 2 if exchanged and layout.ep > 1 else 0
+        self.exchange = (
+            self.exchanges
             * imbalance
             * network.dispatch_seconds(
                 network.groups.experts, exchanged, _choices(part), once=_sends_once(config, part)
@@ -146,16 +162,18 @@ class _PartTimes:
         def seconds(products: float, attention: float, passed: float) -> float:
             return (products / speed + attention / attends + passed / memory) / tp
 
-        self.forward = seconds(products, attention, FORWARD_PASSES * part.passed_bytes) + exchange + inside
+        self.forward = (
+            seconds(products, attention, FORWARD_PASSES * part.passed_bytes) + self.exchange + inside
+        )
         again = part.passed_bytes > part.saved_bytes
         self.input_gradient = seconds(
             products + part.recompute_flops - attention_again,
             part.input_flops - products + attention_again,
             (BACKWARD_PASSES + again * FORWARD_PASSES) * part.passed_bytes,
-        ) + (exchange + inside) * (1 + repeated)
+        ) + (self.exchange + inside) * self.repeats
         summed = local * (each + 2 * _REDUCED_BYTES)
         self.weight_gradient = part.weight_flops / tp / speed + summed / memory
-        passes = 2 + repeated
+        passes = 1 + self.repeats
         self.expert_bytes = passes * 2 * exchanged * network.groups.experts.share_sent
         self.tensor_bytes = passes * collectives * hidden * network.groups.tensor.share_sent
 

@@ -101,7 +101,8 @@ def step_time(
     model_flops = 3 * forward_flops * layout.microbatches * layout.data_parallel
     peak = cluster.accelerator.peak(config.training.mixed_precision_param)
     # Every stage is on one rank, so that the mean over ranks is the sum over stages.
-    busy = sum(layout.microbatches * (cost.forward + cost.backward) for cost in costs) / layout.pp
+    pairs = [cost.pair if layout.overlap else cost.forward + cost.backward for cost in costs]
+    busy = layout.microbatches * sum(pairs) / layout.pp
     outside = sum(cost.gather + cost.reduction + cost.update for cost in costs) / layout.pp
     sent: dict[str, float] = {}
     for cost in costs:
@@ -151,6 +152,7 @@ def timing_of(
     return Timing(
         forward=[cost.forward for cost in costs],
         backward=[cost.backward for cost in costs],
+        pair=[cost.pair for cost in costs],
         weight_gradient=[cost.weight_gradient for cost in costs],
         latency=[network.message_seconds(*edge, size) for edge in edges],
         receives_ahead=ahead if layout.delayed else (),
