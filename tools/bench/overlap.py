@@ -12,7 +12,7 @@ A rank has two layers like those of a mixture of experts, each with two all-to-a
 
 All schedules are measured in one run, by turns; figures are medians of the repetitions. The exit status is 1
 if a floor is missed, as it is on busy cores: of messages that take half as long as the computation at least
-80 % hidden at every shape, and where they take no time at most 3 % lost, both against Async2BW without overlap.
+80 % hidden at every shape, and without latency at most 3 % lost, both against Async2BW without overlap.
 """
 
 import argparse
