@@ -7,10 +7,10 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "bench"))
 
@@ -20,6 +20,7 @@ from _faults.slowness import BACKWARD, FORWARD, UNDISTURBED, Shape, Slowness
 from tests.support.waiting import MOST_SECONDS
 from titan_async.monitor.events import RECORD
 from titan_async.monitor.spans import RankSpans
+from titan_async.pipelining.actions import Action
 from titan_async.pipelining.messages import Messages
 from titan_async.pipelining.recording import Kind
 
@@ -97,18 +98,16 @@ def test_late_messages_leave_in_their_order_and_hold_up_nobody(
 ) -> None:
     left: list[tuple[str, float]] = []
 
-    def send(tensor: str, peer: int, group: object) -> SimpleNamespace:
-        left.append((tensor, clock.perf_counter()))
-        return SimpleNamespace(wait=lambda: None)
+    def send(messages: object, call: str, action: object, tensors: list[str]) -> list[SimpleNamespace]:
+        left.extend((tensor, clock.perf_counter()) for tensor in tensors)
+        return [SimpleNamespace(wait=lambda: None) for _ in tensors]
 
-    monkeypatch.setattr(dist, "isend", send)
-    monkeypatch.setattr(Messages, "_start", Messages._start)  # is put back at the end
+    monkeypatch.setattr(Messages, "_start", send)
     inject_slowness._delay_messages(0.05)
-    messages = SimpleNamespace(_lanes=SimpleNamespace(groups={("F", 1): object()}))
-    works = []
+    messages: Any = SimpleNamespace(_lanes=SimpleNamespace(groups={("send", "F"): object()}))
+    works: list[Any] = []
     for name in ("first", "second"):
-        op = SimpleNamespace(op=send, tensor=name, peer=1)
-        works += Messages._start(messages, SimpleNamespace(kind="F"), [op])  # type: ignore[arg-type]
+        works += Messages._start(messages, "send", Action("F", 0, 0), [name])  # type: ignore[list-item]
         clock.advance(0.01)
     # The rank has gone on while no time has passed for its messages.
     assert not left

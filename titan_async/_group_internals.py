@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ def joint_group(
     count = world.group_count
     distributed_c10d._hash_ranks_to_str = lambda ranks: name
     try:
-        with _default_group_unbound():
+        with _default_group_unbound(), _gloo_on_one_thread():
             group = dist.new_group(
                 list(members), backend=backend, pg_options=options, use_local_synchronization=True
             )
@@ -71,6 +72,30 @@ def _default_group_unbound() -> Iterator[None]:
         yield
     finally:
         default.bound_device_id = device
+
+
+@contextmanager
+def _gloo_on_one_thread() -> Iterator[None]:
+    """Let the thread that reads for the default group read for a new one, too, where both are gloo's.
+
+    One of its own would wake up a hundred times a second while nothing comes.
+    """
+    gloo = distributed_c10d.ProcessGroupGloo
+
+    def make(store: dist.Store, rank: int, size: int, timeout: timedelta, **more: Any) -> Any:
+        default = distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options
+        options = gloo._Options()
+        options._devices, options._threads, options._timeout = default._devices, default._threads, timeout
+        for name, value in more.items():
+            setattr(options, name, value)
+        return gloo(store, rank, size, options)
+
+    if "cpu:gloo" in dist.get_backend_config():
+        distributed_c10d.ProcessGroupGloo = make
+    try:
+        yield
+    finally:
+        distributed_c10d.ProcessGroupGloo = gloo
 
 
 def set_joint_timeout(timeout: timedelta) -> None:

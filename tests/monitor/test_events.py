@@ -1,13 +1,14 @@
 """Event files hold what was put into them, also while they are written and when the ring has gone round."""
 
+import json
 import os
+import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.support.events import write_run
-from tests.support.watching import change_info
 from titan_async.errors import UserError
 from titan_async.monitor.event_files import EventWriter
 from titan_async.monitor.events import (
@@ -125,21 +126,26 @@ def test_summaries_come_back_whole(tmp_path: Path) -> None:
     assert np.array_equal(reader.summaries(), row)
 
 
-def test_files_of_format_1_know_no_garbage_collection(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("form", "kinds"), [(1, 16), (2, 17)])
+def test_files_of_former_formats_have_fewer_kinds(tmp_path: Path, form: int, kinds: int) -> None:
+    """They know no overlapped pairs, and the first no garbage collection."""
     folder = write_run(tmp_path, stages=2, microbatches=4)
-    now = [RankReader(folder, rank).summaries() for rank in range(2)]
-    # What a version without it has written: sixteen kinds, in a row of 90 bytes.
-    change_info(folder, format=1)
-    kept = np.dtype([(name, SUMMARY[name]) for name in SUMMARY.names[:-1]] + [("seconds", "<f4", (16,))])
-    for rank, rows in enumerate(now):
-        old = np.zeros(len(rows), kept)
-        for name in kept.names:
-            old[name] = rows[name][:, :16] if name == "seconds" else rows[name]
-        assert old.itemsize == 90
-        summary_path(folder, rank).write_bytes(old.tobytes())
-    for rank, rows in enumerate(now):
-        assert len(rows) and np.array_equal(RankReader(folder, rank).summaries(), rows)
-    assert read_info(folder).stages == 2
+    path = folder / "run.json"
+    written = json.loads(path.read_text())
+    assert written.pop("overlap") is False
+    path.write_text(json.dumps(written | {"format": form}))
+    wanted = []
+    for rank in range(2):
+        rows = [(2 * i + 1, 2 * i + 2, 10 * i, 10 * i + 9, rank, *range(i, i + kinds)) for i in range(3)]
+        wanted += [(*row, *[0] * (18 - kinds)) for row in rows]
+        summary_path(folder, rank).write_bytes(b"".join(struct.pack(f"<iiqqH{kinds}f", *row) for row in rows))
+    found = [row for rank in range(2) for row in RankReader(folder, rank).summaries()]
+    assert [(*(int(row[name]) for name in SUMMARY.names[:5]), *row["seconds"]) for row in found] == wanted
+    info = read_info(folder)
+    assert (info.stages, info.overlap) == (2, False)
+    path.write_text(json.dumps(written | {"format": form, "overlap": 1}))
+    with pytest.raises(UserError, match="1 is not of the type bool"):
+        read_info(folder)
 
 
 def test_utilization_leaves_out_what_is_outside_of_steps() -> None:

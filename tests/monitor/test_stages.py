@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.events import write_run
 from titan_async.monitor.events import RECORD, RankReader
+from titan_async.monitor.run_folder import RunShape
 from titan_async.monitor.view.bubble import StageSeconds, simulated_bubble, stage_seconds
 from titan_async.monitor.view.stages import RankFigures, own_seconds
 from titan_async.monitor.view.strip import Doing, strip
@@ -23,8 +24,10 @@ def records(*rows: tuple[int, ...]) -> np.ndarray:
     return np.array([(int(a * 1e9), int(b * 1e9), *rest) for a, b, *rest in rows], RECORD)
 
 
-def figures_of(folder: Path, rank: int, stages: tuple[int, ...], chunk: int = 1 << 20) -> RankFigures:
-    figures, all_records = RankFigures(stages), RankReader(folder, rank).new_records()
+def figures_of(
+    folder: Path, rank: int, stages: tuple[int, ...], chunk: int = 1 << 20, shape: RunShape | None = None
+) -> RankFigures:
+    figures, all_records = RankFigures(stages, shape), RankReader(folder, rank).new_records()
     for begin in range(0, len(all_records), chunk):
         figures.add(all_records[begin : begin + chunk])
     return figures

@@ -285,8 +285,8 @@ def test_arrows_stay_within_a_data_parallel_copy(tmp_path: Path) -> None:
     assert sorted(
         (from_track, to_track, source["ts"], target["ts"])
         for _, from_track, to_track, source, target in arrows(trace)
-    ) == [((0, 0), (0, 2), 0, 50), ((1, 0), (1, 2), 100, 150)]
-    assert names_of_tracks(trace)[1, 2] == "stage 1 (rank 3)"
+    ) == [((0, 0), (0, 3), 0, 50), ((1, 0), (1, 3), 100, 150)]
+    assert names_of_tracks(trace)[1, 3] == "stage 1 (rank 3)"
 
 
 def test_arrows_that_clocks_turn_back_are_left_out_and_counted(

@@ -9,7 +9,7 @@ from tests.support.host_waits import HostWaits
 from tests.support.muon_rule import muon_displacement
 from tests.support.processes import Pools, WorkerPool
 from titan_async.local_tensors import local_part
-from titan_async.optim import ErrorFeedback, Lion, Muon, QKClip, QueryKey, set_found_inf
+from titan_async.optim import ErrorFeedback, Lion, Muon, QKClip, QueryKey, one_pass, set_found_inf
 
 SHAPES = [(6, 4), (2, 3, 5)]
 LR, DECAY = 0.1, 0.2
@@ -27,6 +27,7 @@ def lion(params):
 OPTIMIZERS = {
     "adamw": adamw,  # the example: torch's own
     "adamw in feedback": lambda params: ErrorFeedback(adamw(params)),
+    "adamw in one pass with feedback": lambda params: ErrorFeedback(adamw(params), compile=True),
     "adamw in feedback of gradients": lambda params: ErrorFeedback(adamw(params), level="gradient"),
     "lion": lion,
     "lion in feedback": lambda params: ErrorFeedback(lion(params), 0.5),
@@ -41,6 +42,11 @@ OPTIMIZERS = {
         error_feedback=1.0,
     ),
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _one_pass_is_not_compiled(monkeypatch):
+    monkeypatch.setattr(one_pass, "_compiled", lambda: one_pass._update_and_correct_)
 
 
 def values(shape, *seed):
@@ -86,6 +92,7 @@ def propose_muon(x, g, memory):
     [
         ("adamw", propose_adamw, 0.0),
         ("adamw in feedback", propose_adamw, 1.0),
+        ("adamw in one pass with feedback", propose_adamw, 1.0),
         ("lion", propose_lion, 0.0),
         ("lion in feedback", propose_lion, 0.5),
         ("muon", propose_muon, 0.0),

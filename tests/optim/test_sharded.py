@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.support.processes import Pools, WorkerPool
-from titan_async.optim import ErrorFeedback, Muon
+from titan_async.optim import ErrorFeedback, Muon, one_pass
 
 BUILD = {
     "adamw": lambda params: torch.optim.AdamW(params, 0.1),
@@ -60,6 +60,23 @@ def test_a_mesh_of_one_is_like_a_plain_parameter(mesh, name, placement, level, s
     for optimizer in optimizers:
         optimizer.step()
     assert torch.equal(plain, sharded.to_local())
+
+
+def test_one_pass_works_on_local_parts(mesh, monkeypatch):
+    monkeypatch.setattr(one_pass, "_compiled", lambda: one_pass._update_and_correct_)
+    torch.manual_seed(0)
+    start, grads = torch.randn(3, 4, 6), [torch.randn(3, 4, 6) for _ in range(4)]
+    plain = torch.nn.Parameter(start.clone())
+    sharded = torch.nn.Parameter(distribute_tensor(start.clone(), mesh, [Shard(0)]))
+    optimizers = [ErrorFeedback(BUILD["adamw"]([param]), compile=True) for param in (plain, sharded)]
+    for grad in grads:
+        plain.grad, sharded.grad = grad, distribute_tensor(grad, mesh, [Shard(0)])
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(plain, sharded.to_local())
+    expected, found = optimizers[0].state[plain], optimizers[1].state[sharded]
+    for key in ("exp_avg", "error_feedback_update"):
+        assert torch.equal(expected[key], found[key].to_local())
 
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -89,6 +90,58 @@ def test_no_group_is_split_from_a_default_group_that_is_bound_to_a_device(
     # Those of even stages and the next ones first, so that they connect at the same time.
     assert edges[1] == [(0, 1), (0, 1), (1, 2), (1, 2)]
     assert edges[2] == [*[(2, 3)] * 2 * (stages == 4), (1, 2), (1, 2)]
+
+
+def threads_that_read(rank: int, group: dist.ProcessGroup) -> tuple[int, int]:
+    """gloo's, before and after the first steps of a pipeline with groups of its own."""
+
+    def count() -> int:
+        names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+        return sum(name.startswith("gloo_tcp") for name in names)
+
+    before = count()
+    with mock.patch.object(messages, "_lanes", weakref.WeakKeyDictionary()):
+        schedule = schedule_of(rank, group, tied=True)
+        for _ in range(3):
+            run(schedule, rank, group.size())
+            if schedule.gradient_ready:
+                schedule.clip_grad_norm_(1.0)
+                schedule._stage.submod.zero_grad()
+        schedule.drain()
+        return before, count()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux lists them")
+def test_groups_of_a_pipeline_need_no_threads_that_read_for_them_alone(pool: WorkerPool) -> None:
+    """Each would wake up every 10 ms."""
+    for before, after in pool.run(3, threads_that_read):
+        assert after == before > 0
+
+
+def losses_of_complex_numbers(rank: int, group: dist.ProcessGroup, x: torch.Tensor) -> list[float]:
+    torch.manual_seed(rank)
+    module = torch.nn.Linear(4, 4, dtype=x.dtype)
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"), group=group)
+    schedule = ScheduleAsync2BW(stage, M, loss_fn=distance)
+    losses: list[torch.Tensor] = []
+    with torch.no_grad():  # torch itself trains no such stages
+        schedule.eval(*([x] if rank == 0 else []), target=x if rank else None, losses=losses)
+    return [loss.item() for loss in losses]
+
+
+def distance(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).abs().square().mean()
+
+
+def test_complex_activations_travel(pool: WorkerPool) -> None:
+    """No backend knows complex numbers."""
+    x = torch.randn(M, 4, dtype=torch.complex64)
+    modules = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        modules.append(torch.nn.Linear(4, 4, dtype=x.dtype))
+    expected = [distance(modules[1](modules[0](row)), row).item() for row in x.split(1)]
+    assert pool.run(2, losses_of_complex_numbers, x)[1] == pytest.approx(expected, rel=1e-5)
 
 
 def beginning_of_a_step(rank: int, group: dist.ProcessGroup) -> list[str]:

@@ -136,10 +136,26 @@ def test_async_2bw_does_what_it_does_without_updates():
         assert computed == [action for actions in (*steps, drained) for action in actions]
 
 
-@pytest.mark.parametrize("lookahead", [0, 2])
-def test_an_update_comes_one_step_late_and_before_the_next_weights_are_read(lookahead):
-    for program in async_programs(3, 6, 5, lookahead):
-        place = {task: position for position, task in enumerate(program)}
+def test_overlapped_pairs_are_the_forwards_that_a_backward_follows():
+    d, m, batches, lookahead = 3, 7, 4, 2
+    programs = schedule_programs("Async2BW", d, m, batches, lookahead, overlap=True)
+    for stage, tasks in enumerate(programs):
+        w = 2 * (d - 1 - stage) + 1 + (lookahead, 1, 0)[stage]
+        assert [task.batch * m + task.microbatch for task in tasks if task.kind == "B"] == [
+            *range(batches * m - w, batches * m)
+        ]
+        for task in tasks:
+            number = task.batch * m + task.microbatch - w
+            if task.kind == "F":
+                assert task.beside == (Task("B", stage, *divmod(number, m)) if number >= 0 else None)
+    assert str(programs[2][3]) == "F0.2 with B0.1 of stage 2"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_an_update_comes_one_step_late_and_before_the_next_weights_are_read(lookahead, overlap):
+    for program in async_programs(3, 6, 5, lookahead, overlap=overlap):
+        place = {half: position for position, task in enumerate(program) for half in task.halves}
         stage = program[0].stage
         for batch in range(5):
             reduced, updated = (place[Task(kind, stage, batch, 0)] for kind in "RU")

@@ -7,7 +7,7 @@ from torch.distributed.pipelining import PipelineStage
 from tests.support.processes import Pools, WorkerPool
 from tests.support.recurrence import build_blocks, build_data, loss_fn
 from titan_async.pipelining import ScheduleAsync2BW
-from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
+from titan_async.pipelining.recording import COMPUTE_KINDS, FORWARD_KINDS, GRADIENT_KINDS, Kind
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ class Told:
         self.spans.append(self.open.pop())
 
 
-def watched(rank, group, m, drained_after, shards):
+def watched(rank, group, m, drained_after, shards, overlap):
     """Six batches; the weights get another version's number with each update, and are drained at times."""
     module = build_blocks(group.size())[rank]
     if shards:
@@ -38,7 +38,7 @@ def watched(rank, group, m, drained_after, shards):
 
         fully_shard(module, mesh=DeviceMesh("cpu", [rank]), reshard_after_forward=False)
     stage = PipelineStage(module, rank, group.size(), torch.device("cpu"), group=group)
-    schedule = ScheduleAsync2BW(stage, m, loss_fn=loss_fn)
+    schedule = ScheduleAsync2BW(stage, m, loss_fn=loss_fn, overlap=overlap)
     schedule.recorder = told = Told(module)
     inputs, targets = build_data(6, m)
     delays, versions = [], []
@@ -67,12 +67,23 @@ def watched(rank, group, m, drained_after, shards):
 
 @pytest.mark.parametrize("shards", [False, True], ids=["plain", "fsdp"])
 @pytest.mark.parametrize("drained_after", [(), (1, 4)], ids=["", "drained"])
-def test_spans_are_what_the_stage_did(pool, drained_after, shards):
-    d, m = 3, 4
-    for rank, (spans, delays, versions) in enumerate(pool.run(d, watched, m, drained_after, shards)):
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "pairs"])
+def test_spans_are_what_the_stage_did(pool, drained_after, shards, overlap):
+    d, m = 3, 6 if overlap else 4
+    for rank, (spans, delays, versions) in enumerate(pool.run(d, watched, m, drained_after, shards, overlap)):
         compute = [(kind, batch, micro) for kind, _, batch, micro, _, _ in spans if kind in COMPUTE_KINDS]
-        forwards = [(batch, micro) for kind, batch, micro in compute if kind is Kind.FORWARD]
-        backwards = [(batch, micro) for kind, batch, micro in compute if kind is Kind.BACKWARD]
+        forwards = [(batch, micro) for kind, batch, micro in compute if kind in FORWARD_KINDS]
+        in_flight = 2 * (d - 1 - rank) + 1
+        backwards = [
+            divmod(batch * m + micro - in_flight, m) if kind is Kind.OVERLAP else (batch, micro)
+            for kind, batch, micro in compute
+            if kind in GRADIENT_KINDS
+        ]
+        pairs = [batch for kind, batch, _ in compute if kind is Kind.OVERLAP]
+        # An empty pipeline fills by forwards alone.
+        alone = [in_flight if b == 0 or b - 1 in drained_after else 0 for b in range(6)]
+        if not shards:  # FSDP may gather a batch's weights in its first forward, which then is in no pair
+            assert pairs == ([b for b in range(6) for _ in range(m - alone[b])] if overlap else [])
         assert forwards == backwards == [(b, micro) for b in range(6) for micro in range(m)]
         for kind, stage, batch, _, version, weights in spans:
             assert stage == rank

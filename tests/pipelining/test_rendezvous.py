@@ -8,11 +8,13 @@ file plants mistakes that it must find.
 import itertools
 
 import pytest
+import torch
 
 from tests.support.rendezvous import Program, Step, a_lane_each, one_lane, overwritten, programs, walk
 from tests.support.selection import slow
 from titan_async.pipelining import actions
 from titan_async.pipelining.actions import EARLY, Action, Early, in_flight
+from titan_async.pipelining.overlap import Overlap, hand_over
 
 STAGES = range(1, 9)
 MOST = 16  # microbatches
@@ -63,6 +65,19 @@ def test_every_shape_ends_with_all_messages_at_their_action_and_no_buffer_overwr
     check_messages_and_buffers(d, shapes(d), EARLY)
 
 
+def overlapped(shapes, d):
+    """As many microbatches more than pairs need as `shapes` has more than stages."""
+    return [(m + d - 1, lookahead) for m, lookahead in shapes(d)]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("shapes", [few_shapes, slow(some_shapes)])
+@pytest.mark.parametrize("early", CHOICES)
+@pytest.mark.parametrize("d", STAGES)
+def test_so_does_it_in_overlapped_pairs(d, early, shapes):
+    check_messages_and_buffers(d, overlapped(shapes, d), early, overlap=True)
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("shapes", [few_shapes, slow(shapes, id="all_shapes")])
 @pytest.mark.parametrize("early", CHOICES[1:])
@@ -71,13 +86,13 @@ def test_so_does_it_whichever_receives_are_early(d, early, shapes):
     check_messages_and_buffers(d, shapes(d), early)
 
 
-def check_messages_and_buffers(d, shapes, early):
+def check_messages_and_buffers(d, shapes, early, **how):
     """Design notes, section 4: no buffer is filled again before its backward, which autograd would not see.
 
     And none is there for nothing: with one fewer than `slots`, something is overwritten.
     """
     for m, lookahead in shapes:
-        ranks = programs(d, m, lookahead, PLAN, early)
+        ranks = programs(d, m, lookahead, PLAN, early, **how)
         outcome = walk(ranks)
         assert outcome.fine, (m, lookahead, outcome)
         for program in ranks:
@@ -97,6 +112,74 @@ def test_the_pipeline_never_empties_between_batches(d):
         assert outcome.fine and outcome.time == 3 * 3 * m + 3 * (d - 1), (m, lookahead, outcome)
 
 
+@pytest.mark.parametrize("d", STAGES)
+def test_nor_does_it_between_overlapped_pairs(d):
+    for m, lookahead in {
+        (n, la) for n in (2 * d - 1, 2 * d, 2 * MOST) for la in (0, min(d - 1, n - 2 * d + 1))
+    }:
+        outcome = walk(programs(d, m, lookahead, (3,), overlap=True))
+        assert outcome.fine and outcome.time == 3 * 3 * m + 3 * (d - 1), (m, lookahead, outcome)
+
+
+HAND_OVERS = [(1, 1), (2, 2), (2, 4), (3, 1), (0, 2)]
+"""Exchanges of tokens in a forward and a backward; activation checkpointing repeats those of the former."""
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("early", CHOICES)
+@pytest.mark.parametrize("exchanges", HAND_OVERS)
+@pytest.mark.parametrize("d", STAGES)
+def test_ranks_that_share_experts_meet_in_the_same_exchange(d, exchanges, early):
+    """Each stage of three pipelines, whatever the receives and however long a rank's device is waited for."""
+    for m, lookahead in overlapped(few_shapes, d):
+        ranks = programs(d, m, lookahead, PLAN, early, True, exchanges) * 3
+        for waiting in (None, d // 2, 2 * d + d // 2):
+            outcome = walk(
+                ranks,
+                replicas=3,
+                device_waits=lambda rank, step, waiting=waiting: rank == waiting and anywhere(rank, step),
+            )
+            assert outcome.fine, (m, lookahead, waiting, outcome)
+
+
+def test_it_finds_halves_that_begin_in_another_order_on_one_rank():
+    ranks = programs(2, 4, 0, PLAN, overlap=True, exchanges=(2, 2)) * 2
+    steps = ranks[3].steps = [*ranks[3].steps]
+    assert walk(ranks, replicas=2).fine
+    ranks[3] = Program(
+        steps, *(getattr(ranks[1], name) for name in ("n_microbatches", "slots", "most_pending"))
+    )
+    pair = next(i for i, step in enumerate(steps) if step.beside)
+    assert [str(step) for step in steps[pair + 1 : pair + 3]] == ["exchange F0.1", "exchange B0.0"]
+    steps[pair + 1 : pair + 3] = reversed(steps[pair + 1 : pair + 3])
+    assert walk(ranks, replicas=2).misdelivered[0].startswith("F0.1 of filling 0 exchanges with B0.0")
+
+
+@pytest.mark.parametrize("exchanges", HAND_OVERS)
+def test_the_halves_of_a_pair_take_turns_as_in_the_walk(exchanges):
+    """The order of `Overlap`'s two threads, whose halves are here a list of what they do."""
+    done = []
+
+    def half(kind):
+        for number in range(exchanges[kind == "B"]):
+            done.append(("exchange", kind, number))
+            hand_over()
+            done.append(("collect", kind, number))
+
+    Overlap(torch.device("cpu")).run(lambda: half("F"), lambda: half("B"), Nothing())
+    pair = programs(1, 2, 0, (1,), EARLY, True, exchanges)[0].steps
+    begin = next(i for i, step in enumerate(pair) if step.beside) + 1
+    assert done == [(s.kind, s.action.kind, s.number) for s in pair[begin : begin + len(done)]]
+
+
+class Nothing:
+    def leave(self, half):
+        pass
+
+    def enter(self, half):
+        pass
+
+
 def anywhere(rank, step):
     """Whatever a step allocates or computes may wait; a send is prepared before a late receive is posted."""
     return step.kind != "send"
@@ -111,6 +194,17 @@ def test_all_ranks_may_wait_for_their_devices_anywhere(d, early, shapes):
     for m, lookahead in shapes(d):
         if lookahead == 0:
             outcome = walk(programs(d, m, 0, PLAN, early), device_waits=anywhere)
+            assert outcome.fine, (m, outcome)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("early", [*ON_GPUS, mixed(ON_GPUS), mixed(ON_GPUS[::-1])])
+@pytest.mark.parametrize("d", STAGES)
+def test_so_they_may_where_pairs_overlap_and_tokens_are_exchanged(d, early):
+    for m, lookahead in overlapped(few_shapes, d):
+        if lookahead == 0:
+            ranks = programs(d, m, 0, PLAN, early, True, (2, 4)) * 2
+            outcome = walk(ranks, device_waits=anywhere, replicas=2)
             assert outcome.fine, (m, outcome)
 
 
@@ -262,7 +356,7 @@ def test_it_finds_a_limit_on_sends_that_is_too_low_for_the_lookahead():
 def hold_more_behind(monkeypatch, stage, more):
     """Four stages, of which all those after `stage` hold `more` microbatches too many."""
 
-    def held(r, d, lookahead=0):
+    def held(r, d, lookahead=0, overlap=False):
         return in_flight(r, d) + (more if r > stage else 0)
 
     monkeypatch.setattr(actions, "in_flight", held)

@@ -84,8 +84,21 @@ def test_what_async_2bw_waits_for_where_nothing_is_slowed_down():
     assert seconds[0, 0] == pytest.approx(m * (3 + 2 * latency))
 
 
-SHAPES = [("Async2BW", 3, 5, 2), ("Interleaved1F1B", 2, 4, 0), ("Async2BW", 2, 2, 0), ("1F1B", 3, 4, 0)]
+SHAPES = [
+    ("Async2BW", 3, 5, 2),
+    ("Interleaved1F1B", 2, 4, 0),
+    ("overlapped", 3, 6, 1),
+    ("Async2BW", 2, 2, 0),
+    ("1F1B", 3, 4, 0),
+    ("overlapped", 2, 3, 0),
+]
 shapes = st.sampled_from([*SHAPES, ("Async2BW", 4, 7, 3), ("ZBVZeroBubble", 2, 4, 0)])
+
+
+def programs_of(schedule, d, m, batches, lookahead):
+    if schedule == "overlapped":
+        return schedule_programs("Async2BW", d, m, batches, lookahead, overlap=True)
+    return schedule_programs(schedule, d, m, batches, lookahead)
 
 
 some_ahead = st.integers(0, 2)
@@ -100,6 +113,7 @@ def timing_of(stages, draw):
     return Timing(
         some(1, 4),
         some(1, 8),
+        pair=some(1, 8),
         latency=some(0, 1, stages - 1),
         receives_ahead=[draw(st.none() | st.tuples(some_ahead, some_ahead)) for _ in range(stages - 1)],
         message_share=[draw(st.sampled_from([0.0, 0.03, 0.12])) for _ in range(stages - 1)],
@@ -115,8 +129,13 @@ class Messages:
 
     def __init__(self, programs, timing):
         self.edge, self.source, self.destination, self.posted_at = {}, {}, {}, {}
-        place = {t: (rank, i) for rank, program in enumerate(programs) for i, t in enumerate(program)}
-        for (kind, stage, batch, i), (rank, position) in place.items():
+        place = {
+            half: (rank, i)
+            for rank, program in enumerate(programs)
+            for i, task in enumerate(program)
+            for half in task.halves
+        }
+        for (kind, stage, batch, i, _), (rank, position) in place.items():
             step = {"F": -1, "B": 1, "I": 1}.get(kind, 0)
             names = [Task(name, stage + step, batch, i) for name in ("FF" if kind == "F" else "BI")]
             sender = next((name for name in names if name in place), None)
@@ -130,7 +149,11 @@ class Messages:
             self.edge[sender], self.source[sender] = edge, place[sender]
             self.destination[sender] = rank, position
             own = [n for n in range(position) if programs[rank][n][1] == stage]
-            alike = [n for n in own if programs[rank][n][0] in ("F" if kind == "F" else "BI")]
+            alike = [
+                n
+                for n in own
+                if any(half.kind in ("F" if kind == "F" else "BI") for half in programs[rank][n].halves)
+            ]
             begins = [n for n in own if programs[rank][n][0] == "G"][-1:] if kind == "F" else []
             alike = [n for n in alike if not begins or n > begins[0]]
             if len(alike) >= ahead > 0:
@@ -148,7 +171,7 @@ def test_what_a_task_takes_is_its_speed_over_time(shape, data):
     """From the starts and ends alone: when messages are sent, received and there, and so how fast each task
     ran at any time. Its work is then what was asked for, and it began as soon as its input was there."""
     schedule, d, m, lookahead = shape
-    programs = schedule_programs(schedule, d, m, 3, lookahead)
+    programs = programs_of(schedule, d, m, 3, lookahead)
     timing = timing_of(max(task.stage for program in programs for task in program) + 1, data.draw)
     run = simulate(programs, timing)
     spans = [[(span.start, span.end) for span in own] for own in run.timelines]
@@ -190,9 +213,11 @@ def stepped(programs, timing, tick):
     now = 0
 
     def there(rank, task):
-        kind, stage, batch, i = task
+        kind, stage, batch, i, beside = task
+        if beside:
+            return all(there(rank, half) for half in task.halves)
         if kind == "U":
-            return all(done.get(("R", s, batch, 0), 1e9) + timing.norm <= now for s in ranks_of)
+            return all(done.get(Task("R", s, batch, 0), 1e9) + timing.norm <= now for s in ranks_of)
         needed = {"F": [("F", stage - 1)], "W": [("B", stage)]}.get(kind, [("F", stage), ("B", stage + 1)])
         for name, of in needed if kind in "FBIW" else ():
             if not 0 <= of <= last:
@@ -223,9 +248,10 @@ def stepped(programs, timing, tick):
                     starts[rank].append(now)
                 if work[rank] > tick / 2:
                     break
-                task = program[here]._replace(kind="B") if program[here].kind == "I" else program[here]
-                done[task] = now
-                sent |= {task} & set(left)
+                for half in program[here].halves:
+                    task = half._replace(kind="B") if half.kind == "I" else half
+                    done[task] = now
+                    sent |= {task} & set(left)
                 position[rank], work[rank] = here + 1, None
         moving = {message for message in sent & posted if left[message] > 0}
         for rank, program in enumerate(programs):
@@ -243,14 +269,15 @@ def stepped(programs, timing, tick):
 
 @pytest.mark.parametrize("ahead", [(1, 0), (0, 1)])
 @pytest.mark.parametrize(
-    ("schedule", "d", "m", "lookahead"), [*SHAPES[:2], *(slow(*shape) for shape in SHAPES[2:])]
+    ("schedule", "d", "m", "lookahead"), [*SHAPES[:3], *(slow(*shape) for shape in SHAPES[3:])]
 )
 def test_small_steps_of_time_agree(schedule, d, m, lookahead, ahead):
-    programs = schedule_programs(schedule, d, m, 2, lookahead)
+    programs = programs_of(schedule, d, m, 2, lookahead)
     stages = max(task.stage for program in programs for task in program) + 1
     timing = Timing(
         [1 + 0.25 * (stage % 2) for stage in range(stages)],
         [2 - 0.125 * stage for stage in range(stages)],
+        pair=[2.25 + 0.125 * stage for stage in range(stages)],
         latency=[0.25] * (stages - 1),
         receives_ahead=[ahead] * (stages - 1),
         message_share=[0.125 / (1 + stage) for stage in range(stages - 1)],

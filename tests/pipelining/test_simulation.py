@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_async.pipelining.actions import drain_actions, step_actions
-from titan_async.pipelining.simulation import Run, Span, Task, Timing, simulate
+from titan_async.pipelining.simulation import Half, Run, Span, Task, Timing, pair_seconds, simulate
 
 FORWARD, BACKWARD = 1.0, 2.0
 PAIR = FORWARD + BACKWARD
@@ -49,6 +49,29 @@ def async_2bw_programs(stages, microbatches, batches, lookahead=0):
     return programs
 
 
+def overlapped_programs(stages, microbatches, batches, lookahead=0, too_few=0):
+    """The same with each forward and the backward k - w in one task, for w of the design, but for the first
+    stage, which may hold too few."""
+    programs = []
+    for stage in range(stages):
+        last = stages - 1
+        w = 2 * (last - stage) + 1 + (lookahead * (last - stage) // last if last else 0)
+        w -= 0 if stage else too_few
+        program = []
+        for k in range(microbatches * batches + w):
+            forward, backward = (
+                Task(kind, stage, *divmod(n, microbatches)) for kind, n in (("F", k), ("B", k - w))
+            )
+            if k < w:
+                program.append(forward)
+            elif k < microbatches * batches:
+                program.append(forward._replace(beside=backward))
+            else:
+                program.append(backward)
+        programs.append(program)
+    return programs
+
+
 def programs_holding(in_flight, microbatches):
     """Forward k, then backward k - w, with w of one's own choice at each stage; one batch."""
     programs = []
@@ -87,6 +110,83 @@ def test_lookahead_hides_the_latency_that_a_strict_order_waits_for(d, m, latency
     ahead = simulate(async_2bw_programs(d, m, 8, lookahead=d - 1), even(d, latency=latency))
     assert ahead.utilization == pytest.approx(1)
     assert ahead.peak_in_flight() == [1 + 2 * (d - 1 - r) for r in range(d)]
+
+
+@pytest.mark.parametrize(("d", "m"), [(1, 1), (2, 3), (2, 16), (4, 7), (4, 8), (8, 15)])
+def test_overlapped_pairs_are_always_busy_and_hold_one_microbatch_more_than_are_in_flight(d, m):
+    run = simulate(overlapped_programs(d, m, 6), even(d))
+    assert run.utilization == pytest.approx(1)
+    assert run.step_seconds == pytest.approx(m * PAIR)
+    assert run.makespan == pytest.approx((6 * m + d - 1) * PAIR)  # it fills and empties once
+    assert run.peak_in_flight() == [2 * (d - 1 - r) + 2 for r in range(d)]
+
+
+@pytest.mark.parametrize(("d", "m"), [(2, 4), (4, 8), (8, 16)])
+def test_a_step_of_overlapped_pairs_takes_what_they_take(d, m):
+    slowest = [1.75] * (d - 1) + [2.5]
+    timing = even(d, pair=slowest)
+    run = simulate(overlapped_programs(d, m, 8), timing)
+    assert run.step_seconds == pytest.approx(m * 2.5)
+    assert run.utilization == pytest.approx(((d - 1) * 1.75 + 2.5) / d / 2.5)
+    assert run.busy[0] == pytest.approx((8 * m - 2 * d + 1) * 1.75 + (2 * d - 1) * PAIR)
+    ends = {span.task: span.end for spans in run.timelines for span in spans}
+    assert min(span.end - span.start for span in run.timelines[-1] if span.task.beside) == 2.5
+    assert len(ends) == sum(map(len, run.timelines))
+
+
+def test_a_stage_holds_two_more_than_the_next_where_pairs_overlap():
+    """For a hop to the next stage and its answer each take a whole pair."""
+    seconds = simulate(overlapped_programs(4, 30, 6, too_few=1), even(4)).step_seconds
+    assert seconds == pytest.approx(30 * 2 * PAIR, rel=0.1)
+    with pytest.raises(ValueError, match=r"rank 0 cannot run F0.5 with B0.0 of stage 0, rank 1 cannot run F"):
+        simulate(overlapped_programs(4, 30, 6, too_few=2), even(4))
+
+
+def test_lookahead_hides_the_latency_that_overlapped_pairs_wait_for():
+    # d pairs and 2 (d - 1) messages there and back again, with 2 d - 1 of a pair each under way at a time.
+    d, m, latency = 4, 12, 0.1
+    strict = simulate(overlapped_programs(d, m, 8), even(d, latency=latency))
+    ahead = simulate(overlapped_programs(d, m, 8, lookahead=d - 1), even(d, latency=latency))
+    assert strict.step_seconds == pytest.approx(m * (PAIR + latency))
+    assert ahead.step_seconds == pytest.approx(m * PAIR)
+
+
+def alternating(forward, backward):
+    """How long a pair takes whose halves are lists of what is computed and exchanged, by turns; only one
+    exchange is under way at a time."""
+    there, now, link, turn = [0.0, 0.0], 0.0, 0.0, 0
+    left = [list(forward), list(backward)]
+    while left[0] or left[1]:
+        if left[turn]:
+            computed, exchanged = left[turn].pop(0)
+            now = max(now, there[turn]) + computed
+            if exchanged:
+                link = there[turn] = max(now, link) + exchanged
+        turn = 1 - turn
+    return now
+
+
+@given(
+    st.integers(1, 6), st.integers(1, 6), *[st.sampled_from([0.125, 0.25, 0.5, 1.0, 2.0]) for _ in range(4)]
+)
+def test_a_pair_takes_what_its_halves_take_by_turns(ours, theirs, cf, xf, cb, xb):
+    forward = [(cf, xf)] * ours + [(0.0, 0.0)]
+    backward = [(0.0, xb), *[(cb, xb)] * (theirs - 1), (cb, 0.0)]
+    halves = (
+        Half(ours * (cf + xf), ours * xf, ours),
+        Half(theirs * (cb + xb), theirs * xb, theirs),
+    )
+    seconds = pair_seconds(*halves)
+    if ours == theirs:
+        assert seconds == pytest.approx(alternating(forward, backward))
+        rounds = ours - 1
+        assert seconds == pytest.approx(rounds * (max(cf, xb) + max(cb, xf)) + cf + xf + cb + xb)
+    # The half that goes on alone hides the last tokens of the other.
+    assert 0 <= seconds - alternating(forward, backward) <= min(cb, xf) + min(cf, xb)
+
+
+def test_a_pair_without_experts_takes_both():
+    assert pair_seconds(Half(1.0, 0.0, 0), Half(2.0, 0.0, 0)) == 3.0
 
 
 def test_a_stage_that_holds_no_more_than_the_next_waits_in_every_pair():
@@ -178,6 +278,18 @@ def test_jitter_is_that_of_the_seed_and_the_task():
         assert 0.7 * seconds <= min(times) < 0.9 * seconds < 1.1 * seconds < max(times) <= 1.3 * seconds
 
 
+def test_the_noise_of_a_pair_is_that_of_its_halves():
+    """So it does not matter to the noise whether they overlap."""
+    alone = simulate(async_2bw_programs(2, 6, 8), even(2, jitter=0.3))
+    times = {span.task: span.end - span.start for spans in alone.timelines for span in spans}
+    for pair, factor in ((), 1.0), ([1.5, 2.25], None):
+        together = simulate(overlapped_programs(2, 6, 8), even(2, jitter=0.3, pair=pair))
+        for spans in together.timelines:
+            for task, start, end in spans:
+                scale = factor or (pair[task.stage] / PAIR if task.beside else 1.0)
+                assert end - start == pytest.approx(scale * sum(times[half] for half in task.halves))
+
+
 def test_a_steady_state_needs_three_batches():
     assert simulate(one_stage(3, 1, "FB"), even(1)).utilization == 1
     with pytest.raises(ValueError, match="at least 3 batches, not 2"):
@@ -190,14 +302,18 @@ def test_in_flight_is_counted_over_the_stages_of_a_rank():
     assert run.peak_in_flight([1.0, 0.0, 3.0]) == [4.0]
 
 
-@given(st.integers(1, 5), st.integers(0, 3), st.floats(0, 2), st.floats(0, 0.9), st.data())
-def test_no_task_starts_before_its_inputs_and_no_rank_runs_two_at_once(d, spare, latency, jitter, data):
+@given(st.integers(1, 5), st.integers(0, 3), st.floats(0, 2), st.floats(0, 0.9), st.booleans(), st.data())
+def test_no_task_starts_before_its_inputs_and_no_rank_runs_two_at_once(
+    d, spare, latency, jitter, overlap, data
+):
     lookahead = data.draw(st.integers(0, spare))
-    run = simulate(async_2bw_programs(d, d + spare, 3, lookahead), even(d, latency=latency, jitter=jitter))
-    end = {span.task: span.end for spans in run.timelines for span in spans}
+    programs, least = (overlapped_programs, 2 * d - 1) if overlap else (async_2bw_programs, d)
+    run = simulate(programs(d, least + spare, 3, lookahead), even(d, latency=latency, jitter=jitter))
+    end = {half: span.end for spans in run.timelines for span in spans for half in span.task.halves}
+    assert len(end) == 2 * d * 3 * (least + spare)
     for spans in run.timelines:
         assert all(one.end <= other.start for one, other in zip(spans, spans[1:], strict=False))
-        for task, start, _ in spans:
+        for task, start in ((half, span.start) for span in spans for half in span.task.halves):
             before, after = task._replace(stage=task.stage - 1), task._replace(stage=task.stage + 1)
             needed = end.get(before if task.kind == "F" else after)
             assert needed is None or needed + latency <= start

@@ -8,7 +8,7 @@ import torch
 
 from tests.support.optimizers import Averaged
 from tests.support.peaks import peak_of_a_run
-from tests.support.planning import make_layout
+from tests.support.planning import make_layout, make_parts
 from tests.support.processes import Pools
 from tests.support.selection import slow
 from tests.support.training import ROOT
@@ -22,6 +22,7 @@ from titan_async.planning.memory import (  # noqa: E402
     Memory,
     Shards,
     _optimizer_bytes,
+    _Stage,
     memory_of,
     shards_of,
 )
@@ -117,12 +118,62 @@ def test_items_of_the_first_stage() -> None:
     assert not {"second version", "error feedback"} & (one.items.keys() | two.items.keys())
 
 
+RESHARD = P + "fsdp_reshard_after_forward"
+
+
+@pytest.mark.parametrize(
+    ("policy", "reshards"),
+    [
+        ("always", [True, True, True, True, True, True]),
+        ("default", [True, True, True, True, True, False]),  # else it would be gathered again at once
+        ("never", [False, False, False, False, False, False]),
+    ],
+)
+def test_one_stage_holds_a_layer_at_a_time(policy: str, reshards: list[bool]) -> None:
+    """Four layers of 2^20 numbers in float32 over four ranks, whose backwards hold their gradient alone."""
+    config = resolve(arguments(P + "pipeline_parallel_degree", 1, RESHARD, policy, recipe="debug_cpu"))
+    layout, whole, end = make_layout(4, pp=1, dp_shard=4, microbatches=2), 4 * 2**20, 4 * 64 * 64
+    parts = make_parts(4, shape=(1024, 1024), first_backward_peak=whole, gradient_bytes=whole)
+    stage = _Stage(config, layout, list(parts.values()), 0, True)
+    assert [unit.reshards for unit in stage.units] == reshards
+    memory = memory_of(config, layout, parts, 0, on_cpu=True)
+    layers = {"always": 1, "default": 1, "never": 4}[policy]
+    kept = whole * layers + end * (policy == "never")  # the embedding
+    assert memory.items["unsharded weights"] == kept
+    # Where layers are freed: the gradient of one, the gather of the next, and what the last one's is sent from.
+    # Else all weights are there when the last gather, or the last layer's gradient, is.
+    assert memory.items["temporary"] == (whole + end if policy == "never" else 3 * whole)
+    assert memory.items["gradients"] == memory.items["weights"] == (4 * whole + 2 * end) / 4
+
+
+def test_experts_of_other_ranks_have_no_gradients_here() -> None:
+    """Of eight experts a rank makes one's gradient, and shares that expert with another rank."""
+    config = resolve(arguments(P + "pipeline_parallel_degree", 1, recipe="debug_cpu"))
+    layout, size, end = make_layout(2, pp=1, dp_shard=16, microbatches=1, ep=8), 4 * 8 * 64 * 64, 4 * 64 * 64
+    traced = {"first_backward_peak": 3 * size, "gradient_bytes": size}
+    parts = make_parts(2, shape=(8, 64, 64), expert=True, **traced)
+    backward = memory_of(config, layout, parts, 0, on_cpu=True)
+    assert backward.moment.startswith("B")
+    assert backward.items["temporary"] == 3 * size - 7 * size / 8 + size / 8 + end
+    parts = make_parts(2, shape=(8, 64, 64), expert=True, forward_peak=10 * size, **traced)
+    forward = memory_of(config, layout, parts, 0, on_cpu=True)
+    assert forward.moment.startswith("F")
+    # The gather that has brought its weights, and that of the next layer.
+    assert forward.items["temporary"] == 10 * size + 2 * size / 8
+    assert forward.items["unsharded weights"] == backward.items["unsharded weights"] == size / 8
+
+
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
     """Processes of its own, in which nothing else has made the peak what it is."""
     pools = Pools()
     yield pools
     pools.close()
+
+
+def one_stage(shards: int, policy: str) -> tuple[object, ...]:
+    flags = (P + "pipeline_parallel_degree", 1, P + "data_parallel_shard_degree", shards, RESHARD, policy)
+    return *flags, "--training.local_batch_size", 2, "--training.global_batch_size", 4 * shards
 
 
 CASES = [
@@ -140,6 +191,11 @@ CASES = [
         id="experts on two ranks",
     ),
     slow(2, "debug_cpu", ("--optimizer.muon.compute_dtype", "bfloat16"), id="Muon in bfloat16"),
+    pytest.param(4, "debug_cpu", one_stage(4, "always"), id="one stage, always resharded"),
+    *(
+        slow(ranks, "debug_cpu", one_stage(ranks, policy), id=f"one stage of {ranks}, {policy}")
+        for ranks, policy in [(2, "always"), (2, "never"), (2, "default"), (4, "never"), (4, "default")]
+    ),
 ]
 
 

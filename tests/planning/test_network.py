@@ -24,7 +24,7 @@ def test_figures_are_in_the_units_they_claim(name):
     assert 100e12 < gpu.matrix_peak < 3000e12 and 10e12 < gpu.float32_peak < gpu.matrix_peak
     assert 0.5e12 < gpu.memory_bandwidth < 10e12
     assert gpu.memory_bandwidth > cluster.link_bandwidth > cluster.network_bandwidth > 1e9
-    assert 0.3 < gpu.achievable < 0.7
+    assert 0.3 < gpu.achievable < 0.8 and 0.2 < gpu.attention < 0.7 and 300 < gpu.watts < 1100
     assert 100 < gpu.processors < 200 and 0 < cluster.link_blocks < gpu.processors / 8
     assert cluster.reaching(0.25).accelerator.achievable == 0.25
 

@@ -47,6 +47,10 @@ def test_names_and_weights_are_the_models(dense: dict[str, Part]) -> None:
     assert {w.name for w in dense["head"].weights} == {"norm.weight", "lm_head.weight"}
 
 
+def test_the_backward_does_without_the_logits(dense: dict[str, Part]) -> None:
+    assert dense["head"].unused_bytes == 4 * TOKENS * 2048
+
+
 def test_a_tied_weight_is_in_two_parts_and_counts_once() -> None:
     untied, tied = tiny_llama(), tied_llama()
     apart, parts = trace_parts(untied), trace_parts(tied)
@@ -69,6 +73,7 @@ def test_flops_of_a_dense_layer(dense: dict[str, Part]) -> None:
     layer = dense["layers.3"]
     assert layer.weight_flops == products
     assert layer.forward_flops == products + attention / 2  # causal
+    assert layer.attention_flops == attention / 2
     # The flash kernel computes the scores again: five products where the forward had two.
     assert layer.input_flops == products + 2.5 * attention / 2
     assert layer.recompute_flops == 0
@@ -98,6 +103,7 @@ def test_checkpointing_computes_again_and_keeps_less() -> None:
     none = trace_parts(small())["layers.0"]
     full = trace_parts(small(activation_checkpoint=FullAC.Config()))["layers.0"]
     selective = trace_parts(small(activation_checkpoint=SelectiveAC.Config()))["layers.0"]
+    assert none.passed_bytes == full.passed_bytes == selective.passed_bytes == none.saved_bytes
     assert full.recompute_flops == none.forward_flops and none.recompute_flops == 0
     assert 0 < selective.recompute_flops < none.forward_flops
     # A layer that is computed again keeps its output alone: its input is the output of the part before it.

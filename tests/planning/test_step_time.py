@@ -186,6 +186,8 @@ def test_an_update_is_no_bubble(config):
 
 
 def test_experts_are_exchanged_four_times_and_live_on_their_ranks(config):
+    balanced = dataclasses.replace(config.debug, moe_force_load_balance=True)
+    config = dataclasses.replace(config, debug=balanced)
     size = 16 * 10**9 // 1000
     parts = {"layers.0": make_part("layers.0", shape=(8, 64, 64), expert=True, dispatched_bytes=size)}
     parts |= {name: make_part(name, tflops=0.0) for name in ("tok_embeddings", "head")}
@@ -205,14 +207,14 @@ def test_experts_are_exchanged_four_times_and_live_on_their_ranks(config):
     assert apart.sent["Muon"] == 0
 
 
-def test_a_part_bound_by_memory_takes_as_long_as_that(config):
+def test_a_part_without_products_takes_what_it_moves(config):
     slow = dataclasses.replace(
         ROUND, accelerator=dataclasses.replace(ROUND.accelerator, memory_bandwidth=1e9)
     )
-    parts = {"tok_embeddings": make_part("tok_embeddings", tflops=0.0, saved_bytes=8 * 10**6)}
+    parts = {"tok_embeddings": make_part("tok_embeddings", tflops=0.0, passed_bytes=8 * 10**6)}
     layout = dataclasses.replace(make_layout(1, pp=1), stages=(("tok_embeddings",),))
     cost = stage_cost(config, layout, parts, Network(slow, layout), 0)
-    assert cost.forward == pytest.approx(16e6 / (1e9 * ACHIEVABLE_BANDWIDTH))
+    assert cost.forward == pytest.approx(8e6 / (1e9 * ACHIEVABLE_BANDWIDTH))
 
 
 def test_recomputing_costs_time_and_no_mfu(config):
@@ -231,8 +233,8 @@ def test_muons_matrices_are_shared_out(config):
         layout = make_layout(8, pp=1, dp_shard=ranks)
         found = update_cost(config, layout, Network(IDLE_NETWORK, layout), hidden)
         assert found.matrix_flops == pytest.approx(matrices * cost)
-        passes = 8 * 2**20 / ranks * (32 + 12) / (1e15 * ACHIEVABLE_BANDWIDTH)
-        assert found.seconds == pytest.approx(matrices * cost / 100e12 + passes)
+        passes = 8 * 2**20 / ranks * (32 + 12) / (1e18 * ACHIEVABLE_BANDWIDTH)
+        assert found.seconds == pytest.approx(matrices * cost / 100e12 + passes, rel=1e-4)
     others = [weight for weight in weights if weight not in hidden]
     assert update_cost(config, layout, Network(IDLE_NETWORK, layout), others).matrix_flops == 0
 
@@ -241,7 +243,7 @@ def test_error_feedback_costs_time_only_where_gradients_are_late(config):
     weights = make_part("layers.0", shape=(1024, 1024)).weights
     layouts = [make_layout(2, schedule=schedule) for schedule in ("1F1B", "Async2BW")]
     synchronous, late = (update_cost(config, layout, Network(ROUND, layout), weights) for layout in layouts)
-    assert late.seconds - synchronous.seconds == pytest.approx(2**20 * 20 / (1e15 * ACHIEVABLE_BANDWIDTH))
+    assert late.seconds - synchronous.seconds == pytest.approx(2**20 * 20 / (1e18 * ACHIEVABLE_BANDWIDTH))
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Async2BW"])

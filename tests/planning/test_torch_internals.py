@@ -27,6 +27,10 @@ def test_fake_attention_keeps_what_the_kernel_keeps() -> None:
         assert output + log_sum_exp <= tracker.live - before < output + log_sum_exp + 100  # and a seed
         out.sum().backward()
         assert k.grad is not None and k.grad.shape == k.shape
+        narrow = torch.empty(1, 4, 16, 5, requires_grad=True)  # multi-head latent attention
+        out = flash_attention(q, torch.empty(1, 4, 16, 8), narrow, None)
+        out.sum().backward()
+        assert out.shape == narrow.shape and narrow.grad is not None
 
 
 def test_fused_norm_is_the_norm_and_keeps_a_number_a_row() -> None:

@@ -12,11 +12,11 @@ from titan_async.monitor.journal import Journal
 from titan_async.monitor.run_folder import RunInfo, events_folder, write_info
 from titan_async.pipelining.programs import schedule_programs, stages_of_ranks
 from titan_async.pipelining.recording import Kind
-from titan_async.pipelining.simulation import Timing, simulate
+from titan_async.pipelining.simulation import Task, Timing, simulate
 
-__all__ = ["KIND_OF_TASK", "write_run"]
+__all__ = ["kind_of", "write_run"]
 
-KIND_OF_TASK = {
+_KINDS = {
     "F": Kind.FORWARD,
     "B": Kind.BACKWARD,
     "I": Kind.BACKWARD_INPUT,
@@ -27,11 +27,17 @@ KIND_OF_TASK = {
 }
 
 
+def kind_of(task: Task) -> Kind:
+    """What a rank records a task as."""
+    return Kind.OVERLAP if task.beside else _KINDS[task.kind]
+
+
 def write_run(
     run_dir: Path,
     run_id: str = "20260101-000000-aaaa",
     *,
     schedule: str = "Async2BW",
+    overlap: bool = False,
     stages: int = 4,
     microbatches: int = 8,
     steps: int = 12,
@@ -59,7 +65,7 @@ def write_run(
         reduction=[forward / 10] * total,
         gather=[forward / 20] * total,
     )
-    run = simulate(schedule_programs(schedule, stages, microbatches, steps), timing)
+    run = simulate(schedule_programs(schedule, stages, microbatches, steps, overlap=overlap), timing)
     started = time.time() - run.makespan if started is None else started
     folder = events_folder(run_dir, run_id)
     folder.mkdir(parents=True)
@@ -75,7 +81,7 @@ def write_run(
         schedule=schedule,
         microbatches=microbatches,
         lookahead=0,
-        overlap=False,
+        overlap=overlap,
         stages=total,
         ranks=tuple(map(tuple, ranks)),
         tokens_per_step=2048,
@@ -100,9 +106,7 @@ def write_run(
                     (ns(free), ns(start), batch, task.microbatch, version, task.stage, Kind.RECEIVE, 1)
                 )
             micro = task.microbatch if task.kind in "FBIW" else -1
-            records.append(
-                (ns(start), ns(end), batch, micro, version, task.stage, KIND_OF_TASK[task.kind], 1)
-            )
+            records.append((ns(start), ns(end), batch, micro, version, task.stage, kind_of(task), 1))
             free = end
             if task.kind == "U" and task.stage == ranks[rank][-1]:
                 records.append((ns(step_begins), ns(end), batch, -1, -1, ranks[rank][0], Kind.STEP, 0))

@@ -14,8 +14,10 @@ ROUND = Cluster(
         memory=100 * 10**9,
         matrix_peak=200e12,
         float32_peak=100e12,
-        memory_bandwidth=1e15,
+        memory_bandwidth=1e18,
         achievable=0.5,
+        attention=0.25,
+        watts=800,
         processors=100,
     ),
     per_node=8,
@@ -25,6 +27,7 @@ ROUND = Cluster(
     network_latency=0.0,
     link_blocks=0,
     network_blocks=0,
+    collective_blocks=0,
 )
 """100 TFLOP/s reached; memory so fast that it does not count; no latency; 80 and 8 GB/s reached, by messages
 that take no processors."""

@@ -9,6 +9,8 @@ notices would hang there. The walk is a simulation without processes:
   how `Messages` does it, one lane a rank is a single communicator;
 - a process stops at a wait until the message is there, and at a send until few enough are under way;
 - an all-reduce, of the norm or of tied parameters, is over when all its ranks have started it;
+- so is an exchange of tokens between the replicas of a stage, which have to start them in the same order; a
+  forward or backward goes on only then, but in an overlapped pair its other half has its turn before;
 - where the walk says so, a process stops until all is over that it has started: something has waited for the
   whole device, as the first launch of a kernel, or an allocation, may do at any time.
 
@@ -22,6 +24,7 @@ where some wait at some of them.
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 from titan_async.pipelining import actions
@@ -50,14 +53,29 @@ class Step(NamedTuple):
     """An instruction of the pipeline's `filling`-th filling.
 
     "finish" ends a stage's gradient of a batch, and at the first one joins the all-reduce of tied parameters
-    and waits for it; "tie" joins it at the last one. "reduce" joins the norm's, and "update" waits for that,
-    as clipping does: the optimizer follows. "close" waits for all sends before it ends.
+    and waits for it; "tie" joins it at the last one. "exchange" starts an action's exchange of tokens of that
+    `number`, and "collect" waits for it. "reduce" joins the norm's, and "update" waits for that, as clipping
+    does: the optimizer follows. "close" waits for all sends before it ends.
     """
 
-    kind: Literal["receive", "wait", "compute", "send", "finish", "tie", "reduce", "update", "close"]
+    kind: Literal[
+        "receive",
+        "wait",
+        "compute",
+        "send",
+        "finish",
+        "tie",
+        "reduce",
+        "update",
+        "close",
+        "exchange",
+        "collect",
+    ]
     filling: int
     action: Action | None = None
     fused: bool = False  # starts together with the step before
+    beside: Action | None = None  # the backward of an overlapped pair
+    number: int = 0
 
     def __str__(self) -> str:
         return " ".join(map(str, filter(None, (self.kind, self.action))))
@@ -74,43 +92,79 @@ class Program:
 
 
 def programs(
-    d: int, m: int, lookahead: int, plan: Iterable[int], early: Sequence[Early] | Early = EARLY
+    d: int,
+    m: int,
+    lookahead: int,
+    plan: Iterable[int],
+    early: Sequence[Early] | Early = EARLY,
+    overlap: bool = False,
+    exchanges: tuple[int, int] = (0, 0),
 ) -> list[Program]:
-    """What each rank does over `plan`: numbers of batches with a drain after each, 0 for an evaluation."""
+    """What each rank does over `plan`: numbers of batches with a drain after each, 0 for an evaluation.
+
+    With so many exchanges of tokens in each forward and in each backward.
+    """
     return [
-        _program((r, d, m), lookahead, plan, early if isinstance(early, Early) else early[r])
+        _program(
+            (r, d, m), lookahead, plan, early if isinstance(early, Early) else early[r], overlap, exchanges
+        )
         for r in range(d)
     ]
 
 
-def _program(shape: tuple[int, int, int], lookahead: int, plan: Iterable[int], early: Early) -> Program:
+def _program(
+    shape: tuple[int, int, int],
+    lookahead: int,
+    plan: Iterable[int],
+    early: Early,
+    overlap: bool,
+    exchanges: tuple[int, int],
+) -> Program:
     stage, d, m = shape
+    # By its module's name, for a test to plant another.
+    tail = actions.in_flight(stage, d, lookahead, overlap)
     steps: list[Step] = []
     for filling, batches in enumerate(plan):
         if batches == EVALUATION:
-            steps += _steps(evaluation_program(*shape, early), filling)
+            steps += _steps(evaluation_program(*shape, early), filling, exchanges)
         for batch in range(batches):
-            program = _steps(step_program(*shape, batch, lookahead, early), filling)
-            steps += _with_collectives(program, filling, batch - 1, stage == d - 1)
+            program = _steps(step_program(*shape, batch, lookahead, early, overlap), filling, exchanges)
+            steps += _with_collectives(program, filling, batch - 1, stage == d - 1, tail)
         if batches:
-            program = _steps(drain_program(*shape, batches - 1, lookahead, early), filling)
-            steps += _with_collectives(program, filling, batches - 1, stage == d - 1)
+            program = _steps(
+                drain_program(*shape, batches - 1, lookahead, early, overlap), filling, exchanges
+            )
+            steps += _with_collectives(program, filling, batches - 1, stage == d - 1, tail)
         steps.append(Step("close", filling))
-    # By its module's name, for a test to plant another.
-    window = most_pending(actions.in_flight(stage, d, lookahead))
-    return Program(steps, m, slots(stage, d, lookahead, early), window)
+    return Program(steps, m, slots(stage, d, lookahead, early, overlap), most_pending(tail))
 
 
-def _steps(instructions: list[Instruction], filling: int) -> list[Step]:
-    return [Step(kind, filling, action) for kind, action, _ in instructions]
+def _steps(instructions: list[Instruction], filling: int, exchanges: tuple[int, int]) -> list[Step]:
+    steps = []
+    for kind, action, beside in instructions:
+        steps.append(Step(kind, filling, action, beside=beside))
+        if kind == "compute":
+            halves = [_turns(half, filling, exchanges) for half in (action, beside) if half]
+            steps += [step for turns in zip_longest(*halves, fillvalue=[]) for turn in turns for step in turn]
+    return steps
 
 
-def _with_collectives(program: list[Step], filling: int, batch: int, is_last: bool) -> list[Step]:
-    """A call that delivers the gradient of `batch`: the last stage was done with it in the call before."""
+def _turns(action: Action, filling: int, exchanges: tuple[int, int]) -> list[list[Step]]:
+    """What a forward or a backward does between any two times that it hands over."""
+    count = exchanges[action.kind == "B"]
+    turns: list[list[Step]] = [[] for _ in range(count + 1)]
+    for number in range(count):
+        turns[number].append(Step("exchange", filling, action, number=number))
+        turns[number + 1].append(Step("collect", filling, action, number=number))
+    return turns
+
+
+def _with_collectives(program: list[Step], filling: int, batch: int, is_last: bool, tail: int) -> list[Step]:
+    """A call that delivers the gradient of `batch`: without a tail it was complete in the call before."""
     if batch < 0:
         return program
     gradient = Action("B", batch, 0)
-    if is_last:
+    if not tail:
         first = int(bool(program) and program[0].kind == "receive")
         return [
             *program[:first],
@@ -123,6 +177,7 @@ def _with_collectives(program: list[Step], filling: int, batch: int, is_last: bo
     for step in program:
         steps.append(step)
         if step.kind == "finish":
+            steps += [Step("tie", filling, gradient)] * is_last
             steps.append(Step("reduce", filling, gradient))
     return [*steps, Step("update", filling, gradient)]
 
@@ -166,16 +221,18 @@ def walk(
     lane: Callable[[int, Queue], Hashable] = a_lane_each,
     sends_block: bool = False,
     device_waits: Callable[[int, Step], bool] = lambda rank, step: False,
+    replicas: int = 1,
 ) -> Outcome:
     """Let all ranks run as far as they get.
 
     Args:
-        ranks: the programs.
+        ranks: the programs, of one pipeline after the other.
         lane: a name for the lane, of those of a rank, that a queue's messages take there.
         sends_block: stop each process at a send until its message is delivered.
         device_waits: whether a rank's process waits for its device before a step.
+        replicas: pipelines, whose ranks of a stage exchange tokens.
     """
-    network = _Network(lane, len(ranks))
+    network = _Network(lane, len(ranks), replicas)
     processes = [_Process(r, program, network, sends_block, device_waits) for r, program in enumerate(ranks)]
     runs = [process.run() for process in processes]
     blocked: dict[int, Blocked] = {}
@@ -198,7 +255,7 @@ class _Transfer:
 
     rank: int
     queue: Queue
-    label: tuple[int, Action | None]  # filling and action
+    label: tuple[int | Action | None, ...]  # filling and action
     time: float  # at which it was posted, then started, then delivered
     batch: "_Batch | None" = None
     done: bool = False
@@ -219,9 +276,9 @@ class _Batch:
 class _Network:
     """What has been posted, has started, and is delivered."""
 
-    def __init__(self, lane: Callable[[int, Queue], Hashable], ranks: int) -> None:
+    def __init__(self, lane: Callable[[int, Queue], Hashable], ranks: int, replicas: int) -> None:
         self._lane = lane
-        self.ranks = ranks
+        self.ranks, self.replicas, self.stages = ranks, replicas, ranks // replicas
         self._joined: dict[Hashable, list[_Transfer]] = defaultdict(list)
         self._lanes: dict[Hashable, deque[_Batch]] = defaultdict(deque)
         self._started: dict[tuple[int, Queue], deque[_Transfer]] = defaultdict(deque)
@@ -246,6 +303,8 @@ class _Network:
         joined = self._joined[name]
         joined.append(transfer)
         if len(joined) == members:
+            if len({each.label for each in joined}) > 1:
+                self.misdelivered.append(" exchanges with ".join(map(str, joined)))
             for each in joined:
                 each.done, each.time = True, max(other.time for other in joined)
                 self.awake.add(each.rank)
@@ -299,6 +358,9 @@ class _Process:
         device_waits: Callable[[int, Step], bool],
     ) -> None:
         self._rank, self._program, self._network = rank, program, network
+        self._replica, self._stage = divmod(rank, network.stages)
+        self._exchanging: deque[_Transfer] = deque()
+        self._exchanged = 0
         self._sends_block, self._device_waits = sends_block, device_waits
         self._started: list[_Transfer] = []
         self._norms: dict[tuple[int, Action | None], _Transfer] = {}
@@ -314,17 +376,23 @@ class _Process:
                     yield from self._until_done(transfer, step, f"the device waits for {transfer}")
                 self._started.clear()
             if step.kind == "compute":
-                self.clock += COST[step.action.kind]
+                self.clock += COST[step.action.kind] + (COST["B"] if step.beside else 0)
+            elif step.kind == "exchange":
+                self._exchanging.append(self._join(("experts", self._stage), self._network.replicas, step))
+            elif step.kind == "collect":
+                transfer = self._exchanging.popleft()
+                yield from self._until_done(transfer, step, f"the tokens of {transfer} do not come")
             elif step.kind == "wait":
                 yield from self._wait(step)
             elif step.kind == "close":
                 yield from self._close(step)
             elif step.kind == "finish":
-                if self._rank == 0 and self._network.ranks > 1:
-                    yield from self._until_done(self._join("tied", 2, step), step, "the last stage is late")
+                if self._stage == 0 and self._network.stages > 1:
+                    tied = self._join(("tied", self._replica), 2, step)
+                    yield from self._until_done(tied, step, "the last stage is late")
             elif step.kind == "tie":
-                if self._rank > 0:
-                    self._join("tied", 2, step)
+                if self._stage > 0:
+                    self._join(("tied", self._replica), 2, step)
             elif step.kind == "reduce":
                 self._norms[step.filling, step.action] = self._join("norm", self._network.ranks, step)
             elif step.kind == "update":
@@ -332,11 +400,16 @@ class _Process:
             else:
                 yield from self._post(steps)
 
-    def _join(self, name: str, members: int, step: Step) -> _Transfer:
+    def _join(self, name: Hashable, members: int, step: Step) -> _Transfer:
         assert step.action is not None
-        transfer = _Transfer(self._rank, (self._rank, self._rank), (step.filling, step.action), self.clock)
+        label: tuple[int | Action | None, ...] = step.filling, Action("B", step.action.batch, 0)
+        place = label
+        if step.kind == "exchange":  # by their order: what they are for must turn out to be the same
+            label, place = (step.filling, step.action, step.number), (self._exchanged,)
+            self._exchanged += 1
+        transfer = _Transfer(self._rank, (self._rank, self._rank), label, self.clock)
         self._started.append(transfer)
-        self._network.join((name, step.filling, step.action.batch), members, transfer)
+        self._network.join((name, place), members, transfer)
         return transfer
 
     def _wait(self, step: Step) -> Iterator[Blocked]:
@@ -409,19 +482,23 @@ def overwritten(program: Program) -> list[str]:
     A buffer is taken when its receive is posted, or by the forward where nothing is received, and free again
     after the microbatch's backward; in an evaluation, after its forward. A rank's own order decides this.
     """
-    trained = {s.filling for s in program.steps if s.kind == "compute" and s.action.kind == "B"}
+    trained = {s.filling for s in program.steps if s.kind == "compute" and (s.action.kind == "B" or s.beside)}
     held: dict[tuple[str, int], Step] = {}
     found = []
     for step in program.steps:
         if step.action is None:
             continue
-        kind, batch, microbatch = step.action
-        slot = (batch * program.n_microbatches + microbatch) % program.slots
+        kind, slot = step.action.kind, _slot(program, step.action)
         if step.kind == "receive" or (step.kind == "compute" and kind == "F"):
             holder = held.setdefault((kind, slot), step)
             if (holder.filling, holder.action) != (step.filling, step.action):
                 found.append(f"{step} of filling {step.filling} over {holder.action} of {holder.filling}")
-        if step.kind == "compute" and (kind == "B" or step.filling not in trained):
+        done = step.action if kind == "B" or step.filling not in trained else step.beside
+        if step.kind == "compute" and done:
             for direction in "FB":
-                held.pop((direction, slot), None)
+                held.pop((direction, _slot(program, done)), None)
     return found
+
+
+def _slot(program: Program, action: Action) -> int:
+    return (action.batch * program.n_microbatches + action.microbatch) % program.slots

@@ -21,6 +21,21 @@ def in_float32(trainer: Any, trained: Trained) -> None:
     torch.Tensor.bfloat16 = torch.Tensor.float
 
 
+def count_pairs(trainer: Any, trained: Trained) -> None:
+    """`in_float32`, and how many overlapped pairs the rank runs."""
+    in_float32(trainer, trained)
+    trained.extra["pairs"], overlap = 0, trainer.pp_schedule._execution._overlap
+    if overlap is None:
+        return
+    run = overlap.run
+
+    def counting_run(*args: Any) -> None:
+        trained.extra["pairs"] += 1
+        run(*args)
+
+    overlap.run = counting_run
+
+
 EXPERT_PARALLEL = ("--parallelism.data_parallel_shard_degree", 2, "--parallelism.expert_parallel_degree", 2)
 """The experts lie on the two data-parallel ranks of a stage."""
 
@@ -37,13 +52,20 @@ LAYOUTS = [
     slow(2, 1, "tiny_moe", ("--training.global_batch_size", 8, *COMPILED), id="accumulation, compiled"),
     slow(4, 2, "tiny_moe", ("--parallelism.data_parallel_shard_degree", 2), id="FSDP"),
     slow(4, 2, "tiny_moe", EXPERT_PARALLEL, id="EP"),
-    pytest.param(4, 2, "muon_moe", EXPERT_PARALLEL, id="EP, Muon"),
+    slow(4, 2, "muon_moe", EXPERT_PARALLEL, id="EP, Muon"),
+    pytest.param(
+        4,
+        2,
+        "muon_moe",
+        (*EXPERT_PARALLEL, "activation_checkpoint:full", OVERLAP),
+        id="EP, Muon, full checkpointing, overlapped pairs",
+    ),
     slow(4, 2, "muon_mixed", (*EXPERT_PARALLEL, "activation_checkpoint:full"), id="EP, mixed, full"),
     *[
-        (pytest.param if (checkpointing, compiled) == ("full", ()) else slow)(
+        slow(
             4,
             2,
-            "tiny_moe",
+            "tiny_mixed" if "full" in checkpointing else "tiny_moe",
             (*EXPERT_PARALLEL, *checkpointing.split(), OVERLAP, *compiled),
             id=f"overlapped pairs, {checkpointing or 'no'} checkpointing{', compiled' if compiled else ''}",
         )
@@ -65,7 +87,8 @@ def test_experts_follow_the_recurrence(
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
     argv = arguments(tmp_path, recipe, *flags)
-    results = runs(ranks, argv, in_float32)
+    results = runs(ranks, argv, count_pairs)
+    assert all((result.extra["pairs"] > 0) == (OVERLAP in flags) for result in results)
     before, after = merged([r.before for r in results]), merged([r.after for r in results])
     assert not any(map(is_repeated, before.values()))
     wanted = loop(argv, before, shares=shares)
@@ -121,7 +144,8 @@ def test_validation_in_between_leaves_biases_and_counts_alone(runs: Trainers, tm
 
 
 @pytest.mark.parametrize(
-    ("ranks", "flags"), [pytest.param(2, (), id="2 stages"), slow(4, EXPERT_PARALLEL, id="EP")]
+    ("ranks", "flags"),
+    [pytest.param(2, (), id="2 stages"), slow(4, (*EXPERT_PARALLEL, OVERLAP), id="EP, overlapped pairs")],
 )
 def test_resuming_changes_nothing(
     runs: Trainers, tmp_path: Path, ranks: int, flags: tuple[object, ...]
@@ -142,11 +166,12 @@ def poison_batch_2(trainer: Any, trained: Trained) -> None:
     poison(trainer, {2})
 
 
+@pytest.mark.parametrize("flags", [(), slow((OVERLAP,))], ids=["", "overlapped pairs"])
 def test_counts_of_a_skipped_update_are_dropped(
-    runs: Trainers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Trainers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
-    argv = arguments(tmp_path, "tiny_moe", "--validator.no-enable")
+    argv = arguments(tmp_path, "tiny_moe", "--validator.no-enable", *flags)
     results = runs(2, argv, poison_batch_2)
     before, after = merged([r.before for r in results]), merged([r.after for r in results])
     wanted = loop(argv, before, skipped={2})

@@ -15,7 +15,7 @@ from torch import nn
 
 from titan_async.config.recipe_file import resolve
 from titan_async.errors import UserError
-from titan_async.optim import ErrorFeedback, Muon
+from titan_async.optim import ErrorFeedback, Muon, one_pass
 
 LAYER_MATRICES = {
     "attention.qkv_linear.wq",
@@ -198,6 +198,19 @@ def test_error_feedback_is_inside_muon_and_around_the_others(
     for optimizer in container.optimizers:
         for state in optimizer.state.values():
             assert state[f"error_feedback_{level}"].dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw", "sgd"])
+def test_error_feedback_is_compiled_around_adamw_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = []
+    monkeypatch.setattr(one_pass, "_compiled", lambda: lambda weight, *_: passes.append(weight))
+    stage = Stage()
+    container = build(f'[optimizer]\nname = "{name}"\nerror_feedback.compile = true', tmp_path, stage)
+    for step in range(3):
+        train_a_step(stage, container, step)
+    assert len(passes) == 2 * {"muon": 3, "adamw": 4, "sgd": 0}[name]  # the first step is not corrected
 
 
 @pytest.mark.parametrize("setting", ["enable = false", "strength = 0.0"])

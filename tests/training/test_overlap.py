@@ -1,9 +1,11 @@
 """How torchtitan's mixtures of experts come to hand over, and where a backward of a pair runs."""
 
 import dataclasses
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.config_utils import make_token_dispatcher_config
 
 from tests.support.recipes import tiny_llama, tiny_moe
+from tests.support.selection import slow
+from tests.support.training import start, train
 from titan_async.training import overlap
 from titan_async.training.pipeline_config import PipelineConfig
 from titan_async.training.start_notes import start_notes
@@ -111,3 +115,78 @@ def test_a_backward_in_another_thread_runs_in_the_context_of_training() -> None:
     thread.join()
     assert found == [(3, "a loss", "entered")]
     assert stage.backward_one_chunk(4) == (4, None, "of the main thread")
+
+
+FLAGS = (
+    *(f"--parallelism.{name}={degree}" for name, degree in EXPERT_PARALLEL.items()),
+    "--pipeline.overlap",
+    "--validator.no-enable",
+)
+
+FAILING = """
+import os
+
+from tests.support.recipes import tiny_moe
+from titan_async.training.cpu_overrides import LoopGroupedExperts
+from titan_async.training.trainer import AsyncTrainer
+
+forward, train_step, calls, steps = LoopGroupedExperts.forward, AsyncTrainer.train_step, [], []
+
+
+def fail(*_):
+    raise ArithmeticError("as asked")
+
+
+def failing_forward(self, *args, **kwargs):
+    output = forward(self, *args, **kwargs)
+    calls.append(1)
+    # The third microbatch's first layer: it is computed together with another one's backward.
+    if steps == [1, 2, 3] and len(calls) == 5 and os.environ["RANK"] == "1":
+        {fail}
+    return output
+
+
+def counting_step(self, batches):
+    calls.clear()
+    steps.append(self.step)
+    train_step(self, batches)
+
+
+LoopGroupedExperts.forward, AsyncTrainer.train_step = failing_forward, counting_step
+
+
+def failing() -> AsyncTrainer.Config:
+    return tiny_moe()
+"""
+
+
+@pytest.mark.parametrize(
+    ("fail", "sentence"),
+    [
+        slow("fail()", "[Stage 0] failed to run forward:"),
+        ("output.register_hook(fail)", "Failed to run stage backward:"),
+    ],
+)
+def test_an_error_in_one_half_on_one_rank_ends_the_run(tmp_path: Path, fail: str, sentence: str) -> None:
+    (tmp_path / "own.py").write_text(FAILING.replace("{fail}", fail))
+    (tmp_path / "own.toml").write_text('recipe = "failing"\n')
+    run = train(tmp_path, "--module", "own", *FLAGS, recipe="own.toml")
+    assert run.status == 1
+    last = run.err.splitlines()[-1]
+    assert last.startswith(f"rank 1 failed (exit status 1): RuntimeError: {sentence}")
+    # What was raised, and what torch makes of it; neither the other half nor another rank says anything.
+    assert run.err.count("\nArithmeticError: as asked\n") == 1
+    assert run.err.count("Traceback (most recent call last)") == 2
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text('recipe = "tiny_moe"\n')
+    recipe = ("--module", "tests.support.recipes", "--training.steps", 500)
+    run = start(tmp_path, *recipe, *FLAGS, recipe="x.toml")
+    assert run.stdout is not None
+    assert any(line.startswith("step   3/500") for line in run.stdout)
+    run.send_signal(signal.SIGINT)
+    out, _ = run.communicate(timeout=100)
+    assert run.returncode == 130
+    assert out.rstrip().splitlines()[-1].startswith("Ctrl-C: saved step ")

@@ -10,11 +10,14 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from tests.support.trainer_loop import Trainers, arguments
 from tests.support.training import RECIPE, Run, train
 from titan_async.config.device import ensure_device
 from titan_async.monitor.events import RankReader, utilization_of
 from titan_async.monitor.journal import JournalReader
 from titan_async.monitor.run_folder import read_info, runs_in
+from titan_async.monitor.spans import cut, load_spans, split_pairs
+from titan_async.monitor.trace import trace_of
 from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
 
 MICROBATCHES = 4
@@ -184,6 +187,29 @@ def test_summaries_agree_with_spans_and_scalars(recorded: Recorded, run: int) ->
         assert min(scalars["error_feedback/norm"][1:]) > 0
     else:
         assert not {"pipeline/delay", "error_feedback/norm"} & scalars.keys()
+
+
+def test_the_spans_of_overlapped_pairs(runs: Trainers, tmp_path: Path) -> None:
+    """Of six steps with validations after the first and the third, for each of which the pipeline drains."""
+    runs(2, arguments(tmp_path, "tiny_llama", "--pipeline.overlap"))
+    (folder,) = runs_in(tmp_path)
+    run = load_spans(folder)
+    assert run.info.overlap and not (tmp_path / "measured.json").exists()
+    steps = [(step, micro) for step in range(1, run.info.steps + 1) for micro in range(MICROBATCHES)]
+    for spans, in_flight in zip(run.ranks, (3, 1), strict=True):
+        pairs = spans.of_kind(Kind.OVERLAP)
+        assert len(pairs) == len(steps) - 3 * in_flight
+        split, _ = split_pairs(spans.records, run.info)
+        for kind in (Kind.FORWARD, Kind.BACKWARD):
+            found = of(split, kind)
+            assert list(zip(found["batch"], found["microbatch"], strict=True)) == steps
+            assert found["version"].tolist() == [max(step - 2, 0) for step, _ in steps]
+        rows = RankReader(folder, spans.rank).summaries()
+        assert rows["seconds"][:, Kind.OVERLAP].sum() == pytest.approx(
+            (pairs["end"] - pairs["start"]).sum() / 1e9, rel=1e-4
+        )
+        assert all(0 < utilization_of(row)[spans.rank] <= 1 for row in np.split(rows, len(rows)))
+    assert trace_of(cut(run, run.steps))[1] == 0  # no arrow leads back in time
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ flags:
   --nodes N               that many nodes; data_parallel_shard_degree takes the ranks that the other degrees
                           leave, and the batch stays as it is (default: the ranks that the recipe asks for)
   --schedule NAME         short for --parallelism.pipeline_parallel_schedule
-  --achievable X          share of the peak that layers reach by themselves (default: by GPU, about 0.5)
+  --achievable X          share of the peak that large matrix products reach (default: by GPU, 0.5 to 0.75)
   --measured RUN_DIR      scale forward and backward to what a run measured; RUN_DIR is its dump_folder
   --json [FILE]           write the plan as JSON, to stdout without FILE
   --no-suggest            do not look for a faster layout

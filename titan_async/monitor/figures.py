@@ -19,7 +19,7 @@ from titan_async.monitor.colours import RUN_COLOURS
 from titan_async.monitor.curves import Curve, Utilization, gap, smoothed
 from titan_async.monitor.gantt import Box, Chart, Mark, draw_charts, tint_of
 from titan_async.monitor.output_files import writing_output
-from titan_async.monitor.spans import RankSpans, RunSpans
+from titan_async.monitor.spans import RankSpans, RunSpans, split_pairs
 from titan_async.monitor.words import name_stages
 from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
 
@@ -130,7 +130,8 @@ def _draw_gaps(axes: Axes, runs: Sequence[tuple[str, Curve, Curve]]) -> None:
 def draw_timelines(figure: Figure | SubFigure, runs: Sequence[tuple[str, RunSpans]]) -> None:
     """A few steps of each run as a Gantt chart, a row for each rank of its first pipeline.
 
-    All have the same scale; a line marks where a rank begins a step.
+    All have the same scale; a line marks where a rank begins a step. Of an overlapped pair the forward is the
+    upper half of a box, and the backward the lower one.
 
     Args:
         figure: to draw into.
@@ -167,7 +168,9 @@ def _origin(run: RunSpans) -> int:
 def _boxes(run: RunSpans) -> list[Box]:
     boxes, origin = [], _origin(run)
     for row, spans in enumerate(_pipeline(run)):
-        for record in spans.records[np.argsort(spans.records["depth"], kind="stable")]:
+        records, halves = split_pairs(spans.records, run.info)
+        for i in np.argsort(records["depth"], kind="stable"):
+            record = records[i]
             kind, microbatch = Kind(record["kind"]), int(record["microbatch"])
             if kind == Kind.STEP:
                 continue
@@ -176,7 +179,7 @@ def _boxes(run: RunSpans) -> list[Box]:
             if kind in COMPUTE_KINDS:
                 label = str(microbatch)
                 tint = tint_of(int(record["batch"]), spans.stages.index(record["stage"]))
-            boxes.append(Box(row, start, end, kind, label, tint))
+            boxes.append(Box(row, start, end, kind, label, tint, int(halves[i])))
     return boxes
 
 

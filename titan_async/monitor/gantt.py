@@ -34,6 +34,13 @@ class Box:
     """Shown if it fits."""
     tint: float = 0.0
     """How much lighter than the kind's own colour, up to 1, or with negative numbers darker."""
+    half: int = 0
+    """1: the upper half of the row alone, 2: the lower one, as for the two of an overlapped pair; 0: all."""
+
+    @property
+    def middle(self) -> float:
+        """Of its height, in rows."""
+        return self.row + (0, -_HEIGHT / 4, _HEIGHT / 4)[self.half]
 
     @property
     def colour(self) -> str:
@@ -116,7 +123,8 @@ def _draw_boxes(axes: Axes, boxes: Sequence[Box]) -> None:
 
 
 def _outline(box: Box) -> Path:
-    top, bottom = box.row - _HEIGHT / 2, box.row + _HEIGHT / 2
+    height = _HEIGHT / 2 if box.half else _HEIGHT
+    top, bottom = box.middle - height / 2, box.middle + height / 2
     corners = [(box.start, top), (box.end, top), (box.end, bottom), (box.start, bottom)]
     return Path([*corners, corners[0]], closed=True)
 
@@ -133,7 +141,7 @@ def _write_labels(axes: Axes, boxes: Sequence[Box]) -> None:
     for box in labelled:
         if (box.end - box.start) * points >= _WIDTH * size * len(box.label):
             axes.text(
-                (box.start + box.end) / 2, box.row, box.label, size=round(size, 1),
+                (box.start + box.end) / 2, box.middle, box.label, size=round(size, 1),
                 ha="center", va="center_baseline", clip_on=True,
                 color="white" if _is_dark(box.colour) else "black",
             )  # fmt: skip

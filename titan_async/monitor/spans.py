@@ -9,10 +9,11 @@ import numpy.typing as npt
 
 from titan_async.errors import UserError
 from titan_async.monitor.events import BURST, CAPACITY, RankReader
-from titan_async.monitor.run_folder import EVENTS_FOLDER, RunInfo, read_info, runs_in
+from titan_async.monitor.run_folder import EVENTS_FOLDER, RunInfo, RunShape, read_info, runs_in
+from titan_async.pipelining.actions import in_flight
 from titan_async.pipelining.recording import Kind
 
-__all__ = ["RankSpans", "RunSpans", "cut", "folder_of", "load_spans"]
+__all__ = ["RankSpans", "RunSpans", "cut", "folder_of", "load_spans", "split_pairs"]
 
 _BETWEEN_STEPS = (Kind.SAVE, Kind.VALIDATE)
 
@@ -138,6 +139,36 @@ def cut(run: RunSpans, steps: range, *, what_follows: bool = False) -> RunSpans:
         ended = spans.records[:stop]
         ranks.append(replace(spans, records=ended[ended["start"] >= spans.records["start"][first]]))
     return RunSpans(run.info, ranks, steps)
+
+
+def split_pairs(
+    records: npt.NDArray[np.void], shape: RunShape
+) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
+    """Turn each overlapped pair into a FORWARD and a BACKWARD over the same time.
+
+    Args:
+        records: `RECORD`s of one rank in order.
+        shape: of its run.
+
+    Returns:
+        The records, and for each of them 1 if it is the forward of a pair, 2 if it is the backward, and 0
+        otherwise. The backward's version is that of its batch's forwards, or -1 if there are none.
+    """
+    pairs = records["kind"] == Kind.OVERLAP
+    split, halves = np.repeat(records, 1 + pairs), np.repeat(pairs.astype(np.int64), 1 + pairs)
+    if not pairs.any():
+        return split, halves
+    split["kind"][halves == 1] = Kind.FORWARD
+    halves[np.cumsum(1 + pairs)[pairs] - 1] = 2
+    forwards, backwards = split[(split["kind"] == Kind.FORWARD) & (halves < 2)], split[halves == 2]
+    held = np.array([in_flight(stage, shape.stages, shape.lookahead, True) for stage in range(shape.stages)])
+    number = backwards["batch"].astype(np.int64) * shape.microbatches + backwards["microbatch"]
+    batch, microbatch = np.divmod(number - held[backwards["stage"]], shape.microbatches)
+    version_of = dict(zip(forwards["batch"].tolist(), forwards["version"].tolist(), strict=True))
+    backwards["kind"], backwards["batch"], backwards["microbatch"] = Kind.BACKWARD, batch, microbatch
+    backwards["version"] = [version_of.get(each, -1) for each in batch.tolist()]
+    split[halves == 2] = backwards
+    return split, halves
 
 
 def _words(steps: range) -> str:

@@ -1,9 +1,10 @@
 """The spans of a run in the Chrome trace event format, for https://ui.perfetto.dev and chrome://tracing.
 
 Each pipeline is a process: its first stage's spans are a track, then the versions of the weights with which
-it computes, then the same of the next stage. Arrows lead from each forward (backward) to the same
-microbatch's on the next (previous) stage, and counters tell how many microbatches each stage holds for their
-backwards. https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU is the format.
+it computes, then the same of the next stage. Overlapped pairs have a track more, for their backwards. Arrows
+lead from each forward (backward) to the same microbatch's on the next (previous) stage, and counters tell how
+many microbatches each stage holds for their backwards. The format:
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 import gzip
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_async.monitor.output_files import writing_output
-from titan_async.monitor.spans import RankSpans, RunSpans
+from titan_async.monitor.spans import RankSpans, RunSpans, split_pairs
 from titan_async.pipelining.recording import COMPUTE_KINDS, GRADIENT_KINDS, RELEASING_KINDS, Kind
 
 __all__ = ["trace_of", "write_trace"]
@@ -44,17 +45,19 @@ def trace_of(run: RunSpans) -> tuple[dict[str, Any], int]:
     """
     origin = min(int(spans.records["start"].min()) for spans in run.ranks)
     events: list[Event] = []
-    for spans in run.ranks:
+    info = run.info
+    split = [(spans, *split_pairs(spans.records, info)) for spans in run.ranks]
+    for spans, of_rank, halves in split:
         for stage in spans.stages:
-            records = spans.records[spans.records["stage"] == stage]
+            of_stage = of_rank["stage"] == stage
+            records = of_rank[of_stage]
             # Whole microseconds: rounded down alike, spans within others stay there.
             starts, ends = (records["start"] - origin) // 1000, (records["end"] - origin) // 1000
-            events += _names(spans, stage)
-            events += _slices(spans.copy, stage, records, starts, ends)
+            events += _names(spans, stage, info.overlap)
+            events += _slices(spans.copy, stage, records, halves[of_stage], starts, ends)
             events += _version_lane(spans.copy, stage, records, starts, ends)
             events += _held(spans.copy, stage, records, starts, ends)
-    arrows, lost = _arrows(run, origin)
-    info = run.info
+    arrows, lost = _arrows(split, origin)
     return {
         "displayTimeUnit": "ms",
         "otherData": {
@@ -69,19 +72,21 @@ def trace_of(run: RunSpans) -> tuple[dict[str, Any], int]:
     }, lost
 
 
-def _track(copy: int, stage: int) -> Event:
-    return {"pid": copy, "tid": 2 * stage}
+def _track(copy: int, stage: int, half: int = 0) -> Event:
+    """Of computations, for the second half of overlapped pairs another one."""
+    return {"pid": copy, "tid": 3 * stage + int(half == 2)}
 
 
 def _version_track(copy: int, stage: int) -> Event:
-    return {"pid": copy, "tid": 2 * stage + 1}
+    return {"pid": copy, "tid": 3 * stage + 2}
 
 
-def _names(spans: RankSpans, stage: int) -> Iterator[Event]:
+def _names(spans: RankSpans, stage: int, overlap: bool) -> Iterator[Event]:
     yield {"ph": "M", "name": "process_name", "pid": spans.copy, "args": {"name": f"pipeline {spans.copy}"}}
     yield {"ph": "M", "name": "process_sort_index", "pid": spans.copy, "args": {"sort_index": spans.copy}}
     for track, name in (
         (_track(spans.copy, stage), f"stage {stage} (rank {spans.rank})"),
+        *([(_track(spans.copy, stage, 2), f"stage {stage} backwards of pairs")] if overlap else []),
         (_version_track(spans.copy, stage), f"stage {stage} weights"),
     ):
         yield {"ph": "M", "name": "thread_name", **track, "args": {"name": name}}
@@ -91,7 +96,9 @@ def _names(spans: RankSpans, stage: int) -> Iterator[Event]:
 _Array = npt.NDArray[Any]
 
 
-def _slices(copy: int, stage: int, records: _Array, starts: _Array, ends: _Array) -> Iterator[Event]:
+def _slices(
+    copy: int, stage: int, records: _Array, halves: _Array, starts: _Array, ends: _Array
+) -> Iterator[Event]:
     forwards = records[records["kind"] == Kind.FORWARD]
     began = {(int(r["batch"]), int(r["microbatch"])): int(r["start"]) for r in forwards}
     # Outer spans first, as viewers want slices that begin together.
@@ -110,8 +117,8 @@ def _slices(copy: int, stage: int, records: _Array, starts: _Array, ends: _Array
             args["microbatch"] = microbatch
         if record["version"] >= 0:
             args["version"] = int(record["version"])
-        span = {"ts": int(starts[i]), "dur": int(ends[i] - starts[i])}
-        yield {"ph": "X", "name": name, "cat": kind.name, **_track(copy, stage), **span, "args": args}
+        place = _track(copy, stage, halves[i]) | {"ts": int(starts[i]), "dur": int(ends[i] - starts[i])}
+        yield {"ph": "X", "name": name, "cat": kind.name, **place, "args": args}
 
 
 def _version_lane(copy: int, stage: int, records: _Array, starts: _Array, ends: _Array) -> Iterator[Event]:
@@ -148,19 +155,17 @@ def _held(copy: int, stage: int, records: _Array, starts: _Array, ends: _Array) 
         yield {"ph": "C", "name": name, "pid": copy, "ts": ts, "args": {"microbatches": held}}
 
 
-def _arrows(run: RunSpans, origin: int) -> tuple[list[Event], int]:
+def _arrows(split: list[tuple[RankSpans, _Array, _Array]], origin: int) -> tuple[list[Event], int]:
     events: list[Event] = []
     lost = 0
     for kinds, name, step in (((Kind.FORWARD,), "activations", 1), (GRADIENT_KINDS, "gradients", -1)):
-        computed = {
-            (spans.copy, int(r["stage"]), int(r["batch"]), int(r["microbatch"])): (
-                int(r["start"]),
-                int(r["end"]),
-            )
-            for spans in run.ranks
-            for r in spans.of_kind(*kinds)
-        }
-        for (copy, stage, batch, microbatch), (start, end) in computed.items():
+        computed = {}
+        for spans, records, halves in split:
+            for i in np.flatnonzero(np.isin(records["kind"], kinds)):
+                start, end, batch, microbatch, _, stage, *_ = records[i].tolist()
+                track = _track(spans.copy, stage, halves[i])
+                computed[spans.copy, stage, batch, microbatch] = start, end, track
+        for (copy, stage, batch, microbatch), (start, end, track) in computed.items():
             receiver = computed.get((copy, stage + step, batch, microbatch))
             if receiver is None:
                 continue
@@ -171,6 +176,6 @@ def _arrows(run: RunSpans, origin: int) -> tuple[list[Event], int]:
             # Within the slice, at its last microsecond: at its end it is over.
             leaves = max((end - origin) // 1000 - 1, (start - origin) // 1000)
             arrives = (receiver[0] - origin) // 1000
-            events.append({"ph": "s", **arrow, **_track(copy, stage), "ts": leaves})
-            events.append({"ph": "f", "bp": "e", **arrow, **_track(copy, stage + step), "ts": arrives})
+            events.append({"ph": "s", **arrow, **track, "ts": leaves})
+            events.append({"ph": "f", "bp": "e", **arrow, **receiver[2], "ts": arrives})
     return events, lost

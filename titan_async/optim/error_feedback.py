@@ -31,6 +31,7 @@ from titan_async.optim.correction import (
     snapshot,
 )
 from titan_async.optim.lion import Lion
+from titan_async.optim.one_pass import fits_one_pass, update_and_correct_
 from titan_async.optim.rates import check_duplicates
 from titan_async.optim.tensors import at_least_float32, copy_unless_, named, skips
 
@@ -98,10 +99,15 @@ class ErrorFeedback(Optimizer):
         level: "update" (the paper's) or "gradient".
         dtype: of the history; None is that of the parameter, but at least float32. bfloat16 halves the buffer
             and rounds the correction to 3 digits.
+        compile: make torch's AdamW and its correction, at level "update", one pass by `torch.compile`, which
+            takes seconds in the second step and needs what it needs: a C++ compiler, on GPUs Triton. Results
+            differ in rounding. Updates for which it is not made are made as without: a parameter's first, in
+            bfloat16, by ``amsgrad`` or ``maximize``.
 
     Raises:
         TypeError: ``optimizer`` is no torch optimizer, or ``dtype`` no floating-point dtype.
-        ValueError: unknown level, or a strength that is negative or not finite.
+        ValueError: unknown level, a strength that is negative or not finite, or ``compile`` of anything but
+            AdamW at level "update".
         RuntimeError: a sparse gradient at level "gradient", in `step`.
 
     Examples:
@@ -128,6 +134,7 @@ class ErrorFeedback(Optimizer):
     # Whether there is state to show: after a step, after a load, or from before the wrapping.
     _has_state: bool
     _dtype: torch.dtype | None
+    _compile: bool
 
     def __init__(
         self,
@@ -135,11 +142,17 @@ class ErrorFeedback(Optimizer):
         strength: float = 1.0,
         level: str = "update",
         dtype: torch.dtype | None = None,
+        compile: bool = False,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"ErrorFeedback wraps a torch.optim.Optimizer, not a {type(optimizer).__name__}")
         if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
             raise TypeError(f"the history of error feedback needs a floating-point dtype, not {dtype!r}")
+        if compile and (type(optimizer) is not torch.optim.AdamW or level != "update"):
+            raise ValueError(
+                f"error feedback is compiled with torch.optim.AdamW at level 'update', not with "
+                f"{type(optimizer).__name__} at level {level!r}: leave out compile=True"
+            )
         for number, group in enumerate(optimizer.param_groups):
             check_duplicates(optimizer, optimizer.param_groups[:number], group)
         if strength and _is_harmed(optimizer):
@@ -156,6 +169,7 @@ class ErrorFeedback(Optimizer):
                 "_level": checked_level(level),
                 "_strength": checked_strength(strength),
                 "_dtype": dtype,
+                "_compile": compile,
                 "_history": {},
                 "_valid": {},
                 "_has_state": bool(optimizer.state),
@@ -257,6 +271,10 @@ class ErrorFeedback(Optimizer):
         return [param for param in params if param not in left_alone]
 
     def _step_correcting_updates(self, moving: list[Tensor], skip: Tensor | None) -> None:
+        is_corrected = self._strength != 0 and all(self._validity(moving))
+        if self._compile and is_corrected and fits_one_pass(self.optimizer, moving):
+            update_and_correct_(self.optimizer, self._history, self._strength, skip)
+            return
         chunks = self._chunks(moving)
         if len(chunks) == 1:
             self._step_correcting_chunk(moving, None, skip)
@@ -393,7 +411,7 @@ class ErrorFeedback(Optimizer):
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("optimizer", "_level", "_strength", "_dtype", "_history", "_valid", "_has_state")
+        names = ("optimizer", "_level", "_strength", "_dtype", "_compile", "_history", "_valid", "_has_state")
         return {name: getattr(self, name) for name in names}
 
     def __repr__(self) -> str:

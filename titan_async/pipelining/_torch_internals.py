@@ -30,8 +30,8 @@ __all__ = [
     "assignment",
     "check_microbatches",
     "clear_chunks",
-    "clone_aliased_outputs",
     "expected_outputs",
+    "gradients_to_send",
     "group_of",
     "has_compiled_parts",
     "has_hooks",
@@ -41,6 +41,7 @@ __all__ = [
     "is_initialized",
     "keystr",
     "made_up_inputs",
+    "outputs_to_send",
     "prepare_buffers",
     "process_group",
     "release_buffers",
@@ -195,6 +196,8 @@ def prepare_buffers(stage: _PipelineStageBase, slots: int) -> None:
     torch receives into the same buffer in each batch, although it is the module's input and an autograd leaf:
     hooks would accumulate on it, and an input that a module keeps would change.
     """
+    # A traced stage's outputs may go elsewhere, for which there are no messages.
+    assert stage.is_last or all(to == [stage.stage_index + 1] for to in stage.act_send_info.values())
     stage.chunks = max(stage.chunks or 0, slots)  # torch checks ids against it
     infos = [stage.args_recv_info]
     if stage.has_backward:
@@ -208,18 +211,23 @@ def prepare_buffers(stage: _PipelineStageBase, slots: int) -> None:
             release_buffers(chunk)
 
 
-def allocate_buffers(infos: Iterable[Any], device: torch.device) -> None:
-    """Allocate new receive buffers for one microbatch, contiguous as a receive needs."""
+def allocate_buffers(infos: Iterable[Any], device: torch.device) -> list[Tensor]:
+    """Allocate new receive buffers for one microbatch, contiguous as a receive needs, and return them."""
+    buffers = []
     for info in infos:
         if getattr(info, "buffer", None) is not None:
             info.buffer = _empty_like(info.buffer, device)
+            buffers.append(info.buffer)
+    return buffers
 
 
 def release_buffers(infos: Iterable[Any]) -> None:
     """Drop the references to received tensors, and keep their shapes and dtypes in meta tensors."""
     for info in infos:
         if getattr(info, "buffer", None) is not None:
-            info.buffer = _empty_like(info.buffer, torch.device("meta"))
+            if not hasattr(info, "released"):  # ours, and for good: torch makes new infos for other shapes
+                info.released = _empty_like(info.buffer, torch.device("meta"))
+            info.buffer = info.released
 
 
 def is_initialized(schedule: PipelineScheduleSingle) -> bool:
@@ -252,22 +260,30 @@ def expected_outputs(stage: _PipelineStageBase) -> list[tuple[torch.Size, torch.
     return [(output.shape, output.dtype) for output in outputs or ()]
 
 
-def clone_aliased_outputs(stage: _PipelineStageBase, chunk_id: int, ops: Iterable[dist.P2POp]) -> None:
-    """Clone outputs of a forward that alias an input, a parameter (a tied weight) or a buffer, before a send.
+def outputs_to_send(stage: _PipelineStageBase, chunk_id: int) -> list[Tensor]:
+    """What a forward has left for the next stage, contiguous as a send needs.
 
-    The send may complete as late as in the next step, after an optimizer has written to them in place.
+    Where the stage trains, outputs that alias an input, a parameter (a tied weight) or a buffer are cloned:
+    the send may complete as late as in the next step, after an optimizer has written to them in place.
     """
     outputs, inputs = stage.fwd_cache[chunk_id]
+    sent = [local_part(output.detach()).contiguous() for output in outputs]
     kept: set[int] = set()
-    for op, output in zip(ops, outputs, strict=True):
+    for index, output in enumerate(outputs):
         base = output._base if output._is_view() else output
-        if base.grad_fn is not None:  # computed by this forward
+        if base.grad_fn is not None or not stage.has_backward:  # computed by this forward, or never written
             continue
         if not kept:
             tensors = [*filter(torch.is_tensor, inputs), *stage.submod.parameters(), *stage.submod.buffers()]
             kept = {_storage_of(tensor) for tensor in tensors}
         if _storage_of(output) in kept:
-            op.tensor = op.tensor.clone()
+            sent[index] = sent[index].clone()
+    return sent
+
+
+def gradients_to_send(stage: _PipelineStageBase, chunk_id: int) -> list[Tensor]:
+    """What a backward has left for the stage before, contiguous as a send needs. Only once."""
+    return [op.tensor.contiguous() for op in stage.get_bwd_send_ops(chunk_id)]
 
 
 def _storage_of(tensor: Tensor) -> int:

@@ -233,13 +233,19 @@ def _pair(instructions: list[Instruction]) -> list[Instruction]:
     forward, backward = (action for kind, action, _ in instructions if kind == "compute")
     before = [i for kind in ("receive", "wait") for i in instructions if i.kind == kind]
     after = [i for i in instructions if i.kind in ("send", "finish")]
+    if after and after[-1].kind == "finish":
+        # The next stage has finished this batch. It may take what the forward sends only when it has the norm
+        # of the batch's gradient, in which this stage has to take part.
+        after.sort(key=lambda i: (i.kind == "send", i.action.kind) == (True, "F"))
     return [*before, Instruction("compute", forward, backward), *after]
 
 
 def _with_late_receives(program: list[Instruction], early: Early) -> list[Instruction]:
     """Insert the receives that are not early, after the last computation before their wait.
 
-    And before the send of its result, or two neighbours would wait for each other to receive.
+    And before the send of its result, or two neighbours would wait for each other to receive. But that of a
+    gradient after a finish that splits the sends of a pair: the next stage may send it only when all have
+    finished.
     """
     complete: list[Instruction] = []
     for instruction in program:
@@ -247,10 +253,19 @@ def _with_late_receives(program: list[Instruction], early: Early) -> list[Instru
         if kind == "wait" and not early.of(action.kind):
             place = len(complete)
             while place and complete[place - 1].kind != "compute":
+                if action.kind == "B" and _splits_sends(complete[place - 1 :]):
+                    break
                 place -= 1
+            while complete[place:] and complete[place].kind == "receive":
+                place += 1
             complete.insert(place, Instruction("receive", action))
         complete.append(instruction)
     return complete
+
+
+def _splits_sends(rest: list[Instruction]) -> bool:
+    """Whether a finish is followed by a send, as in an overlapped pair."""
+    return rest[0].kind == "finish" and any(i.kind == "send" for i in rest)
 
 
 def _around(

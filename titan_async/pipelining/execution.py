@@ -4,15 +4,15 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from titan_async.local_tensors import local_part
 from titan_async.pipelining._torch_internals import (
     allocate_buffers,
-    clone_aliased_outputs,
     expected_outputs,
+    gradients_to_send,
+    outputs_to_send,
     prepare_buffers,
     release_buffers,
 )
@@ -74,8 +74,9 @@ class Execution:
         self._slots = 0
         self.early = EARLY  # which receives are, once opened
         self._messages = Messages(stage)
-        self._outgoing: dict[str, list[dist.P2POp]] = {}  # of what was computed last, by kind
+        self._outgoing: dict[str, list[Tensor]] = {}  # of what was computed last, by kind
         self._n_microbatches = 0
+        self._expected: list[tuple[torch.Size, torch.dtype]] = []  # outputs, once opened
         self.recorder: Recorder = NoRecorder()
 
     def open(self, n_microbatches: int) -> None:
@@ -86,6 +87,7 @@ class Execution:
         shape = self._stage.stage_index, self._stage.num_stages
         self._slots = slots(*shape, self._lookahead, self.early, self._overlap is not None)
         prepare_buffers(self._stage, self._slots)
+        self._expected = expected_outputs(self._stage)
 
     def close(self) -> None:
         """Wait until everything that was sent has been taken. Nothing may be in flight."""
@@ -183,26 +185,16 @@ class Execution:
         self.recorder.end()
 
     def _receive(self, action: Action) -> None:
-        slot = self._slot(action)
-        allocate_buffers(self._received(action), self._stage.device)
-        get_ops = self._stage.get_fwd_recv_ops if action.kind == "F" else self._stage.get_bwd_recv_ops
-        self._messages.receive(action, get_ops(slot))
+        buffers = allocate_buffers(self._received(action), self._stage.device)
+        self._messages.receive(action, buffers)
 
     def _send(self, action: Action, most: int) -> None:
         self._messages.send(action, self._outgoing.pop(action.kind), most)
 
     def _prepare_send(self, action: Action) -> None:
         """Allocate what the send needs: after a late receive nothing may wait for the device until it."""
-        slot = self._slot(action)
-        if action.kind == "F":
-            ops = self._stage.get_fwd_send_ops(slot)
-            if self._stage.has_backward:
-                clone_aliased_outputs(self._stage, slot, ops)
-        else:
-            ops = self._stage.get_bwd_send_ops(slot)
-        for op in ops:
-            op.tensor = op.tensor.contiguous()
-        self._outgoing[action.kind] = ops
+        to_send = outputs_to_send if action.kind == "F" else gradients_to_send
+        self._outgoing[action.kind] = to_send(self._stage, self._slot(action))
 
     def _compute(self, action: Action, batch: Batch, forward: Forward | None) -> None:
         if action.kind == "F":
@@ -253,12 +245,11 @@ class Execution:
         """Refuse what the next stage has no buffers for: gloo would abort the process that receives it."""
         outputs, _ = self._stage.fwd_cache[self._slot(action)]
         shapes = [(local_part(output).shape, output.dtype) for output in outputs]
-        expected = expected_outputs(self._stage)
-        if shapes != expected:
+        if shapes != self._expected:
             raise ValueError(
                 f"stage {self._stage.stage_index} returned {_described(shapes)} for microbatch "
-                f"{action.microbatch}, but the pipeline was made for {_described(expected)}: return the same "
-                "for all microbatches, and drain() before a batch whose outputs have other shapes"
+                f"{action.microbatch}, but the pipeline was made for {_described(self._expected)}: return "
+                "the same for all microbatches, and drain() before a batch whose outputs have other shapes"
             )
 
     def _received(self, action: Action) -> tuple:

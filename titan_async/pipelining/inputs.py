@@ -90,6 +90,8 @@ class Shapes:
 
 
 def _describe(name: str, value: Any, free_sizes: bool = False) -> Signature:
+    if isinstance(value, tuple | dict) and not value:  # what most stages are given, for each microbatch
+        return {}
     leaves, _ = tree_flatten_with_path(value, is_leaf=lambda each: isinstance(each, Tensor))
     return {name + keystr(path): _description(leaf, free_sizes) for path, leaf in leaves}
 

@@ -12,9 +12,11 @@ import weakref
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from titan_async._group_internals import joint_group, wait_for_message
@@ -28,14 +30,16 @@ MAX_CTAS = 4
 until the message has come; left to itself NCCL takes about 16 over NVLink, an eighth of an H100, and 4
 between nodes. A message is tens of MB and does not need more."""
 
-_Sends = deque[tuple[list[dist.P2POp], list[dist.Work]]]
+_Sends = deque[tuple[list[Tensor], list[dist.Work]]]
+
+_Call = Literal["send", "recv"]
 
 
 @dataclass(eq=False)
 class _Lanes:
-    """The groups of a stage's edges, by kind of action and the neighbour's rank."""
+    """The groups of a stage's edges, by what it does with their messages and by kind of action."""
 
-    groups: dict[tuple[str, int], dist.ProcessGroup] = field(default_factory=dict)
+    groups: dict[tuple[_Call, str], dist.ProcessGroup] = field(default_factory=dict)
     upstream_is_near: bool = False  # the stage before is on this host
     busy: bool = False
 
@@ -104,28 +108,26 @@ class Messages:
         # Within a host a transfer is short.
         return Early(forward=lookahead > 0 and not self._lanes.upstream_is_near, backward=False)
 
-    def receive(self, action: Action, ops: list[dist.P2POp]) -> None:
+    def receive(self, action: Action, buffers: list[Tensor]) -> None:
         """Post the receives of the input of `action`."""
-        self._receiving[action] = self._start(action, ops)
+        self._receiving[action] = self._start("recv", action, buffers)
 
     def wait(self, action: Action) -> None:
         """Wait until the input of `action` is there; on an accelerator, let the current stream wait."""
         neighbour = self._stage.stage_index + (-1 if action.kind == "F" else 1)
         wait_for_stage(self._receiving.pop(action), self._stage, neighbour)
 
-    def send(self, action: Action, ops: list[dist.P2POp], most: int) -> None:
+    def send(self, action: Action, outputs: list[Tensor], most: int) -> None:
         """Start sending the output of `action`, once fewer than `most` of its kind are on their way."""
         self._finish(action.kind, most - 1)
-        self._sending[action.kind].append((ops, self._start(action, ops)))
+        self._sending[action.kind].append((outputs, self._start("send", action, outputs)))
 
-    def _start(self, action: Action, ops: list[dist.P2POp]) -> list[dist.Work]:
+    def _start(self, call: _Call, action: Action, tensors: list[Tensor]) -> list[dist.Work]:
         assert self._lanes is not None
-        works = []
-        for op in ops:
-            work = op.op(op.tensor, op.peer, self._lanes.groups[action.kind, op.peer])
-            assert work is not None  # this rank is a member of the group
-            works.append(work)
-        return works
+        group = self._lanes.groups[call, action.kind]
+        # What `dist.isend` and `dist.irecv` come to, which take longer to look the group up than to call it.
+        start, neighbour = getattr(group, call), 1 - group.rank()
+        return [start([torch.view_as_real(t) if t.is_complex() else t], neighbour, 0) for t in tensors]
 
     def _finish(self, kind: str, most: int) -> None:
         pending = self._sending[kind]
@@ -163,9 +165,12 @@ def _connect(stage: _PipelineStageBase, group: dist.ProcessGroup) -> _Lanes:
         if neighbour in rank_of:
             ranks = rank_of[index], rank_of[neighbour]
             upstream, downstream = ranks if neighbour > index else ranks[::-1]
-            lanes.groups["F", rank_of[neighbour]], near = _edge_group(upstream, downstream, stage.device)
-            lanes.groups["B", rank_of[neighbour]], _ = _edge_group(downstream, upstream, stage.device)
-            if neighbour < index:
+            forwards, near = _edge_group(upstream, downstream, stage.device)
+            backwards, _ = _edge_group(downstream, upstream, stage.device)
+            if neighbour > index:
+                lanes.groups |= {("send", "F"): forwards, ("recv", "B"): backwards}
+            else:
+                lanes.groups |= {("recv", "F"): forwards, ("send", "B"): backwards}
                 lanes.upstream_is_near = near
     return lanes
 

@@ -34,25 +34,33 @@ has it and waits at the end of the step; "end of step" does both there; "boundar
 
 
 def schedule_programs(
-    schedule: str, ranks: int, n_microbatches: int, n_batches: int, lookahead: int = 0, passes: int = 1
+    schedule: str,
+    ranks: int,
+    n_microbatches: int,
+    n_batches: int,
+    lookahead: int = 0,
+    passes: int = 1,
+    each: int = 2,
+    overlap: bool = False,
 ) -> list[list[Task]]:
     """Each rank's tasks in `n_batches` batches.
 
     Args:
-        schedule: "Async2BW" or the name of one of torch's schedules, which have two stages a rank where they
-            have several.
+        schedule: "Async2BW" or the name of one of torch's schedules.
         ranks: of the pipeline.
         n_microbatches: in a batch, m.
         n_batches: how many.
         lookahead: of Async2BW.
         passes: of the others, times that the pipeline fills and empties in a batch, with equal shares of its
             microbatches.
+        each: stages on a rank where the schedule has several.
+        overlap: of Async2BW, whether a stage runs a forward and a backward as an overlapped pair.
 
     Raises:
         ValueError: if the schedule does not go together with these numbers.
     """
     if schedule == "Async2BW":
-        return async_programs(ranks, n_microbatches, n_batches, lookahead)
+        return async_programs(ranks, n_microbatches, n_batches, lookahead, overlap=overlap)
     if n_microbatches % passes:
         raise ValueError(f"{n_microbatches} microbatches do not make {passes} equal passes")
     of_a_pass = n_microbatches // passes
@@ -64,7 +72,7 @@ def schedule_programs(
             raise ValueError(f"1F1B needs at least as many microbatches ({of_a_pass}) as stages ({ranks})")
         orders = [_one_f_one_b(rank, ranks, of_a_pass) for rank in range(ranks)]
     else:
-        orders = torch_order(schedule, stages_of_ranks(schedule, ranks), of_a_pass)
+        orders = torch_order(schedule, stages_of_ranks(schedule, ranks, each), of_a_pass)
     return synchronous_programs(
         [
             [a._replace(microbatch=each * of_a_pass + a.microbatch) for each in range(passes) for a in order]
@@ -74,13 +82,13 @@ def schedule_programs(
     )
 
 
-def stages_of_ranks(schedule: str, ranks: int) -> list[list[int]]:
-    """The indices of the stages on each rank."""
+def stages_of_ranks(schedule: str, ranks: int, each: int = 2) -> list[list[int]]:
+    """The indices of the stages on each rank, of which there are `each` where the schedule takes any number."""
     if schedule in ONE_STAGE:
         return [[rank] for rank in range(ranks)]
     if schedule in V_SHAPED:
         return [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
-    return [[rank, rank + ranks] for rank in range(ranks)]
+    return [list(range(rank, each * ranks, ranks)) for rank in range(ranks)]
 
 
 def synchronous_programs(orders: Sequence[Sequence[TorchAction]], n_batches: int) -> list[list[Task]]:
@@ -102,7 +110,12 @@ def synchronous_programs(orders: Sequence[Sequence[TorchAction]], n_batches: int
 
 
 def async_programs(
-    num_stages: int, n_microbatches: int, n_batches: int, lookahead: int = 0, norm: Norm = "deferred"
+    num_stages: int,
+    n_microbatches: int,
+    n_batches: int,
+    lookahead: int = 0,
+    norm: Norm = "deferred",
+    overlap: bool = False,
 ) -> list[list[Task]]:
     """`ScheduleAsync2BW` with its updates, and a drain at the end."""
     programs = []
@@ -110,15 +123,19 @@ def async_programs(
         program: list[Task] = []
         for batch in range(n_batches):
             program.append(Task("G", stage, batch, 0))
-            actions = step_actions(stage, num_stages, n_microbatches, batch, lookahead)
+            actions = step_actions(stage, num_stages, n_microbatches, batch, lookahead, overlap)
             for kind, of, microbatch in actions:
-                program.append(Task(kind, stage, of, microbatch))
+                task = Task(kind, stage, of, microbatch)
+                if overlap and kind == "B":
+                    program[-1] = program[-1]._replace(beside=task)
+                else:
+                    program.append(task)
                 if kind == "B" and microbatch == n_microbatches - 1 and norm != "end of step":
                     program += _asking(stage, of, waits=norm == "boundary")
             if batch and norm != "boundary":
                 program += _asking(stage, batch - 1, waits=True)[norm == "deferred" :]
         last = n_batches - 1
-        drain = drain_actions(stage, num_stages, n_microbatches, last, lookahead)
+        drain = drain_actions(stage, num_stages, n_microbatches, last, lookahead, overlap)
         program += [Task(kind, stage, of, microbatch) for kind, of, microbatch in drain]
         left = [task for task in _asking(stage, last, waits=True) if task not in program]
         programs.append(program + left)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 __all__ = [
     "BACKWARD_KINDS",
     "COMPUTE_KINDS",
+    "FORWARD_KINDS",
     "GRADIENT_KINDS",
     "RELEASING_KINDS",
     "Kind",
@@ -57,18 +58,21 @@ class Kind(IntEnum):
     GARBAGE_COLLECTION = 16
     """Python's, which torchtitan calls before every `training.gc_freq`-th step. Not in files of format 1."""
     OVERLAP = 17
-    """An overlapped pair: a forward and a backward that are computed together, each while the other's messages
-    travel. Batch, microbatch and version are those of the forward. Not in files of formats 1 and 2."""
+    """An overlapped pair: a forward and a backward that are computed together, each while the other waits for
+    tokens. Batch, microbatch and version are those of the forward. Not in files of formats 1 and 2."""
 
 
 BACKWARD_KINDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-"""Backwards, whole or in halves, that are computed alone."""
+"""Backwards that are computed alone, whole or in halves."""
 
-GRADIENT_KINDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-"""Those that start from the next stage's gradient, and give the stage before its own."""
+FORWARD_KINDS = (Kind.FORWARD, Kind.OVERLAP)
+"""Kinds with a forward in them."""
 
-RELEASING_KINDS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-"""Those after which nothing of a microbatch is held any more."""
+GRADIENT_KINDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.OVERLAP)
+"""Kinds that start from the next stage's gradient, and give the stage before its own."""
+
+RELEASING_KINDS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.OVERLAP)
+"""Kinds after which nothing of a microbatch is held any more."""
 
 COMPUTE_KINDS = (Kind.FORWARD, *BACKWARD_KINDS, Kind.OVERLAP)
 """The kinds in which a stage is busy."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Literal, NamedTuple
 
-__all__ = ["COMPUTE", "Kind", "Run", "Task", "Timing", "inputs_of", "simulate"]
+__all__ = ["COMPUTE", "Half", "Kind", "Run", "Task", "Timing", "inputs_of", "pair_seconds", "simulate"]
 
 Kind = Literal["F", "B", "I", "W", "G", "R", "U"]
 """Forward and backward of a microbatch; in place of a backward its two halves, the gradient of the input
@@ -35,9 +35,44 @@ class Task(NamedTuple):
     stage: int
     batch: int
     microbatch: int
+    beside: "Task | None" = None
+    """The backward that the stage computes together with this forward: an overlapped pair."""
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.batch}.{self.microbatch} of stage {self.stage}"
+        names = [f"{kind}{batch}.{microbatch}" for kind, _, batch, microbatch, _ in self.halves]
+        return f"{' with '.join(names)} of stage {self.stage}"
+
+    @property
+    def halves(self) -> "tuple[Task, ...]":
+        """The forward and the backward of a pair; any other task alone."""
+        return (self,) if self.beside is None else (self._replace(beside=None), self.beside)
+
+
+class Half(NamedTuple):
+    """A forward or a backward, when it runs alone."""
+
+    seconds: float
+    exchange: float
+    """Of these, those in which tokens travel between experts and nothing is computed."""
+    hand_overs: int
+    """The number of times that it waits for tokens."""
+
+
+def pair_seconds(forward: Half, backward: Half) -> float:
+    """What an overlapped pair takes, if exchanges and what is computed between them are equally long.
+
+    Each half computes while the other's tokens travel, of which one exchange at a time does. Nothing hides
+    the backward's first tokens and the forward's last: the backward begins with those that the last layer has
+    combined, and the forward ends with them. What one half has more than the other runs alone.
+    """
+    rounds = min(forward.hand_overs, backward.hand_overs) - 1
+    if rounds < 1:
+        return forward.seconds + backward.seconds
+    hidden = 0.0
+    for one, other in ((forward, backward), (backward, forward)):
+        computed = (one.seconds - one.exchange) / one.hand_overs
+        hidden += min(computed, other.exchange / other.hand_overs)
+    return forward.seconds + backward.seconds - rounds * hidden
 
 
 @dataclass(frozen=True)
@@ -47,6 +82,8 @@ class Timing:
     forward: Sequence[float]
     """Of one microbatch."""
     backward: Sequence[float]
+    pair: Sequence[float] = ()
+    """Of an overlapped pair, see `pair_seconds`; by default as long as its forward and its backward."""
     weight_gradient: Sequence[float] | None = None
     """The part of a backward that "W" takes where it is in two halves; "I" takes the rest. Default: half."""
     latency: float | Sequence[float] = 0.0
@@ -82,6 +119,7 @@ class Timing:
         seconds = {
             "F": self.forward,
             "B": self.backward,
+            "FB": self.pair or [sum(both) for both in zip(self.forward, self.backward, strict=True)],
             "I": [whole - part for whole, part in zip(self.backward, weight, strict=True)],
             "W": weight,
             "G": self.gather or none,
@@ -95,9 +133,12 @@ class Timing:
 
         So two orders of the same tasks meet the same noise.
         """
-        mean = self._of_kind[task.kind][task.stage]
+        mean = self._of_kind["FB" if task.beside else task.kind][task.stage]
         if not self.jitter or task.kind not in COMPUTE:
             return mean
+        if task.beside:  # meets the noise of its halves
+            alone = self.forward[task.stage] + self.backward[task.stage]
+            return mean * sum(map(self.seconds, task.halves)) / alone
         return mean * random.Random(f"{self.seed} {task}").uniform(1 - self.jitter, 1 + self.jitter)
 
     def delay(self, task: Task, needed: Task) -> float:
@@ -190,7 +231,7 @@ def _steady(spans: Sequence[Span]) -> tuple[float, float]:
 def _peak(tasks: Sequence[Task], sizes: Sequence[float] | None) -> float:
     held: Counter[int] = Counter()
     peak = 0.0
-    for task in tasks:
+    for task in (half for whole in tasks for half in whole.halves):
         if task.kind in ("F", "B", "W"):  # what a gradient of weights needs is held until then
             held[task.stage] += 1 if task.kind == "F" else -1
             # Summed anew, so that sizes which are no whole numbers do not add up errors.
@@ -200,7 +241,9 @@ def _peak(tasks: Sequence[Task], sizes: Sequence[float] | None) -> float:
 
 def inputs_of(task: Task, num_stages: int) -> list[Task]:
     """The tasks whose results a task needs. "B" stands for an "I" as well."""
-    kind, stage, batch, microbatch = task
+    kind, stage, batch, microbatch, beside = task
+    if beside is not None:
+        return [needed for half in task.halves for needed in inputs_of(half, num_stages)]
     if kind == "F":
         return [Task("F", stage - 1, batch, microbatch)] if stage else []
     if kind in ("B", "I"):
@@ -279,7 +322,7 @@ class _Simulation:
         self._events: list[tuple[float, int, _Rank | _Lane]] = []
         self._pushed = 0
         self._lanes: dict[tuple[str, int], _Lane] = {}  # by what is sent and from where
-        self._posts: dict[Task, list[Task]] = {}  # whose inputs' receives are posted when a task starts
+        self._posts: dict[Task, list[Task]] = {}  # whose results' receives are posted when a task starts
         for edge, ahead in enumerate(timing.receives_ahead):
             if ahead is not None and self._rank_of[edge] is not self._rank_of[edge + 1]:
                 self._open("F", edge, edge + 1, ahead[0])
@@ -290,17 +333,23 @@ class _Simulation:
         latency, share = _of_edge(timing.latency, edge), _of_edge(timing.message_share, edge)
         self._lanes[kind, source] = _Lane(self._rank_of[source], rank, latency, share)
         kinds = "GF" if kind == "F" else "BI"
-        tasks = [task for task in rank.program if task.stage == destination and task.kind in kinds]
+        tasks = [
+            (task, half)
+            for task in rank.program
+            for half in task.halves
+            if half.stage == destination and half.kind in kinds
+        ]
         first = 0
-        for index, task in enumerate(tasks):
-            if task.kind == "G":
+        for index, (_, half) in enumerate(tasks):
+            if half.kind == "G":
                 first = index
                 continue
             at = max(index - ahead, first)
-            if index and tasks[index - 1].kind == "G":
+            if index and tasks[index - 1][1].kind == "G":
                 at = first
             if at < index:
-                self._posts.setdefault(tasks[at], []).append(task)
+                needed = inputs_of(half, self._num_stages)[-1]
+                self._posts.setdefault(tasks[at][0], []).append(needed)
 
     def run(self) -> Run:
         for rank in self._ranks:
@@ -331,31 +380,34 @@ class _Simulation:
         if len(rank.spans) == len(rank.program):
             return
         task = rank.program[len(rank.spans)]
-        start = now
-        for needed in inputs_of(task, self._num_stages):
-            remote = self._rank_of[needed.stage] is not rank
-            lane = self._lanes.get(needed[:2]) if remote and self._lanes else None
+        inputs, start = inputs_of(task, self._num_stages), now
+        lanes = [self._lane_to(rank, needed) for needed in inputs]
+        for needed, lane in zip(inputs, lanes, strict=True):
             if lane is not None:
                 self._post(lane, needed, now)
+        for needed, lane in zip(inputs, lanes, strict=True):
             end = self._ended.get(needed)
             if end is None:
                 self._waiting.setdefault(needed, []).append(rank)
                 return
             if lane is not None:
                 end = lane.arrival[needed]
-            elif remote or task.kind == "U":
+            elif self._rank_of[needed.stage] is not rank or task.kind == "U":
                 end += self._timing.delay(task, needed)
             if end > start:
                 start = end
         if start > now and self._lanes:  # until then messages may come and go
             self._push(start, rank)
             return
-        for following in self._posts.get(task, ()):
-            needed = inputs_of(following, self._num_stages)[-1]
+        for needed in self._posts.get(task, ()):
             self._post(self._lanes[needed[:2]], needed, now)
         rank.start = rank.since = start
         rank.left = self._timing.seconds(task)
         self._go_on(rank, task)
+
+    def _lane_to(self, rank: _Rank, needed: Task) -> _Lane | None:
+        """The one in which a task's result comes to a rank, if messages occupy ranks."""
+        return None if self._rank_of[needed.stage] is rank else self._lanes.get(needed[:2])
 
     def _go_on(self, rank: _Rank, task: Task) -> None:
         """Let the rest of a task run at the speed that the messages under way leave."""
@@ -371,15 +423,15 @@ class _Simulation:
         task = rank.program[len(rank.spans)]
         rank.spans.append(Span(task, rank.start, now))
         rank.end = math.inf
-        if task.kind == "I":
-            task = task._replace(kind="B")
-        self._ended[task] = now
-        lane = self._lanes.get(task[:2])
-        if lane is not None:
-            lane.sending += 1
-            rank.lanes[lane] = lane.share
-            self._connect(lane, task, now)
-        for other in self._waiting.pop(task, ()):
+        ended = [half._replace(kind="B") if half.kind == "I" else half for half in task.halves]
+        for half in ended:
+            self._ended[half] = now
+            lane = self._lanes.get(half[:2])
+            if lane is not None:
+                lane.sending += 1
+                rank.lanes[lane] = lane.share
+                self._connect(lane, half, now)
+        for other in [other for half in ended for other in self._waiting.pop(half, ())]:
             self._try(other, now)
         self._try(rank, now)
 

@@ -36,8 +36,12 @@ def address_of(storage: torch.UntypedStorage) -> int:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """Causal attention of [B, heads, L, head size]; there may be fewer heads of keys and values."""
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True, scale=scale)[0]
+    """Causal attention of [B, heads, L, head size]; there may be fewer heads of keys and values. Narrower
+    values, as in multi-head latent attention, are padded, and so cost as much as keys."""
+    width = v.shape[-1]
+    v = torch.nn.functional.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v
+    out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True, scale=scale)[0]
+    return out[..., :width]
 
 
 def fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:

@@ -1,8 +1,12 @@
 """Accelerators and the networks between them, as the few numbers that a plan needs.
 
 Peaks, memories and bandwidths are those of the vendor's data sheets; sources stand beside them. What a
-training step reaches of them is an assumption, stated here and nowhere else: `achievable` of the peak
-inside layers, and `ACHIEVABLE_BANDWIDTH` of every bandwidth. So is what NCCL takes, read and not measured.
+training step reaches of them is stated here and nowhere else. `achievable` was fitted, one number for A100
+and one for H100, to half of the published runs of tools/bench/published.py; H200 has that of H100, and B200
+in proportion to the fastest products that were found on either (80.3 % and 77.6 %, stas00/ml-engineering,
+compute/accelerator); those of L40S and RTX 4090 are assumed. `attention` is FlexAttention's and
+FlashAttention-2's share: 378 and 335 of 989 TFLOP/s on H100 (arXiv 2407.08608), the middle of 50 to 73 % on
+A100 (arXiv 2307.08691), assumed for the others. What NCCL takes is read and not measured.
 """
 
 from dataclasses import dataclass, replace
@@ -24,6 +28,26 @@ __all__ = [
 ACHIEVABLE_BANDWIDTH = 0.8
 """Of a data sheet's bandwidth, what large transfers get: between accelerators as in NCCL's own tests, from
 memory as in STREAM. Assumed for all of them."""
+
+FORWARD_PASSES = 1.0
+"""Times that the elementwise operations of a layer's forward move what it leaves behind, where they are
+compiled or fused: a norm reads and writes one of two tensors, SwiGLU reads two and writes the third."""
+
+BACKWARD_PASSES = 3.0
+"""The same of a backward, which reads what was left and gradients, and writes gradients."""
+
+ATTENTION_RAMP = 350
+"""Tokens of a sequence at which causal attention reaches half of what it does over long ones:
+FlashAttention-2 on H100 with heads of 128 makes 191, 260, 298, 319, 333 and 335 TFLOP/s of 512 to 16k (arXiv
+2407.08608)."""
+
+TENSOR_HIDDEN = 0.5
+"""Of the tensor-parallel collectives, what `enable_async_tensor_parallel` hides behind products; without it
+none. Chosen by the fitted runs."""
+
+EXPERT_IMBALANCE = 1.1
+"""Times the mean that the busiest of the ranks which share experts gets of tokens. Assumed; routers that are
+forced to balance (`debug.moe_force_load_balance`) have 1."""
 
 LANE_BLOCKS = 4
 """Blocks of a send or receive of Async2BW, whose process groups ask NCCL for no more (`max_ctas`). By itself
@@ -54,13 +78,39 @@ class Accelerator:
     memory_bandwidth: float
     """Bytes a second."""
     achievable: float
-    """Of a peak, what the forwards and backwards of large layers reach by themselves, without any waiting: an
-    assumption, of the order of what is published for well-tuned training; `--achievable` sets another and
-    `--measured` takes it from a run."""
+    """Of a peak, what matrix products reach in training, at the clock that is left to them, if moving their
+    operands does not count: fitted to published runs (docs/planning.md). `--achievable` sets another,
+    `--measured` takes the whole of a layer's time from a run."""
+    attention: float
+    """Of a peak, what attention reaches over long sequences."""
+    watts: float
+    """Power limit of the data sheet."""
 
     def peak(self, dtype: str) -> float:
         """FLOP/s for the dtype of `training.mixed_precision_param`."""
         return self.matrix_peak if dtype in ("bfloat16", "float16") else self.float32_peak
+
+    def product_share(self, dtype: str, m: float, n: float, k: float) -> float:
+        """Of the peak, what a product of m x k and k x n reaches: its operations take their time, and so do
+        its operands and its result on their way through memory, on top. The smallest dimension counts most.
+        Most products in the tables of DeepGEMM's first README, of 64 to 8192 rows a group, are within a
+        third."""
+        each = 2 if dtype in ("bfloat16", "float16") else 4
+        peak, operations = self.peak(dtype), 2.0 * m * n * k
+        moved = each * (m * k + k * n + m * n) / (self.memory_bandwidth * ACHIEVABLE_BANDWIDTH)
+        return operations / peak / (operations / (peak * self.achievable) + moved)
+
+    def attention_share(self, seq_len: int) -> float:
+        """Of the peak, what causal attention over sequences of that length reaches."""
+        return self.attention / (1 + ATTENTION_RAMP / seq_len)
+
+    def limited_to(self, watts: float) -> "Accelerator":
+        """This accelerator with another power limit: what the arithmetic takes goes about with the cube of
+        the clock, as voltage follows frequency."""
+        clock = (watts / self.watts) ** (1 / 3)
+        return replace(
+            self, watts=watts, achievable=self.achievable * clock, attention=self.attention * clock
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +134,8 @@ class Cluster:
     or its receive is posted until it is there; 0 where messages are copied without."""
     network_blocks: int = LANE_BLOCKS
     """The same of a message to another node."""
+    collective_blocks: int = COLLECTIVE_CHANNELS
+    """The same of a collective of FSDP's while it runs beside the computation."""
 
     def reaching(self, achievable: float) -> "Cluster":
         """This cluster with another `Accelerator.achievable`."""
@@ -110,7 +162,9 @@ CLUSTERS: dict[str, Cluster] = {
             float32_peak=67e12,
             processors=132,
             memory_bandwidth=3.35e12,
-            achievable=0.5,
+            achievable=0.63,
+            attention=0.38,
+            watts=700,
         ),
         link_bandwidth=450e9,
         network_bandwidth=50e9,
@@ -125,7 +179,9 @@ CLUSTERS: dict[str, Cluster] = {
             float32_peak=67e12,
             processors=132,
             memory_bandwidth=4.8e12,
-            achievable=0.5,
+            achievable=0.63,
+            attention=0.38,
+            watts=700,
         ),
         link_bandwidth=450e9,
         network_bandwidth=50e9,
@@ -141,7 +197,9 @@ CLUSTERS: dict[str, Cluster] = {
             float32_peak=19.5e12,
             processors=108,
             memory_bandwidth=1.555e12,
-            achievable=0.6,
+            achievable=0.75,
+            attention=0.6,
+            watts=400,
         ),
         link_bandwidth=300e9,
         network_bandwidth=25e9,
@@ -155,7 +213,9 @@ CLUSTERS: dict[str, Cluster] = {
             float32_peak=19.5e12,
             processors=108,
             memory_bandwidth=2.039e12,
-            achievable=0.6,
+            achievable=0.75,
+            attention=0.6,
+            watts=400,
         ),
         link_bandwidth=300e9,
         network_bandwidth=25e9,
@@ -172,7 +232,9 @@ CLUSTERS: dict[str, Cluster] = {
             float32_peak=75e12,
             processors=148,
             memory_bandwidth=8e12,
-            achievable=0.45,
+            achievable=0.61,
+            attention=0.3,
+            watts=1000,
         ),
         link_bandwidth=900e9,
         network_bandwidth=50e9,
@@ -189,6 +251,8 @@ CLUSTERS: dict[str, Cluster] = {
             processors=142,
             memory_bandwidth=864e9,
             achievable=0.5,
+            attention=0.5,
+            watts=350,
         ),
         link_bandwidth=32e9,
         network_bandwidth=12.5e9,
@@ -206,6 +270,8 @@ CLUSTERS: dict[str, Cluster] = {
             processors=128,
             memory_bandwidth=1008e9,
             achievable=0.6,
+            attention=0.6,
+            watts=450,
         ),
         link_bandwidth=16e9,
         network_bandwidth=1.5625e9,

@@ -1,5 +1,6 @@
 """How a run lies on its ranks: degrees of parallelism, stages, microbatches."""
 
+import math
 from dataclasses import dataclass
 
 from torchtitan.config import ParallelismConfig
@@ -81,7 +82,10 @@ class Layout:
             ValueError: if the schedule does not go together with these numbers.
         """
         schedule = self.schedule if self.pp > 1 else "1F1B"  # one stage knows no difference
-        return schedule_programs(schedule, self.pp, microbatches, batches, self.lookahead, self.passes)
+        each = len(self.stages) // self.pp
+        return schedule_programs(
+            schedule, self.pp, microbatches, batches, self.lookahead, self.passes, each=each
+        )
 
 
 def layout_of(config: Trainer.Config, world_size: int) -> Layout:
@@ -151,12 +155,12 @@ def split_of(parallelism: ParallelismConfig, num_layers: int) -> tuple[tuple[str
     elif parallelism.module_fqns_per_model_part is not None:
         modules = parallelism.module_fqns_per_model_part
     else:
-        modules = split_layers(
-            count_stages(parallelism),
-            num_layers,
-            parallelism.pipeline_parallel_first_stage_less_layers,
-            parallelism.pipeline_parallel_last_stage_less_layers,
-        )
+        first = parallelism.pipeline_parallel_first_stage_less_layers
+        last = parallelism.pipeline_parallel_last_stage_less_layers
+        stages, each = count_stages(parallelism), parallelism.pipeline_parallel_layers_per_stage
+        if each is not None:
+            stages = math.ceil((num_layers + first + last) / each)
+        modules = split_layers(stages, num_layers, first, last)
     return tuple(
         tuple("head" if name == "lm_head" else name for name in stage if name != "norm") for stage in modules
     )

@@ -89,7 +89,7 @@ def _read(path: Path) -> Any:
     except FileNotFoundError:
         raise UserError(
             f"--measured {path.parent} holds no {path.name}, which a run on several stages writes after its "
-            "first steps: give the dump_folder of one"
+            "first steps, unless it has pipeline.overlap: give the dump_folder of one"
         ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}): give the dump_folder of another run") from None

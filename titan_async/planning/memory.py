@@ -6,8 +6,9 @@ other libraries and the CUDA context take comes on top (`RESERVED_SHARE`). docs/
 schedule holds, docs/planning.md how this was compared with runs.
 """
 
+import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torchtitan.components.optimizer import ParamGroupConfig
@@ -18,6 +19,7 @@ from titan_async.optim.distribution import ELEMENTS_STAYING
 from titan_async.optim.muon_options import DTYPES
 from titan_async.pipelining.actions import in_flight
 from titan_async.pipelining.simulation import Task
+from titan_async.planning.layerwise import Held, Unit, backward_moments, forward_moments
 from titan_async.planning.layout import Layout
 from titan_async.planning.network import buffer_bytes
 from titan_async.planning.optimizer_groups import feeds_back, group_of, groups_of
@@ -32,6 +34,9 @@ __all__ = ["RESERVED_SHARE", "Memory", "Shards", "memory_of", "shards_of"]
 
 RESERVED_SHARE = 0.1
 """Of an accelerator's memory, not to be planned with: context, libraries, fragmentation. An assumption."""
+
+_STAGES_GATHERED = 3
+"""Of a rank's stages, under torch's schedules; of more it frees those that are not among the next ones."""
 
 _BATCHES = 4
 """After so many, Async2BW holds all that it ever does."""
@@ -116,6 +121,8 @@ class _Stage:
         self, config: Trainer.Config, layout: Layout, parts: Sequence[Part], index: int, on_cpu: bool
     ) -> None:
         training = config.training
+        if layout.pp == 1:  # torchtitan frees the logits before the backward
+            parts = [*parts[:-1], _without_output(parts[-1])]
         self.parts = parts
         compute = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize
         reduce = TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize
@@ -144,6 +151,13 @@ class _Stage:
         self.forward_peak = self._forward_peak() // tp
         self.backward_peak = self._backward_peak(first=False) // tp
         self.first_backward_peak = self._backward_peak(first=True) // tp
+        self.units = (
+            self._layerwise(config, layout, shards, compute, reduce, master)
+            if wrapped and layout.pp == 1
+            else []
+        )
+        self.prefetches = layout.ep > 1
+        self.tp = tp
         self.splits = index > 0  # torch leaves the whole backward of the first stage to its second half
         self.between = sum(part.between_bytes for part in parts) // tp if self.splits else self.activations
         self.input_peak = self._input_peak() // tp if self.splits else self.activations
@@ -152,6 +166,39 @@ class _Stage:
         self.versions = 1
         if layout.delayed and index < layout.pp - 1:
             self.versions = 2
+
+    def _layerwise(
+        self,
+        config: Trainer.Config,
+        layout: Layout,
+        shards: dict[str, Shards],
+        compute: int,
+        reduce: int,
+        master: int,
+    ) -> list[Unit]:
+        """The units of a stage without a pipeline. torchtitan keeps the weights of the last one by default, and
+        of embedding and head where they are one."""
+        policy, made = config.parallelism.fsdp_reshard_after_forward, together(self.parts)
+        tied = made[-1].weights != self.parts[-1].weights
+        units = []
+        for part, own in zip(self.parts, made, strict=True):
+            of_part = [shards[weight.name] for weight in own.weights]
+            whole, piece = (sum(getattr(s, n) for s in of_part) for n in ("unsharded", "sharded"))
+            kept = part is self.parts[-1] or (tied and part is self.parts[0])
+            units.append(
+                Unit(
+                    part=part,
+                    weights=whole * compute,
+                    gather=_buffers(of_part, compute, copies_alone=False),
+                    gradients=whole * compute,
+                    reduction=whole * reduce,
+                    reduced=piece * (reduce + master * (reduce != master)),
+                    shard=piece * master,
+                    reshards=policy == "always" or (policy == "default" and not kept),
+                    foreign=max(part.gradient_bytes // layout.tp - whole * compute, 0) * (layout.ep > 1),
+                )
+            )
+        return units
 
     def _forward_peak(self) -> int:
         peak = done = 0
@@ -194,6 +241,11 @@ class _Stage:
         return message * ((inputs + sent) * (index > 0) + (gradients + 1) * (index < last))
 
 
+def _without_output(part: Part) -> Part:
+    changed = ("saved_bytes", "backward_peak", "first_backward_peak")
+    return dataclasses.replace(part, **{name: getattr(part, name) - part.unused_bytes for name in changed})
+
+
 def _buffers(unit: Sequence[Shards], itemsize: int, copies_alone: bool) -> int:
     """Bytes that a collective of a unit passes through; a rank alone gathers without, and reduces with."""
     return sum(s.unsharded for s in unit if s.gathering > 1 or copies_alone) * itemsize
@@ -222,29 +274,50 @@ class _Account:
         for task in program:
             getattr(self, f"_{task.kind}")(task, self._stages[task.stage])
 
-    def _note(self, task: Task, extra: int) -> None:
-        if self._live.total() + extra > self.fullest.total():
-            self.fullest = self._live + Counter({"temporary": extra})
+    def _note(self, task: Task, extra: int, **held: int) -> None:
+        if self._live.total() + extra + sum(held.values()) > self.fullest.total():
+            named = Counter({name.replace("_", " "): size for name, size in held.items()})
+            self.fullest = self._live + Counter({"temporary": extra}) + named
             self.moment = str(task)
+
+    def _note_units(self, task: Task, moments: Iterable[Held]) -> None:
+        for held in moments:
+            self._note(
+                task,
+                held.temporary,
+                unsharded_weights=held.weights,
+                unsharded_gradients=held.gradients,
+                activations=held.activations,
+                gradients=held.summed,
+            )
 
     def _G(self, task: Task, stage: _Stage) -> None:  # noqa: N802
         self._live["gradients"] -= self._delivered.pop(task.stage, 0)
+        if stage.units:  # gathered for each microbatch
+            return
         if self._gathered[task.stage] < stage.versions:
             self._gathered[task.stage] += 1
             if self._gathered[task.stage] == 2:
                 self._live["second version"] += stage.unsharded
-            else:
-                self._live["unsharded weights"] += stage.first_copy
+            self._count_gathered()
         # One unit is copied out while the next one comes in.
         pairs = zip(stage.gathers, [*stage.gathers[1:], 0], strict=True)
         self._note(task, max(one + other for one, other in pairs))
 
     def _F(self, task: Task, stage: _Stage) -> None:  # noqa: N802
+        if stage.units:
+            self._note_units(task, forward_moments(stage.units, stage.tp, stage.prefetches))
+            return
         self._note(task, stage.forward_peak)
         self._live["activations"] += stage.activations
 
     def _B(self, task: Task, stage: _Stage) -> None:  # noqa: N802
         first = (task.stage, task.batch) not in self._started
+        if stage.units:
+            self._note_units(task, backward_moments(stage.units, stage.tp, first))
+            self._started.add((task.stage, task.batch))
+            self._live["gradients"] += sum(unit.shard for unit in stage.units) * first
+            return
         self._live["activations"] -= stage.activations
         peak = stage.first_backward_peak if first else stage.backward_peak
         if first and stage.casts_gradients:
@@ -275,6 +348,8 @@ class _Account:
             self._B(task, stage)
 
     def _R(self, task: Task, stage: _Stage) -> None:  # noqa: N802
+        if stage.units:  # reduced in each backward
+            return
         for buffer, unit, shard in zip(
             stage.reductions, stage.unit_gradients, stage.unit_shards, strict=True
         ):
@@ -283,8 +358,12 @@ class _Account:
             self._live["gradients"] += shard
             self._note(task, buffer)
         if not self._delayed:
-            self._live["unsharded weights"] -= stage.first_copy
             self._gathered[task.stage] = 0
+            self._count_gathered()
+
+    def _count_gathered(self) -> None:
+        copies = sorted(stage.first_copy for index, stage in self._stages.items() if self._gathered[index])
+        self._live["unsharded weights"] = sum(copies[-_STAGES_GATHERED:])
 
     def _U(self, task: Task, stage: _Stage) -> None:  # noqa: N802
         self._note(task, stage.optimizer_extra)

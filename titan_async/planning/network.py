@@ -101,6 +101,27 @@ class Network:
         outside = size * (group.size - group.on_a_node) / group.size / self.cluster.network_bandwidth
         return self._latency(group) + max(inside, outside) / ACHIEVABLE_BANDWIDTH
 
+    def dispatch_seconds(self, group: Group, size: float, choices: float, *, once: bool) -> float:
+        """Sending tokens to their experts, or results back: a rank's tokens, once for each of their
+        `choices`, are `size` bytes, which the ranks of the group share evenly.
+
+        Args:
+            group: the ranks that share experts.
+            size: bytes.
+            choices: experts of a token.
+            once: whether a token goes to a rank once however many of its experts are there, and to a node
+            once, as
+                DeepEP sends it.
+        """
+        if not once or group.size == 1:
+            return self.all_to_all_seconds(group, size)
+        nodes, token = group.size / group.on_a_node, size / choices
+        ranks = group.size * (1 - (1 - 1 / group.size) ** choices)  # of random choices, those that differ
+        other_nodes = (nodes - 1) * (1 - (1 - 1 / nodes) ** choices)
+        inside = token * ranks * (group.on_a_node - 1) / group.on_a_node / self.cluster.link_bandwidth
+        outside = token * other_nodes / self.cluster.network_bandwidth
+        return self._latency(group) + max(inside, outside) / ACHIEVABLE_BANDWIDTH
+
     def exchange_seconds(self, group: Group, sent: float) -> float:
         """The same where each rank sends `sent` bytes to the others."""
         return self.all_to_all_seconds(group, sent / group.share_sent) if sent else 0.0
@@ -119,6 +140,11 @@ class Network:
     def message_share(self, pp_rank: int, other: int) -> float:
         """`message_blocks` as a share of a rank's processors."""
         return self.message_blocks(pp_rank, other) / self.cluster.accelerator.processors
+
+    @property
+    def collective_share(self) -> float:
+        """The processors of a rank that a collective takes while it runs, as a share of them."""
+        return self.cluster.collective_blocks / self.cluster.accelerator.processors
 
     def norm_seconds(self) -> float:
         """The all-reduce of one number over all ranks."""

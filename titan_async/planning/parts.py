@@ -66,12 +66,17 @@ class Part:
     """Parameters that take part in computing one token: of the experts, those it is sent to. An embedding
     counts whole, as is usual."""
     forward_flops: float
+    attention_flops: float
+    """Of them, those of attention's scores and their product with the values."""
     input_flops: float
     """Of the gradient of the input; forward_flops for matrix products, more for attention."""
     weight_flops: float
     """Of the gradients of the weights."""
     recompute_flops: float
     """Of what activation checkpointing computes again before the backward."""
+    passed_bytes: int
+    """What it would leave behind without activation checkpointing: about what its elementwise operations
+    write, or read once."""
     saved_bytes: int
     """What the forward leaves behind for the backward; its output included, its input not."""
     forward_peak: int
@@ -84,6 +89,8 @@ class Part:
     """The most that the first half of a split backward holds, which computes the gradient of the input."""
     between_bytes: int
     """What is kept after that half for the other one, which computes those of the weights."""
+    unused_bytes: int
+    """Of the output, if the backward does without: schedules keep it, and without a pipeline the logits go."""
     gradient_bytes: int
     """Of its parameters' gradients in the dtype of the computation."""
     message_bytes: int
@@ -164,7 +171,7 @@ def _alone(config: Trainer.Config) -> Any:
     parallelism.pipeline_parallel_microbatch_size = microbatch_size_of(config)
     for degree in ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "expert_parallel"):
         setattr(parallelism, f"{degree}_degree", 1)
-    config.compile = dataclasses.replace(config.compile, enable=False)
+    config.compile = dataclasses.replace(config.compile, enable=False, enable_async_tensor_parallel=False)
     return config
 
 
@@ -216,11 +223,13 @@ def _trace(maker: PartMaker, plain: PartMaker, name: str, on_cpu: bool) -> Part:
         weights=(),
         active=active,
         forward_flops=without.forward,
+        attention_flops=without.attention,
         input_flops=without.backward - without.weights,
         weight_flops=without.weights,
         recompute_flops=flops.backward - without.backward,
         message_bytes=message,
         dispatched_bytes=sum(message * moe.router.top_k for moe in moes),
+        passed_bytes=_passed_bytes(plain, modules),
         **_bytes_of(maker, modules, masked=on_cpu),
     )
 
@@ -241,6 +250,7 @@ def _filled(maker: PartMaker, part: nn.Module) -> tuple[nn.Module, PartInputs]:
 @dataclass(frozen=True)
 class _Flops:
     forward: float
+    attention: float
     backward: float
     weights: float
 
@@ -258,7 +268,7 @@ def _flops_of(maker: PartMaker, modules: list[str], *, halve_attention: bool) ->
         backward, _ = _split(counter, halve_attention)
     # Every matrix product of a weight has one for the weight's gradient as large as it.
     products = forward - attention if any(True for _ in part.parameters()) else 0.0
-    return _Flops(forward, backward, products)
+    return _Flops(forward, attention, backward, products)
 
 
 def _split(counter: FlopCounterMode, halve_attention: bool) -> tuple[float, float]:
@@ -269,6 +279,18 @@ def _split(counter: FlopCounterMode, halve_attention: bool) -> tuple[float, floa
             attention += count
         total += count
     return total, attention
+
+
+def _passed_bytes(plain: PartMaker, modules: list[str]) -> int:
+    part = plain.make(modules)
+    with _fake(), StorageTracker() as tracker:
+        part, inputs = _filled(plain, part)
+        start = inputs.start(part)
+        before = tracker.live
+        kept = inputs.forward(part, start)
+        passed = tracker.live - before
+        del kept
+    return passed
 
 
 def _bytes_of(maker: PartMaker, modules: list[str], *, masked: bool) -> dict[str, int]:
@@ -288,6 +310,11 @@ def _bytes_of(maker: PartMaker, modules: list[str], *, masked: bool) -> dict[str
             end.backward(inputs.output_gradient)
             peaks.append(tracker.peak - before)
             del output, end, start
+        output, end = inputs.forward(part, inputs.start(part))
+        unused = tracker.live
+        del output
+        unused -= tracker.live
+        del end
         gradients = tracker.bytes_of([p.grad for p in part.parameters() if p.grad is not None])
         input_peak = between = 0
         if part.tok_embeddings is None:  # else there is no input to have a gradient
@@ -308,6 +335,7 @@ def _bytes_of(maker: PartMaker, modules: list[str], *, masked: bool) -> dict[str
         "first_backward_peak": peaks[0],
         "input_peak": input_peak,
         "between_bytes": between,
+        "unused_bytes": unused,
         "gradient_bytes": gradients,
         "mask_bytes": mask_bytes,
     }

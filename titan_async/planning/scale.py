@@ -11,8 +11,8 @@ from torchtitan.config import ParallelismConfig
 from torchtitan.trainer import Trainer
 
 from titan_async.errors import UserError
-from titan_async.planning.layout import ranks_without_shards
-from titan_async.training.layout_preflight import check_layout, check_tying
+from titan_async.planning.layout import ranks_without_shards, split_of
+from titan_async.training.layout_preflight import check_layout, check_tying, takes_stages
 from titan_async.training.pipeline import ASYNC_SCHEDULE
 
 __all__ = [
@@ -97,11 +97,17 @@ def at_degrees(config: Trainer.Config, degrees: Degrees) -> Trainer.Config:
 def with_schedule(config: Trainer.Config, schedule: str) -> Trainer.Config:
     """A copy under another schedule, all of a batch in one pass of the pipeline.
 
+    A split that is not for as many stages as it takes is replaced by the usual one.
+
     Raises:
         UserError: if the numbers do not allow it.
     """
     own = config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
     parallelism = dataclasses.replace(config.parallelism, pipeline_parallel_schedule=schedule)
+    if not takes_stages(parallelism, len(split_of(parallelism, len(config.model_spec.model.layers)))):
+        parallelism = dataclasses.replace(
+            parallelism, pipeline_parallel_layers_per_stage=None, module_fqns_per_model_part=None
+        )
     if schedule != ASYNC_SCHEDULE:
         config = dataclasses.replace(config, pipeline=dataclasses.replace(config.pipeline, lookahead=0))
     changed = _with_batch(config, parallelism, _sequences(config, own), own)

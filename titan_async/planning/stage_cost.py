@@ -1,25 +1,35 @@
 """What one stage spends on a microbatch and on a batch, in seconds, and what each of its ranks sends.
 
-A part takes the longer of two times: that of its operations at the achievable share of the peak, and that
-of what it moves through memory. Moved are, forward, its weights and twice what it saves; the same for the
-gradient of the input; for those of the weights, the gradient in the parameters' dtype and its float32 sum,
-which FSDP keeps unsharded. Tensor- and expert-parallel collectives come on top, for layers wait for them.
+A part takes the time of its products with weights, by their shapes, that of attention, and that of what its
+elementwise operations move through memory, which activation checkpointing makes again. For the gradients of
+the weights come those in the parameters' dtype and their float32 sum, which FSDP keeps unsharded. Tensor- and
+expert-parallel collectives come on top, for layers wait for them, except for the share that asynchronous
+tensor parallelism hides. FSDP's run beside the computation of a rank that has the whole model, and take
+processors from it.
 
 Once a batch weights are gathered and gradients reduced. Under "1F1B" and "GPipe" FSDP gathers a part's
 weights while the part before it computes its first forward, so that only what is longer than that is waited
 for; under Async2BW, and under torch's schedules of several stages, a stage has all its weights before it
 begins, and only a rank's first stage waits. Reductions are waited for under all schedules: none overlaps
 them with a backward. Without a pipeline FSDP gathers weights anew in each forward and each backward and
-reduces in each backward, all of it while the part computes, so that the longer of the two counts.
+reduces in each backward, all of it while the part computes: the longer of the two counts.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.models.common.token_dispatcher import DeepEPTokenDispatcher, HybridEPTokenDispatcher
 from torchtitan.trainer import Trainer
 
-from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH
+from titan_async.planning.hardware import (
+    ACHIEVABLE_BANDWIDTH,
+    BACKWARD_PASSES,
+    EXPERT_IMBALANCE,
+    FORWARD_PASSES,
+    TENSOR_HIDDEN,
+    Accelerator,
+)
 from titan_async.planning.layout import Layout
 from titan_async.planning.network import Network
 from titan_async.planning.parts import Part, together
@@ -66,7 +76,7 @@ def stage_cost(
     exchanged = _tied_bytes(layout, parts) if layout.delayed and stage in (0, layout.pp - 1) else 0.0
     if layout.pp == 1:
         for part_times, gather, reduction in zip(times, gathers, reductions, strict=True):
-            part_times.overlap(gather.seconds, reduction.seconds)
+            part_times.overlap(gather.seconds, reduction.seconds, network.collective_share)
     repeats = layout.microbatches if layout.pp == 1 else 1
     waits = _gather_wait(layout, stage, [g.seconds for g in gathers], [t.forward for t in times])
     sent = {
@@ -109,34 +119,95 @@ class _PartTimes:
 
     def __init__(self, config: Trainer.Config, layout: Layout, part: Part, network: Network) -> None:
         accelerator, tp = network.cluster.accelerator, layout.tp
-        speed = accelerator.peak(config.training.mixed_precision_param) * accelerator.achievable
+        dtype = config.training.mixed_precision_param
+        even = layout.ep == 1 or config.debug.moe_force_load_balance
+        imbalance = 1.0 if even else EXPERT_IMBALANCE
+        speed = accelerator.peak(dtype) * _product_share(config, layout, part, accelerator, imbalance)
+        attends = accelerator.peak(dtype) * accelerator.attention_share(layout.seq_len)
         memory = accelerator.memory_bandwidth * ACHIEVABLE_BANDWIDTH
-        each = TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize
+        each = TORCH_DTYPE_MAP[dtype].itemsize
         local = part.dense / tp + part.experts / layout.ep
-        # Of an embedding only the rows that are looked up are read, which are part of what it saves.
-        read = 0.0 if part.name == "tok_embeddings" else local * each
-        moved = read + 2 * part.saved_bytes / tp
+        products, attention = part.forward_flops - part.attention_flops, part.attention_flops
         repeated = part.recompute_flops >= 0.9 * part.forward_flops > 0
+        attention_again = attention if repeated else 0.0
         exchanged = part.dispatched_bytes / tp
-        exchange = 2 * network.all_to_all_seconds(network.groups.experts, exchanged)
+        exchange = (
+            2
+            * imbalance
+            * network.dispatch_seconds(
+                network.groups.experts, exchanged, _choices(part), once=_sends_once(config, part)
+            )
+        )
         collectives = 4 if part.name.startswith("layers.") else 1
-        hidden = message_bytes(config, layout)
+        hidden = message_bytes(config, layout) * tp  # what a gather puts together
         inside = collectives * network.gather_seconds(network.groups.tensor, hidden)
+        inside *= 1 - TENSOR_HIDDEN * config.compile.enable_async_tensor_parallel
 
-        self.forward = max(part.forward_flops / tp / speed, moved / memory) + exchange + inside
-        flops = (part.input_flops + part.recompute_flops) / tp
-        self.input_gradient = max(flops / speed, moved / memory) + (exchange + inside) * (1 + repeated)
+        def seconds(products: float, attention: float, passed: float) -> float:
+            return (products / speed + attention / attends + passed / memory) / tp
+
+        self.forward = seconds(products, attention, FORWARD_PASSES * part.passed_bytes) + exchange + inside
+        again = part.passed_bytes > part.saved_bytes
+        self.input_gradient = seconds(
+            products + part.recompute_flops - attention_again,
+            part.input_flops - products + attention_again,
+            (BACKWARD_PASSES + again * FORWARD_PASSES) * part.passed_bytes,
+        ) + (exchange + inside) * (1 + repeated)
         summed = local * (each + 2 * _REDUCED_BYTES)
         self.weight_gradient = part.weight_flops / tp / speed + summed / memory
         passes = 2 + repeated
         self.expert_bytes = passes * 2 * exchanged * network.groups.experts.share_sent
         self.tensor_bytes = passes * collectives * hidden * network.groups.tensor.share_sent
 
-    def overlap(self, gather: float, reduction: float) -> None:
-        """Take FSDP's collectives to run beside the computation of every microbatch."""
-        self.forward = max(self.forward, gather)
-        spare = gather + reduction - self.input_gradient - self.weight_gradient
-        self.weight_gradient += max(spare, 0.0)
+    def overlap(self, gather: float, reduction: float, share: float) -> None:
+        """Take FSDP's collectives to run beside the computation of every microbatch, which they slow down by
+        the share of the processors that they take."""
+        self.forward = max(self.forward + share * gather, gather)
+        backward = self.input_gradient + self.weight_gradient
+        self.weight_gradient += max(share * (gather + reduction), gather + reduction - backward)
+
+
+def _choices(part: Part) -> float:
+    """Experts that a token is sent to."""
+    return part.dispatched_bytes / part.message_bytes if part.dispatched_bytes and part.message_bytes else 1.0
+
+
+def _sends_once(config: Trainer.Config, part: Part) -> bool:
+    """Whether the layer's tokens go to each rank, and to each node, once."""
+    if not part.dispatched_bytes or not part.name.startswith("layers."):
+        return False
+    moe = getattr(config.model_spec.model.layers[int(part.name.rpartition(".")[2])], "moe", None)
+    once = (DeepEPTokenDispatcher.Config, HybridEPTokenDispatcher.Config)
+    return moe is not None and isinstance(moe.routed_experts.token_dispatcher, once)
+
+
+def _product_share(
+    config: Trainer.Config, layout: Layout, part: Part, accelerator: Accelerator, imbalance: float
+) -> float:
+    """Of the peak, what the products of a part with its weights reach together.
+
+    Tensor parallelism divides the dimension of a weight that is not the model's width. An expert's product
+    has the tokens of all ranks that share its experts."""
+    dtype, width = config.training.mixed_precision_param, config.model_spec.model.dim
+    tokens = layout.tokens_per_microbatch
+    operations = seconds = 0.0
+    for weight in part.weights:
+        if len(weight.shape) < 2:
+            continue
+        n, k = weight.shape[-2:]
+        count = weight.size // (n * k)
+        m, slower = float(tokens), 1.0
+        if weight.expert:
+            shared = layout.ep / layout.tp if layout.ep > 1 else 1  # ranks' tokens that come together
+            m, slower = tokens * _choices(part) * shared / count, imbalance
+            count //= layout.ep
+        elif k == width:
+            n /= layout.tp
+        else:
+            k /= layout.tp
+        operations += count * m * n * k
+        seconds += slower * count * m * n * k / accelerator.product_share(dtype, m, n, k)
+    return operations / seconds if seconds else accelerator.achievable
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,13 @@ class AsyncOptimizers(OptimizersContainer):
             self.optimizers = [
                 optimizer
                 if isinstance(optimizer, Muon)
-                else ErrorFeedback(optimizer, strength=strength, level=feedback.level, dtype=dtype)
+                else ErrorFeedback(
+                    optimizer,
+                    strength=strength,
+                    level=feedback.level,
+                    dtype=dtype,
+                    compile=feedback.compile and type(optimizer) is torch.optim.AdamW,
+                )
                 for optimizer in self.optimizers
             ]
         self.register_step_pre_hook(self._drop_token_counts)

@@ -162,11 +162,18 @@ class ErrorFeedbackConfig(Configurable.Config):
     """Dtype of its buffer, one for each parameter; "bfloat16" halves it, and rounds the correction to
     3 digits."""
 
+    compile: bool = False
+    """Compile AdamW's update and its correction, at level "update", as one pass (docs/muon.md)."""
+
     def __post_init__(self) -> None:
         if not (math.isfinite(self.strength) and self.strength >= 0):
             raise ValueError(
                 f"optimizer.error_feedback.strength is {self.strength}; "
                 "it must be a finite number of at least 0"
+            )
+        if self.compile and self.level != "update":
+            raise ValueError(
+                'optimizer.error_feedback.compile is for level = "update": set that, or leave out compile'
             )
 
 

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from titan_async.monitor.run_folder import RunShape
 from titan_async.training._titan_internals import stages_of
+from titan_async.training.pipeline import overlaps
 from titan_async.training.recording import Recording, start_recording
 from titan_async.training.stage_spans import ModelSpans, Passing, StageSpans, no_spans
 
@@ -40,7 +41,7 @@ def record(trainer: "AsyncTrainer", first_step: int) -> tuple[Recording, Passing
             schedule=config.parallelism.pipeline_parallel_schedule if stages else "none",
             microbatches=microbatches * trainer.gradient_accumulation_steps,
             lookahead=config.pipeline.lookahead if trainer.delayed else 0,
-            overlap=trainer.delayed and getattr(config.pipeline, "overlap", False),
+            overlap=overlaps(config),
             stages=stages[0].num_stages if stages else 1,
             tokens_per_step=config.training.seq_len * trainer.sequences_per_step,
         ),

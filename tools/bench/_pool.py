@@ -24,11 +24,14 @@ def _serve(rank: int, world_size: int, sizes: list[int], store: str, connection:
     import torch
     import torch.distributed as dist
 
+    from titan_async._group_internals import joint_group
+
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=_GLOO_TIMEOUT
     )
-    groups = {size: dist.new_group(list(range(size))) for size in sizes}
+    # Of its members alone, or the threads of those that are not used would wake up all the time.
+    groups = {size: joint_group(range(size)) for size in sizes if rank < size}
     with contextlib.suppress(EOFError):  # the parent is gone
         while (request := connection.recv()) is not None:
             function, size, args = request

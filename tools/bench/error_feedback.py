@@ -1,8 +1,9 @@
 """What error feedback adds to a step of AdamW. Run by hand:
 
-    python tools/bench/error_feedback.py [--millions 50] [--json results.json]
+    python tools/bench/error_feedback.py [--millions 50] [--compile] [--json results.json]
 
-AdamW in its fused form, alone and inside `ErrorFeedback`, by turns in one process of one thread; medians.
+AdamW in its fused form, alone and inside `ErrorFeedback`, by turns in one process of one thread; medians of
+processor time.
 AdamW itself passes seven times over the size of the weights: it reads weights, gradients and two moments,
 and writes all but the gradients. The last column counts what is added in such passes, by the time that AdamW
 takes for its seven.
@@ -41,16 +42,16 @@ def build(options: dict | None, millions: float) -> torch.optim.Optimizer:
     return optimizer if options is None else ErrorFeedback(optimizer, **options)
 
 
-def measure(millions: float, repetitions: int) -> dict[str, float]:
+def measure(variants: dict[str, dict | None], millions: float, repetitions: int) -> dict[str, float]:
     """Median milliseconds of a step of each variant."""
-    optimizers = {name: build(options, millions) for name, options in VARIANTS.items()}
+    optimizers = {name: build(options, millions) for name, options in variants.items()}
     times: dict[str, list[float]] = {name: [] for name in optimizers}
     for repetition in range(repetitions + 2):
         for name, optimizer in optimizers.items():
-            start = time.perf_counter()
+            start = time.process_time()
             optimizer.step()
             if repetition >= 2:  # state and histories exist, and are in use
-                times[name].append(1e3 * (time.perf_counter() - start))
+                times[name].append(1e3 * (time.process_time() - start))
     return {name: statistics.median(each) for name, each in times.items()}
 
 
@@ -58,9 +59,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--millions", type=float, default=50, help="parameters, in millions (default: 50)")
     parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--compile", action="store_true", help="in one compiled pass, too")
     parser.add_argument("--json", type=Path, help="file for the medians")
     arguments = parser.parse_args()
-    medians = measure(arguments.millions, arguments.repetitions)
+    compiled = {"error feedback, update, compiled": {"compile": True}} if arguments.compile else {}
+    medians = measure(VARIANTS | compiled, arguments.millions, arguments.repetitions)
     alone = medians["AdamW"]
     table = Table("", "ms a step", "of AdamW", "passes added", box=SIMPLE_HEAD)
     for name, median in medians.items():

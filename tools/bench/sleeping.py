@@ -3,12 +3,19 @@
 Utilization is the share of a step in which a rank sleeps, m (tF + tB) / time of a step. Every rank sleeps
 20 ms for each forward and 40 ms for each backward, whatever number of stages it holds; where a schedule
 separates them, the gradient of the input and that of the weights take half of a backward each.
+
+`BARE` is what the machine leaves to reach: the same forwards, backwards and messages in Async2BW's order, by
+autograd and gloo alone.
 """
 
+import ctypes
 import math
 import random
 import statistics
+import sys
 import time
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +26,11 @@ from _pool import Pool
 from torch import Tensor, nn
 
 from titan_async.pipelining import ScheduleAsync2BW
+from titan_async.pipelining.actions import Instruction, drain_program, step_program
 
 __all__ = [
     "BACKWARD_SECONDS",
+    "BARE",
     "FORWARD_SECONDS",
     "JITTER_SHAPES",
     "SHAPES",
@@ -31,6 +40,8 @@ __all__ = [
     "measure_jitter",
     "measure_sleeping",
 ]
+
+BARE = "no schedule"
 
 FORWARD_SECONDS = 0.020
 BACKWARD_SECONDS = 0.040
@@ -132,25 +143,90 @@ class SleepingStage(nn.Module):
         return _InputPath.apply(x, self.clock) + _WeightPath.apply(weight, self.clock)
 
 
+class _Bare:
+    """Runs Async2BW's order as a `Pipeline` does, and nothing beside: no checks, versions, clip or update."""
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, microbatches: int) -> None:
+        self.module = module
+        self.group = group
+        self.shape = dist.get_rank(group), group.size(), microbatches
+        self.batch = 0
+        self.received: dict[Any, tuple[Tensor, Any]] = {}
+        self.computed: dict[Any, tuple[Tensor, Tensor]] = {}
+        self.sending: deque[tuple[Tensor, Any]] = deque()
+
+    def train_step(self) -> None:
+        self._run(step_program(*self.shape, self.batch))
+        self.batch += 1
+
+    def warm_up(self) -> None:
+        self.train_step()
+        self.finish()
+
+    def finish(self) -> None:
+        self._run(drain_program(*self.shape, self.batch - 1))
+        self._wait_for_sends(0)
+        self.batch = 0
+
+    def _run(self, program: Iterable[Instruction]) -> None:
+        rank, outgoing = self.shape[0], torch.empty(0)
+        for instruction in program:
+            kind, action = instruction.kind, instruction.action
+            forward = action.kind == "F"
+            to = rank + (1 if forward else -1)
+            if kind == "receive":
+                message = torch.empty(1, _WIDTH)
+                work = dist.irecv(message, group=self.group, group_src=2 * rank - to, tag=int(forward))
+                self.received[action] = message, work
+            elif kind == "wait":
+                self.received[action][1].wait()
+            elif kind == "compute":
+                # The first stage's input, and what the last one has instead of a loss.
+                x = self.received.pop(action)[0] if action in self.received else torch.ones(1, _WIDTH)
+                microbatch = action.batch, action.microbatch
+                if forward:
+                    x.requires_grad_()
+                    self.computed[microbatch] = x, self.module(x)
+                    outgoing = self.computed[microbatch][1].detach()
+                else:
+                    x_of_forward, output = self.computed.pop(microbatch)
+                    output.backward(x)
+                    outgoing = x_of_forward.grad
+            elif kind == "send":
+                work = dist.isend(outgoing, group=self.group, group_dst=to, tag=int(forward))
+                self.sending.append((outgoing, work))
+                self._wait_for_sends(2 * self.shape[1])
+
+    def _wait_for_sends(self, most: int) -> None:
+        while len(self.sending) > most:
+            self.sending.popleft()[1].wait()
+
+
 _kept: dict[tuple, tuple[Any, Clock]] = {}
 """In a worker: the pipelines that have been built and warmed up."""
 
 
 def _prepare(rank: int, group: dist.ProcessGroup, case: Utilization) -> bool:
     """Build a pipeline and warm it up; whether it can run."""
-    kind = SCHEDULES[case.schedule]
-    clock = Clock(1 / kind.stages_per_rank)
-    batch = (torch.zeros(case.microbatches, _WIDTH), torch.ones(case.microbatches, _WIDTH))
-    pipeline = build_pipeline(
-        case.schedule,
-        group,
-        case.microbatches,
-        lambda indices, count: [
-            SleepingStage(clock, kind.tied and index in (0, count - 1)) for index in indices
-        ],
-        batch,
-        lookahead=case.lookahead,
-    )
+    if sys.platform == "linux":  # which else lets each sleep last 50 us longer than asked for
+        ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)
+    if case.schedule == BARE:
+        clock = Clock(1)
+        pipeline: Any = _Bare(SleepingStage(clock), group, case.microbatches)
+    else:
+        kind = SCHEDULES[case.schedule]
+        clock = Clock(1 / kind.stages_per_rank)
+        batch = (torch.zeros(case.microbatches, _WIDTH), torch.ones(case.microbatches, _WIDTH))
+        pipeline = build_pipeline(
+            case.schedule,
+            group,
+            case.microbatches,
+            lambda indices, count: [
+                SleepingStage(clock, kind.tied and index in (0, count - 1)) for index in indices
+            ],
+            batch,
+            lookahead=case.lookahead,
+        )
     if pipeline is None:
         return False
     pipeline.warm_up()
@@ -159,7 +235,7 @@ def _prepare(rank: int, group: dist.ProcessGroup, case: Utilization) -> bool:
 
 
 def _is_async(case: Utilization) -> bool:
-    return SCHEDULES[case.schedule].build is ScheduleAsync2BW
+    return case.schedule == BARE or SCHEDULES[case.schedule].build is ScheduleAsync2BW
 
 
 def _key(case: Utilization) -> tuple:
@@ -210,10 +286,10 @@ def _measure(pool: Pool, cases: list[Utilization], repeats: int, steps: int | No
 def measure_sleeping(
     pool: Pool, shapes: list[tuple[int, int]], repeats: int, steps: int | None = None
 ) -> list[Utilization]:
-    """Utilization of every schedule with stages of exactly equal cost."""
+    """Utilization of every schedule, and of none, with stages of exactly equal cost."""
     results = []
     for ranks, microbatches in shapes:
-        cases = [Utilization(schedule, ranks, microbatches) for schedule in SCHEDULES]
+        cases = [Utilization(schedule, ranks, microbatches) for schedule in [*SCHEDULES, BARE]]
         _measure(pool, cases, repeats, steps, jitter=False)
         results += cases
     return results

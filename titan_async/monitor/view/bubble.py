@@ -18,6 +18,7 @@ __all__ = ["StageSeconds", "simulated_bubble", "stage_seconds"]
 
 _BATCHES = 4  # of which the last two are steady
 _MOST_TASKS = 100_000  # about a second of simulation
+_OF_FORWARD = 1 / 3  # of an overlapped pair, whose two cannot be timed apart
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,20 @@ def stage_seconds(stages: Sequence[StageFigures]) -> StageSeconds | None:
         if not forwards or not backwards:
             return None
         seconds = np.sum([step.by_kind for step in stage.steps], axis=0)
-        forward += seconds[Kind.FORWARD] / forwards
-        backward += seconds[list(BACKWARD_KINDS)].sum() / backwards
+        pairs = seconds[Kind.OVERLAP]
+        forward += (seconds[Kind.FORWARD] + _OF_FORWARD * pairs) / forwards
+        backward += (seconds[list(BACKWARD_KINDS)].sum() + (1 - _OF_FORWARD) * pairs) / backwards
         by_kind += seconds / len(stage.steps)
     of_batch = by_kind[[Kind.GATHER, Kind.REDUCE, Kind.OPTIMIZER, Kind.SWAP]]
     return StageSeconds(float(forward), float(backward), *map(float, of_batch))
 
 
 def simulated_bubble(
-    schedule: str, ranks: Sequence[StageSeconds], microbatches: int, lookahead: int = 0
+    schedule: str,
+    ranks: Sequence[StageSeconds],
+    microbatches: int,
+    lookahead: int = 0,
+    overlap: bool = False,
 ) -> float | None:
     """The share of a rank's time in which it would not compute, the mean over ranks.
 
@@ -70,7 +76,7 @@ def simulated_bubble(
         update=[each.update for each in ranks],
     )
     try:
-        programs = schedule_programs(schedule, len(ranks), microbatches, _BATCHES, lookahead)
+        programs = schedule_programs(schedule, len(ranks), microbatches, _BATCHES, lookahead, overlap=overlap)
     except ValueError:
         return None
     return 1 - simulate(programs, timing).utilization

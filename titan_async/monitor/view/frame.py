@@ -33,7 +33,7 @@ _HELP = (
     ("s  ?", "slowest stage first, or in order; close this help"),
     ("last, mean", "share of the last step that the stage computed, and of the last 20"),
     ("strip", "what it did most of the time, cell by cell; update (U) is also what is done with gradients "
-     "and weights around it"),
+     "and weights around it, a pair (P) is a forward and a backward, overlapped"),
     ("in flight", "microbatches that have gone forward and not yet backward, of the most in the last step"),
     ("weights", "updates that the weights in use have seen"),
     ("slowest", "the rank that computes longest, where several hold the stage; the shares are their mean"),

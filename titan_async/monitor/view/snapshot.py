@@ -14,7 +14,7 @@ from titan_async.monitor.view.history import History
 from titan_async.monitor.view.processes import has_gone, is_here
 from titan_async.monitor.view.stages import RankFigures, StepSpans
 from titan_async.monitor.view.stalls import SILENCE, RankNow, Stall, duration, find_culprits, find_stalls
-from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
+from titan_async.pipelining.recording import COMPUTE_KINDS, FORWARD_KINDS, Kind
 
 __all__ = ["RunWatch", "Snapshot", "StageRow"]
 
@@ -98,7 +98,7 @@ class RunWatch:
         self._entries = 0
         self._journal = JournalReader(folder)
         self._readers = [RankReader(folder, rank) for rank in range(len(self.info.ranks))]
-        self._figures = [RankFigures(stages) for stages in self.info.ranks]
+        self._figures = [RankFigures(stages, self.info) for stages in self.info.ranks]
         self._states: list[RankState | None] = [None] * len(self._readers)
         self._read = [0] * len(self._readers)  # records, those that were lost included
         self._heard: list[float | None] = [None] * len(self._readers)  # by the clock of this process
@@ -221,7 +221,8 @@ class RunWatch:
         measured = [stage_seconds(tuple(rank.stages.values())) for _, rank in sorted(of_pipeline.items())]
         seconds = [each for each in measured if each is not None]
         if 2 <= len(seconds) == len(measured):
-            own = simulated_bubble(info.schedule, seconds, info.microbatches, info.lookahead)
+            shape = info.microbatches, info.lookahead, info.overlap
+            own = simulated_bubble(info.schedule, seconds, *shape)
             others = None if info.schedule == "1F1B" else simulated_bubble("1F1B", seconds, info.microbatches)
             self._simulated, self._simulated_at = (own, others), now
         return self._simulated
@@ -271,5 +272,5 @@ def _neighbour(now: RankNow, stages: int) -> int:
 def _in_flight(now: RankNow, stage: int) -> int:
     """With the microbatch whose forward is under way."""
     current = now.state.current
-    forward = current["start"] and current["kind"] == Kind.FORWARD and current["stage"] == stage
+    forward = current["start"] and current["kind"] in FORWARD_KINDS and current["stage"] == stage
     return now.figures.stages[stage].in_flight + int(bool(forward))

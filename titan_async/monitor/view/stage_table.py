@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.segment import Segment
@@ -13,7 +14,7 @@ from rich.text import Text
 from titan_async.monitor.colours import COLOURS
 from titan_async.monitor.view.snapshot import StageRow
 from titan_async.monitor.view.strip import Doing, strip
-from titan_async.pipelining.recording import Kind
+from titan_async.pipelining.recording import FORWARD_KINDS, Kind
 
 __all__ = ["StageTable", "sorted_rows"]
 
@@ -23,9 +24,10 @@ _COLOURS = {
     Doing.FORWARD: COLOURS[Kind.FORWARD],
     Doing.BACKWARD: COLOURS[Kind.BACKWARD],
     Doing.UPDATE: "#cc79a7",
+    Doing.PAIR: COLOURS[Kind.OVERLAP],
 }
-_ORDER = (Doing.FORWARD, Doing.BACKWARD, Doing.UPDATE, Doing.WAIT)
-_LETTERS = {Doing.WAIT: ".", Doing.FORWARD: "F", Doing.BACKWARD: "B", Doing.UPDATE: "U"}
+_ORDER = (Doing.FORWARD, Doing.BACKWARD, Doing.PAIR, Doing.UPDATE, Doing.WAIT)
+_LETTERS = {doing: doing.name[0] for doing in Doing} | {Doing.WAIT: "."}
 
 _DOING = {
     Kind.FORWARD: "forward",
@@ -43,6 +45,7 @@ _DOING = {
     Kind.SAVE: "saves",
     Kind.VALIDATE: "validates",
     Kind.GARBAGE_COLLECTION: "collects",
+    Kind.OVERLAP: "pair",
 }
 
 _LEAST_STRIP = 8  # characters
@@ -97,7 +100,7 @@ class StageTable:
         steps = _steps_shown(rows, 2 * cells if halves else cells)
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
         for column in columns:
-            title = _legend(cells, steps, colours) if column.title == "strip" else Text(column.title)
+            title = _legend(rows, cells, steps, colours) if column.title == "strip" else Text(column.title)
             right = column.title in ("last", "mean", "in flight", "weights", "memory")
             table.add_column(
                 title, width=column.width or cells, no_wrap=True, justify="right" if right else "left"
@@ -140,7 +143,7 @@ def sorted_rows(rows: Sequence[StageRow], by_slowest: bool) -> list[StageRow]:
 def _steps_shown(rows: Sequence[StageRow], looks: int) -> int:
     """The most steps of which single forwards and backwards can be seen, which take three cells."""
     last = [row.spans[-1].records["kind"] for row in rows if row.spans]
-    microbatches = max((int((kinds == Kind.FORWARD).sum()) for kinds in last), default=1)
+    microbatches = max((int(np.isin(kinds, FORWARD_KINDS).sum()) for kinds in last), default=1)
     return min(max(looks // max(3 * microbatches, 1), 1), 4)
 
 
@@ -185,9 +188,10 @@ def _rest(rows: Sequence[StageRow], by_slowest: bool) -> str:
     return f" {stages}{mean}" + ("" if by_slowest else "; s sorts by slowest")
 
 
-def _legend(cells: int, steps: int, colours: bool) -> Text:
+def _legend(rows: Sequence[StageRow], cells: int, steps: int, colours: bool) -> Text:
     """The strip's title, which says what its colours or letters mean."""
-    names = {doing: f"{doing.name.lower()} " for doing in _ORDER}
+    pairs = any(Kind.OVERLAP in span.records["kind"] for row in rows for span in row.spans)
+    names = {doing: f"{doing.name.lower()} " for doing in _ORDER if pairs or doing is not Doing.PAIR}
     if not colours:
         names = {doing: name.capitalize() if doing else ".wait" for doing, name in names.items()}
     legend = Text(f"last {steps} steps: " if steps > 1 else "last step: ")

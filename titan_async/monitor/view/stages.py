@@ -7,7 +7,15 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_async.monitor.events import RECORD
-from titan_async.pipelining.recording import COMPUTE_KINDS, GRADIENT_KINDS, RELEASING_KINDS, Kind
+from titan_async.monitor.run_folder import RunShape
+from titan_async.monitor.spans import split_pairs
+from titan_async.pipelining.recording import (
+    COMPUTE_KINDS,
+    FORWARD_KINDS,
+    GRADIENT_KINDS,
+    RELEASING_KINDS,
+    Kind,
+)
 
 __all__ = ["AVERAGED_STEPS", "RankFigures", "StageFigures", "StepFigures", "StepSpans", "own_seconds"]
 
@@ -24,6 +32,7 @@ def _table(*kinds: Kind) -> npt.NDArray[np.bool_]:
 
 
 _COMPUTING = _table(*COMPUTE_KINDS)
+_FORWARDS = _table(*FORWARD_KINDS)
 _BACKWARDS = _table(*GRADIENT_KINDS)
 _RELEASING = _table(*RELEASING_KINDS)
 
@@ -91,7 +100,7 @@ class StageFigures:
         return bool((self._open == _key(batch, microbatch)).any())
 
     def follow(self, records: npt.NDArray[np.void]) -> None:
-        """Take note of spans of this stage, in order."""
+        """Take note of spans of this stage, in order; overlapped pairs are split."""
         kinds = records["kind"]
         computed = records[_COMPUTING[kinds] & (records["version"] >= 0)]
         if len(computed):
@@ -124,7 +133,7 @@ class StageFigures:
             step=int(step["batch"]),
             seconds=float(step["end"] - step["start"]) / 1e9,
             by_kind=by_kind,
-            forwards=int((kinds == Kind.FORWARD).sum()),
+            forwards=int(_FORWARDS[kinds].sum()),
             backwards=int(_BACKWARDS[kinds].sum()),
             most_in_flight=self._most,
             busy=float(by_kind[_COMPUTING].sum()),
@@ -142,9 +151,11 @@ class RankFigures:
 
     Args:
         stages: their indices.
+        shape: of the run, where there are overlapped pairs.
     """
 
-    def __init__(self, stages: tuple[int, ...]) -> None:
+    def __init__(self, stages: tuple[int, ...], shape: RunShape | None = None) -> None:
+        self._shape = shape
         self.stages = {stage: StageFigures() for stage in stages}
         self.step = 0
         """The last that has ended; 0 before the first."""
@@ -176,8 +187,9 @@ class RankFigures:
         self._follow(records[begin:])
 
     def _follow(self, records: npt.NDArray[np.void]) -> None:
+        split = records if self._shape is None else split_pairs(records, self._shape)[0]
         for stage, figures in self.stages.items():
-            figures.follow(records[records["stage"] == stage])
+            figures.follow(split[split["stage"] == stage])
         self._pending = np.concatenate([self._pending, records])[-_MOST_PENDING:]
 
     def _end_step(self, step: np.void) -> None:

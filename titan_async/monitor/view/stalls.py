@@ -35,6 +35,7 @@ _DOES = {
     Kind.SAVE: "saves a checkpoint",
     Kind.VALIDATE: "validates",
     Kind.GARBAGE_COLLECTION: "collects garbage before {which}",
+    Kind.OVERLAP: "computes the forward of {which} in an overlapped pair",
 }
 
 

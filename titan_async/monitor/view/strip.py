@@ -20,11 +20,14 @@ class Doing(IntEnum):
     BACKWARD = 2
     UPDATE = 3
     """The optimizer, and what is done with gradients and weights around it."""
+    PAIR = 4
+    """A forward and a backward, overlapped."""
 
 
 _DOING = np.zeros(len(Kind), np.int64)
 _DOING[Kind.FORWARD] = Doing.FORWARD
 _DOING[list(BACKWARD_KINDS)] = Doing.BACKWARD
+_DOING[Kind.OVERLAP] = Doing.PAIR
 _DOING[[Kind.OPTIMIZER, Kind.REDUCE, Kind.GATHER, Kind.SWAP]] = Doing.UPDATE
 
 _LOOKS = 16  # at each cell

@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from titan_async.pipelining.messages import Messages
@@ -62,8 +64,7 @@ def _padded(function: Callable[..., Any], seconds: Callable[[], float]) -> Calla
 class _LateSend:
     """A send that is not under way yet."""
 
-    op: dist.P2POp
-    group: dist.ProcessGroup
+    start: Callable[[], list[dist.Work]]
     due: float
     started: threading.Event = field(default_factory=threading.Event)
     work: dist.Work | None = None
@@ -82,19 +83,20 @@ def _delay_messages(latency: float) -> None:
     def send_from(queue: SimpleQueue[_LateSend]) -> None:
         for late in itertools.starmap(queue.get, itertools.repeat(())):
             time.sleep(max(late.due - time.perf_counter(), 0.0))
-            late.work = late.op.op(late.op.tensor, late.op.peer, late.group)
+            (late.work,) = late.start()
             late.started.set()
 
-    def start_late(self: Messages, action: Any, ops: list[dist.P2POp]) -> list[Any]:
-        if not any(op.op is dist.isend for op in ops):
-            return start(self, action, ops)
-        works = []
-        for op in ops:
-            group = self._lanes.groups[action.kind, op.peer]
+    def start_late(self: Messages, call: Any, action: Any, tensors: list[Tensor]) -> list[Any]:
+        if call == "recv":
+            return start(self, call, action, tensors)
+        group, works = self._lanes.groups[call, action.kind], []
+        for tensor in tensors:
             if group not in queues:
                 queues[group] = SimpleQueue()
                 threading.Thread(target=send_from, args=(queues[group],), daemon=True).start()
-            works.append(_LateSend(op, group, time.perf_counter() + latency))
+            works.append(
+                _LateSend(partial(start, self, call, action, [tensor]), time.perf_counter() + latency)
+            )
             queues[group].put(works[-1])
         return works
 
