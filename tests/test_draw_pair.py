@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
-import draw_pair as tool  # noqa: E402
+import draw_pair as tool
 
 
 def test_a_pair_hides_all_messages_and_nothing_hides_them_one_after_the_other() -> None:
