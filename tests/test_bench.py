@@ -57,3 +57,17 @@ def test_recording_is_compared_with_not_recording(tmp_path):
     # Two forwards and backwards with their messages, and what a batch has once.
     assert [step["rank"] for step in record["steps"]] == [0, 1]
     assert all(10 < step["spans"] < 30 for step in record["steps"])
+
+
+@pytest.mark.slow
+def test_overlap_is_compared_with_every_schedule(tmp_path):
+    path = tmp_path / "results.json"
+    done = run("--quick", "--repeats", 1, "--json", path, script="overlap.py")
+    assert done.returncode in (0, 1), (
+        done.stderr
+    )  # whether a floor is missed: times are nobody's concern here
+    parts = json.loads(path.read_text())["parts"]
+    cases = parts["sleeping"]["cases"]
+    assert len(cases) == 24 and all(case["median"] >= 0.12 for case in cases)  # as long as they sleep
+    assert [shape["stages"] for shape in parts["sleeping"]["floors"]] == [2, 4]
+    assert all(shape["messages"] > 0 for shape in parts["computing"]["shares"])

@@ -52,6 +52,7 @@ def test_all_that_needs_no_gpu(tmp_path: Path) -> None:
         assert verdicts[name] == "not checked"
     for name in ("Muon, plain", "utilization, Async2BW, receives late"):
         assert verdicts[name] == "noted"  # times are nobody's concern here
+    assert verdicts["recurrence, overlapped pairs"] == verdicts["recurrence, overlapped pairs, FSDP2"] == "ok"
     assert verdicts["peak memory, 1F1B"] == verdicts["peak memory, Async2BW"] == "ok"
 
 
@@ -82,6 +83,15 @@ def test_the_recurrence_is_told_from_a_synchronous_run(monkeypatch: pytest.Monke
     assert right < 1e-14 and wrong > 1e-6
     assert ranks.judge_error("", [right, wrong], place).verdict == "WRONG"
     assert ranks.judge_error("", [right, float("nan")], place).verdict == "WRONG"
+
+
+def test_hidden_messages_are_measured_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks, overlap = importlib.import_module("_checks"), importlib.import_module("_overlap")
+    monkeypatch.setattr(overlap, "_SECONDS", 0.0)
+    place = checks.Place(0, 1, 0, 0)
+    ((name, (one_by_one, together, messages)),) = overlap.hidden(place)
+    assert min(one_by_one, together, messages) > 0
+    assert overlap.judge_hidden(name, [[1.8, 1.2, 0.6]], place).found.startswith("100%")
 
 
 def fails(path: str, place: Any) -> Iterator[tuple[str, int]]:
@@ -126,8 +136,9 @@ def test_ranks_that_fail_or_hang(
 
 
 def test_figures_are_judged() -> None:
-    kernels, ranks, speed, optim, checks = (
-        importlib.import_module(name) for name in ("_kernels", "_ranks", "_speed", "_optim", "_checks")
+    kernels, ranks, speed, optim, overlap, checks = (
+        importlib.import_module(name)
+        for name in ("_kernels", "_ranks", "_speed", "_optim", "_overlap", "_checks")
     )
     gpus, gpu = checks.Place(0, 4, 4, 0), checks.Place(0, 4, 1, 0)
     losses = {"2": 0.01, "4": 0.03, "8": 0.07, "16": 0.13, "32": 0.26, "48": 0.4}
@@ -149,6 +160,8 @@ def test_figures_are_judged() -> None:
         (ranks.judge_host, [0.31, 0.3, {}], "ok"),
         (ranks.judge_host, [0.31, 0.05, {}], "WRONG"),
         (ranks.judge_host, [0.01, 0.01, {"muon.py:3": 1}], "WRONG"),
+        (overlap.judge_hidden, [1.8, 1.25, 0.6], "ok"),
+        (overlap.judge_hidden, [1.8, 1.4, 0.6], "differs"),
         (speed.judge_peak, [100, 104], "ok"),
         (speed.judge_peak, [100, 120], "WRONG"),
         (speed.judge_speed, [0.9, 1.0, 1.3, 4], "ok"),
@@ -158,6 +171,7 @@ def test_figures_are_judged() -> None:
         assert judge("name", [value], gpus).verdict == verdict, (judge, value)
     assert kernels.judge_call("cuda.synchronize", [[True, False, 0.0]], gpu).verdict == "WRONG"
     assert speed.judge_speed("name", [[0.9, 1.3, 1.0, 4]], gpu).verdict == "noted"
+    assert overlap.judge_hidden("host in step", [[0.31, 0.05, {}]], gpus).verdict == "WRONG"
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,13 @@ def blocks(page: str, language: str) -> list[str]:
 
 SCHEDULE, OPTIMIZER = blocks("README.md", "python")
 (SHARDED,) = blocks("docs/optimizers.md", "python")
+(OVERLAP,) = blocks("docs/overlap.md", "python")
 
 
 @pytest.mark.parametrize(
     ("program", "processes"),
-    [(SCHEDULE, 2), (OPTIMIZER, 1), (SHARDED, 2)],
-    ids=["schedule", "optimizer", "sharded"],
+    [(SCHEDULE, 2), (OPTIMIZER, 1), (SHARDED, 2), (OVERLAP, 2)],
+    ids=["schedule", "optimizer", "sharded", "overlap"],
 )
 def test_the_python_examples_learn(tmp_path, program, processes):
     said = "torchrun --nproc-per-node 2" in program.partition("\n")[0]

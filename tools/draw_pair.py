@@ -2,8 +2,8 @@
 
     python tools/draw_pair.py --out docs/images/pair.svg
 
-Attention and experts take 1 forward and 2 backward, the tokens of an all-to-all 0.75, so that messages take half
-as long as the computation. Nothing is measured.
+Attention and experts take 1 forward and 2 backward, the tokens of an all-to-all 0.75, so that messages take
+half as long as the computation. Nothing is measured.
 """
 
 import argparse

@@ -2,15 +2,17 @@
 
     python tools/bench/overlap.py [--quick] [--only sleeping,computing] [--experts 1] [--json results.json]
 
-A rank has two layers like those of a mixture of experts, each with two all-to-alls. "sleeping": layers sleep,
-and each message takes a set time over gloo between the expert-parallel ranks of a stage, of which there are two.
-Sleeping takes no processor, so that there may be more processes than cores; `--experts 1` leaves the messages'
-own work out. "computing": matrix products, and messages that take what they take; on few cores the messages
-compete with the computation for the processor, and what is hidden is reported, whatever it is.
+A rank has two layers like those of a mixture of experts, each with two all-to-alls.
+
+- "sleeping": layers sleep, and each message takes a set time over gloo between the expert-parallel ranks of a
+  stage, of which there are two. Sleeping takes no processor, so that there may be more processes than cores;
+  `--experts 1` leaves out the work of the messages themselves.
+- "computing": matrix products, and messages that take what they take. On few cores they compete with the
+  computation for the processor; what is hidden is reported, whatever it is.
 
 All schedules are measured in one run, by turns; figures are medians of the repetitions. The exit status is 1
-if a floor is missed, as busy cores miss it: of messages that take half as long as the computation at least 80 %
-hidden at every shape, and where they take no time at most 3 % lost, both against Async2BW without overlap.
+if a floor is missed, as it is on busy cores: of messages that take half as long as the computation at least
+80 % hidden at every shape, and without latency at most 3 % lost, both against Async2BW without overlap.
 """
 
 import argparse

@@ -18,7 +18,16 @@ from torch.distributed.pipelining import PipelineStage
 from titan_async.optim import ErrorFeedback, Muon, set_found_inf
 from titan_async.pipelining import ScheduleAsync2BW
 
-__all__ = ["bound_recurrence", "host", "judge_error", "judge_host", "recurrence"]
+__all__ = [
+    "HELD_CYCLES",
+    "Sleepy",
+    "batches",
+    "bound_recurrence",
+    "host",
+    "judge_error",
+    "judge_host",
+    "recurrence",
+]
 
 _WIDTH, _ROWS, _LR = 64, 4, 0.05
 
@@ -138,7 +147,7 @@ def judge_error(name: str, values: list[Any], place: Place) -> Row:
     return Row(name, "error below 1e-10", f"{max(values):.1e}", OK if right else WRONG)
 
 
-_HELD_CYCLES = 600_000_000
+HELD_CYCLES = 600_000_000
 """A quarter of a second at the highest clock of any GPU."""
 
 
@@ -166,7 +175,7 @@ def host(place: Place) -> Iterator[tuple[str, Any]]:
             if place.gpus and held:
                 # Of the current stream alone: receives that wait for the next batch are on others.
                 torch.cuda.current_stream().synchronize()
-                torch.cuda._sleep(_HELD_CYCLES)
+                torch.cuda._sleep(HELD_CYCLES)
                 torch.cuda.set_sync_debug_mode("warn")
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")

@@ -33,7 +33,9 @@ _WIDTHS = (38, 36, 44, 11)
 
 def all_checks() -> dict[str, Check]:
     """The checks by their names, in the order in which they run: what may be wrong before what is slow."""
-    kernels, ranks, speed, optim = map(importlib.import_module, ("_kernels", "_ranks", "_speed", "_optim"))
+    kernels, ranks, speed, optim, overlap = map(
+        importlib.import_module, ("_kernels", "_ranks", "_speed", "_optim", "_overlap")
+    )
 
     def four(gpus: int) -> int:
         return 8 if gpus >= 8 else 4
@@ -50,6 +52,14 @@ def all_checks() -> dict[str, Check]:
         "recurrence-bound": Check(
             "the same where the default group is bound to a device",
             ranks.bound_recurrence, ranks.judge_error, 60, four, on_cpu=False, joined=True,
+        ),
+        "overlap": Check(
+            "the same for overlapped pairs whose tokens travel between two ranks a stage, plain and FSDP2",
+            overlap.recurrence, ranks.judge_error, 90, lambda gpus: 4, joined=True,
+        ),
+        "overlap-hidden": Check(
+            "how much of messages that take a set time overlapped pairs hide, and whether the host waits",
+            overlap.hidden, overlap.judge_hidden, 40,
         ),
         "host": Check(
             "whether the host waits for the device in step, clip_grad_norm_ or an optimizer",

@@ -1,0 +1,30 @@
+"""The picture of an overlapped pair: what it shows, against what is known of it."""
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
+import draw_pair as tool
+
+
+def test_a_pair_hides_all_messages_and_nothing_hides_them_one_after_the_other() -> None:
+    alone, paired = tool.one_after_the_other(), tool.together()
+    computation = sum(tool.FORWARD) + sum(tool.BACKWARD)
+    assert max(box.end for box in alone) == computation + 8 * tool.MESSAGE
+    assert max(box.end for box in paired) == computation
+    assert len(alone) == len(paired) == 18
+    for boxes in (alone, paired):
+        for row in range(len(tool.ROWS)):
+            in_row = [box for box in boxes if box.row == row]
+            assert all(a.end <= b.start for a, b in pairwise(in_row))
+
+
+def test_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "pair.svg"
+    monkeypatch.setattr(sys, "argv", ["draw_pair.py", "--out", str(path)])
+    tool.main()
+    assert path.read_text().startswith("<?xml")

@@ -1,0 +1,268 @@
+"""Overlapped pairs: is the recurrence exact with experts on several ranks, and are their messages hidden?"""
+
+import functools
+import statistics
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _checks import DIFFERS, NOTED, OK, Place, Row, joined
+from _ranks import HELD_CYCLES, Sleepy, batches, judge_host
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+
+from titan_async.pipelining import ScheduleAsync2BW, all_to_all_single, hand_over
+
+__all__ = ["hidden", "judge_hidden", "recurrence"]
+
+_WIDTH, _LR, _STAGES, _EXPERTS = 64, 0.05, 2, 2
+
+
+class Layer(nn.Module):
+    """The first half of a microbatch's rows goes to the first rank's expert, the rest to the other's."""
+
+    def __init__(self, sleepy: nn.Module) -> None:
+        super().__init__()
+        self.dense = nn.Linear(_WIDTH, _WIDTH).double()
+        self.expert = nn.Linear(_WIDTH, _WIDTH).double()
+        self.sleepy = sleepy
+        self.group: dist.ProcessGroup | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.sleepy(self.dense(x)))
+        rows = [len(x) // _EXPERTS] * _EXPERTS
+        tokens = all_to_all_single(x, rows, rows, self.group)
+        return x + all_to_all_single(self.sleepy(self.expert(tokens)), rows, rows, self.group)
+
+
+def layers(stage: int, expert: int, sleepy: nn.Module) -> nn.Sequential:
+    """Two layers: the experts are those of a rank, the rest is the same on all ranks of a stage."""
+    found = []
+    for number in range(2):
+        torch.manual_seed(10 * stage + number)
+        found.append(Layer(sleepy))
+        torch.manual_seed(100 + 10 * stage + number)
+        for _ in range(expert + 1):
+            found[-1].expert.reset_parameters()
+    return nn.Sequential(*found)
+
+
+def written_out(data: list[tuple[Tensor, Tensor]], microbatches: int) -> list[list[nn.Sequential]]:
+    """Modules by stage and expert after W[b+1] = W[b] - lr g_b, g_b at W[max(b-1, 0)], on one process."""
+    modules = [
+        [layers(stage, expert, nn.Identity()) for expert in range(_EXPERTS)] for stage in range(_STAGES)
+    ]
+    dense = [layer.dense for of_stage in modules for layer in of_stage[0]]
+    experts = [layer.expert for of_stage in modules for of_rank in of_stage for layer in of_rank]
+    params = [p for module in (*dense, *experts) for p in module.parameters()]
+    of_experts = {id(p) for module in experts for p in module.parameters()}
+    before = [p.detach().clone() for p in params]
+    for inputs, targets in data:
+        newest = [p.detach().clone() for p in params]
+        with torch.no_grad():
+            torch._foreach_copy_(params, before)
+        # [replica, microbatch, expert, row, width]
+        x = inputs.unflatten(1, (microbatches, _EXPERTS, -1))
+        for of_stage in modules:
+            for number, layer in enumerate(of_stage[0]):
+                x = torch.tanh(layer.dense(x))
+                sent = [of_stage[expert][number].expert(x[:, :, expert]) for expert in range(_EXPERTS)]
+                x = x + torch.stack(sent, dim=2)
+        loss = nn.functional.mse_loss(x.flatten(1, 3), targets)
+        gradients = torch.autograd.grad(loss, params)
+        with torch.no_grad():
+            for param, value, gradient in zip(params, newest, gradients, strict=True):
+                # FSDP averages over the replicas; an expert's gradient is the sum of all tokens that it got.
+                scale = _EXPERTS if id(param) in of_experts else 1
+                param.copy_(value - _LR * scale * gradient)
+        before = newest
+    for of_stage in modules:
+        for of_rank in of_stage[1:]:
+            for layer, first in zip(of_rank, of_stage[0], strict=True):
+                layer.dense.load_state_dict(first.dense.state_dict())
+    return modules
+
+
+def _error(place: Place, sharded: bool) -> float:
+    """The largest error of this rank's parameters, with a drain halfway."""
+    microbatches = 2 * _STAGES - 1 + 2
+    data = list(batches(20 if place.gpus else 6, _EXPERTS, microbatches))
+    mesh = init_device_mesh(place.kind, (_STAGES, 1, _EXPERTS), mesh_dim_names=("pp", "one", "dp"))
+    index, expert = divmod(place.rank, _EXPERTS)
+    sleepy = Sleepy(place.device, place.rank)
+    module = layers(index, expert, sleepy).to(place.device)
+    for layer in module:
+        layer.group = mesh["dp"].get_group()
+    if sharded:
+        for layer in module:
+            for part, of_part in ((layer.expert, mesh["one"]), (layer.dense, mesh["dp"])):
+                fully_shard(part, mesh=of_part, reshard_after_forward=False)
+                part.set_force_sum_reduction_for_comms(not place.gpus)  # gloo has no other
+        fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
+    stage = PipelineStage(module, index, _STAGES, torch.device(place.device), group=mesh["pp"].get_group())
+    schedule = ScheduleAsync2BW(stage, microbatches, loss_fn=nn.functional.mse_loss, overlap=True)
+    optimizer = torch.optim.SGD(module.parameters(), lr=_LR)
+
+    def update(ready: bool) -> None:
+        if ready:
+            if not sharded:
+                for layer in module:
+                    for param in layer.dense.parameters():
+                        dist.all_reduce(param.grad, group=mesh["dp"].get_group())
+                        param.grad.div_(_EXPERTS)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for number, (inputs, targets) in enumerate(data):
+        args = (inputs[expert].to(place.device),) if stage.is_first else ()
+        target = targets[expert].to(place.device) if stage.is_last else None
+        schedule.step(*args, target=target, return_outputs=False)
+        update(schedule.gradient_ready)
+        if number == len(data) // 2:
+            update(schedule.drain())
+    update(schedule.drain())
+    have = [param.full_tensor() if sharded else param for param in module.parameters()]
+    want = written_out(data, microbatches)[index][expert].parameters()
+    return max((a.detach().cpu() - b).abs().max().item() for a, b in zip(have, want, strict=True))
+
+
+def recurrence(place: Place) -> Iterator[tuple[str, float]]:
+    """Two stages whose experts are on two ranks."""
+    with joined(place):
+        for sharded in (False, True):
+            name = f"recurrence, overlapped pairs{', FSDP2' if sharded else ''}"
+            yield name, _error(place, sharded)
+
+
+_CYCLES = 16_000_000
+"""Of a GPU's clock, for attention or experts of a microbatch forward: some 10 ms."""
+_SECONDS = 0.01
+"""The same on CPU."""
+_MESSAGE = 0.75
+"""The time of an all-to-all, in the same unit: all of them then take half as long as the computation."""
+
+
+class Waiting:
+    """Computes, and sends on a stream of its own, for a set time."""
+
+    def __init__(self, place: Place) -> None:
+        self._on_gpu = bool(place.gpus)
+        self._messages = torch.cuda.Stream(place.device) if place.gpus else None
+
+    def compute(self, units: float) -> None:
+        if self._on_gpu:
+            torch.cuda._sleep(int(units * _CYCLES))
+        else:
+            time.sleep(units * _SECONDS)
+
+    def send(self, units: float) -> None:
+        if self._messages is None:
+            arrives = time.perf_counter() + units * _SECONDS
+            hand_over()
+            time.sleep(max(0.0, arrives - time.perf_counter()))
+            return
+        self._messages.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._messages):
+            torch.cuda._sleep(int(units * _CYCLES))
+            arrived = self._messages.record_event()
+        hand_over()
+        torch.cuda.current_stream().wait_event(arrived)
+
+    def seconds(self, call: Any) -> float:
+        """How long the device, or the CPU, takes for what a call does."""
+        if not self._on_gpu:
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        call()
+        events[1].record()
+        events[1].synchronize()
+        return events[0].elapsed_time(events[1]) / 1e3
+
+
+class _Segment(torch.autograd.Function):
+    """Attention or experts, with the all-to-all that follows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, waiting: Waiting) -> Tensor:
+        ctx.waiting = waiting
+        waiting.compute(1)
+        waiting.send(_MESSAGE)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.waiting.send(_MESSAGE)
+        ctx.waiting.compute(2)
+        return gradient.clone(), None
+
+
+class Segments(nn.Module):
+    """Two layers, that is four segments."""
+
+    def __init__(self, waiting: Waiting) -> None:
+        super().__init__()
+        self.waiting, self.weight = waiting, nn.Parameter(torch.ones(_WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.weight
+        for _ in range(4):
+            x = _Segment.apply(x, self.waiting)
+        return x
+
+
+def hidden(place: Place) -> Iterator[tuple[str, Any]]:
+    """Seconds a step of one stage with overlap and without, and of its messages; where the host waits."""
+    microbatches, times, step = 4, {}, None
+    with joined(place):
+        waiting = Waiting(place)
+        x = torch.ones(microbatches, _WIDTH, device=place.device)
+        for overlap in (False, True):
+            module = Segments(waiting).to(place.device)
+            stage = PipelineStage(module, 0, 1, torch.device(place.device))
+            schedule = ScheduleAsync2BW(stage, microbatches, loss_fn=nn.functional.mse_loss, overlap=overlap)
+            step = functools.partial(schedule.step, x, target=x, return_outputs=False)
+            step()
+            times[overlap] = statistics.median(waiting.seconds(step) for _ in range(3))
+        message = statistics.median(waiting.seconds(lambda: waiting.send(_MESSAGE)) for _ in range(3))
+        yield "hidden by overlapped pairs", [times[False], times[True], 8 * microbatches * message]
+        if place.gpus:
+            yield "host in step, overlapped", _host(step)
+
+
+def _host(step: Any) -> list[Any]:
+    """Host seconds of a step while the device is held up and else, and lines that wait for the device."""
+    seconds = {}
+    for held in (False, True):
+        torch.cuda.current_stream().synchronize()
+        if held:
+            torch.cuda._sleep(HELD_CYCLES)
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            start = time.perf_counter()
+            step()
+            seconds[held] = time.perf_counter() - start
+        torch.cuda.set_sync_debug_mode("default")
+    waits = (each for each in caught if "synchroniz" in str(each.message))
+    return [seconds[True], seconds[False], dict(Counter(f"{w.filename}:{w.lineno}" for w in waits))]
+
+
+def judge_hidden(name: str, values: list[Any], place: Place) -> Row:
+    """The share of the time of the messages by which overlap shortens a step."""
+    if name.startswith("host"):
+        return judge_host(name, values, place)
+    one_by_one, together, messages = values[0]
+    share = (one_by_one - together) / messages
+    found = f"{share:.0%}, {1e3 * together:.0f} ms a step instead of {1e3 * one_by_one:.0f}"
+    if not place.gpus:
+        return Row(name, "at least 80%", f"{found}, asleep", NOTED)
+    return Row(name, "at least 80%", found, OK if share >= 0.8 else DIFFERS)
