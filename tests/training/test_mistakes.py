@@ -108,6 +108,11 @@ FILES = [
         id="negative-strength",
     ),
     pytest.param(
+        RECIPE_TEXT.replace('level = "update"', 'level = "gradient"\ncompile = true'),
+        ["optimizer.error_feedback.compile", '"update"', "leave out compile"],
+        id="compiled-feedback-of-gradients",
+    ),
+    pytest.param(
         RECIPE_TEXT + group(".*", "Adamw2"),
         ["optimizer.param_groups.0.optimizer_name", '"Adamw2"', "did you mean AdamW?"],
         id="unknown-optimizer-of-a-group",

@@ -73,7 +73,9 @@ def update_and_correct_(
             if tensors[0].numel():  # a shard may have none
                 compiled(*tensors, skip)
         # At last: a compiler that is missing is noticed above, before anything has changed.
-        torch._foreach_add_(steps, 1.0 if skip is None else [1.0 - skip.float()] * len(steps))
+        made = 1.0 if skip is None else 1.0 - skip.float()
+        for step in steps:
+            step.add_(made)
 
 
 def _flat(*tensors: Tensor) -> list[Tensor]:
