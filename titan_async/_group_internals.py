@@ -82,16 +82,17 @@ def _gloo_on_one_thread() -> Iterator[None]:
     """
     gloo = distributed_c10d.ProcessGroupGloo
 
-    def make(store: dist.Store, rank: int, size: int, timeout: timedelta, **more: Any) -> Any:
-        default = distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options
-        options = gloo._Options()
-        options._devices, options._threads, options._timeout = default._devices, default._threads, timeout
-        for name, value in more.items():
-            setattr(options, name, value)
-        return gloo(store, rank, size, options)
+    class OnOneThread(gloo):  # a class: torch 2.11 asks whether the new group is an instance
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **more: Any) -> None:
+            default = distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options
+            options = gloo._Options()
+            options._devices, options._threads, options._timeout = default._devices, default._threads, timeout
+            for name, value in more.items():
+                setattr(options, name, value)
+            super().__init__(store, rank, size, options)
 
     if "cpu:gloo" in dist.get_backend_config():
-        distributed_c10d.ProcessGroupGloo = make
+        distributed_c10d.ProcessGroupGloo = OnOneThread
     try:
         yield
     finally:
