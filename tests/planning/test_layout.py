@@ -61,9 +61,7 @@ def config():
 
 def interleaved(d, each, m, **changes):
     stages = d * each
-    return make_layout(
-        stages, pp=d, stages_of=stages, microbatches=m, schedule="Interleaved1F1B", **changes
-    )
+    return make_layout(stages, pp=d, stages_of=stages, microbatches=m, schedule="Interleaved1F1B", **changes)
 
 
 @pytest.mark.parametrize("each", [2, 3, 4])
