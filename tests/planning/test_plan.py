@@ -94,7 +94,10 @@ def test_a_tied_model_has_a_plan_under_async2bw_alone(run, tmp_path):
 def test_the_json_says_everything_in_numbers(run):
     _, out, _ = run(f"toml_configs/{RECIPE}", "--json")
     record = json.loads(out)
-    keys = "recipe model hardware layout stages memory usable_memory schedules receives overlap suggestion"
+    keys = (
+        "recipe model hardware layout stages memory usable_memory schedules receives overlap suggestion "
+        "interruptions"
+    )
     assert list(record) == keys.split()
     assert record["model"]["tokens"] == 300 * record["model"]["tokens_per_step"]
     # An open shard degree fills one node, as it would in training: two stages of four.
@@ -140,6 +143,21 @@ def test_nodes_take_more_shards_and_the_same_batch(run):
     assert [p["layout"]["world_size"] for p in plans] == [8, 16]
     assert [p["layout"]["dp_shard"] for p in plans] == [4, 8]
     assert plans[0]["model"]["tokens_per_step"] == plans[1]["model"]["tokens_per_step"] == 64 * 256
+
+
+def test_failures_add_days(run):
+    flags = (f"toml_configs/{RECIPE}", "--no-suggest", "--training.steps", "300000")
+    _, out, _ = run(*flags)
+    assert "days are those of training alone: --mtbf HOURS adds" in out
+    _, out, _ = run(*flags, "--mtbf", "12")
+    assert "with a failure every 12 hours" in out and "3,000 saves of" in out and "10 to restart" in out
+    record = json.loads(run(*flags, "--mtbf", "12", "--json")[1])
+    found, items = record["interruptions"], [entry["items"] for entry in record["memory"]]
+    assert found["days"] > record["schedules"][0]["days"]
+    # Of two stages of four shards, on one node: weights of the first stage's two versions, and all state.
+    state = ("weights", "momentum", "AdamW moments", "error feedback")
+    written = 4 * (sum(of[name] for of in items for name in state) + items[0]["weights"])
+    assert found["save_seconds"] == pytest.approx(written / 2e9)
 
 
 def test_flags_come_before_the_file(run):
@@ -193,6 +211,11 @@ def test_measured_times_take_the_place_of_assumed_ones(run, tmp_path):
         ((f"toml_configs/{RECIPE}", "--gpu"), "--gpu needs a value"),
         ((f"toml_configs/{RECIPE}", "--nodes", "two"), "--nodes must be a whole number from 1 on, not two"),
         ((f"toml_configs/{RECIPE}", "--achievable", "50"), "--achievable must be a share"),
+        (
+            (f"toml_configs/{RECIPE}", "--mtbf", "never"),
+            "--mtbf must be a number of hours above 0, not never",
+        ),
+        ((f"toml_configs/{RECIPE}", "--mtbf", "0"), "--mtbf must be a number of hours above 0, not 0"),
         ((f"toml_configs/{RECIPE}", "--node", "2"), "unknown flag --node; did you mean --nodes?"),
         ((f"toml_configs/{RECIPE}", "--schedule", "1F2B"), "did you mean 1F1B?"),
         ((f"toml_configs/{RECIPE}", "--measured", "nowhere"), "holds no measured.json"),

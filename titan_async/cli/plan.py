@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ flags:
   --schedule NAME         short for --parallelism.pipeline_parallel_schedule
   --achievable X          share of the peak that large matrix products reach (default: by GPU, 0.5 to 0.75)
   --measured RUN_DIR      scale forward and backward to what a run measured; RUN_DIR is its dump_folder
+  --mtbf HOURS            mean time between failures of the whole job: the days then count saves, restarts and
+                          what is trained again
   --json [FILE]           write the plan as JSON, to stdout without FILE
   --no-suggest            do not look for a faster layout
   --section.key value     any field of the configuration, as for titan-async train
@@ -41,7 +44,7 @@ examples:
 
 
 _MOST_NODES = 10_000
-_FLAGS = ("gpu", "nodes", "schedule", "achievable", "measured")
+_FLAGS = ("gpu", "nodes", "schedule", "achievable", "measured", "mtbf")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -55,15 +58,16 @@ def run(argv: Sequence[str]) -> int:
         return 0
     line = parse("plan", argv, _FLAGS, switches=("no-suggest",), optional=("json",), recipe=True)
     nodes, achievable = line.whole("nodes", None, most=_MOST_NODES), _achievable(line.value("achievable"))
+    mtbf = _hours(line.value("mtbf"))
 
     from titan_async.cli.quiet import quiet
 
     with quiet():
-        _plan(line, nodes, achievable)
+        _plan(line, nodes, achievable, mtbf)
     return 0
 
 
-def _plan(line: CommandLine, nodes: int | None, achievable: float | None) -> None:
+def _plan(line: CommandLine, nodes: int | None, achievable: float | None, mtbf: float | None) -> None:
     from titan_async.planning.hardware import cluster_of
 
     cluster = cluster_of(line.value("gpu") or "h100-80gb")
@@ -91,7 +95,7 @@ def _plan(line: CommandLine, nodes: int | None, achievable: float | None) -> Non
         from titan_async.planning.measured import calibrate
 
         planner = Planner(cluster, calibrate(config, cluster, measured))
-    plan = planner.plan(config, resolved.recipe, suggests="no-suggest" not in line.values)
+    plan = planner.plan(config, resolved.recipe, suggests="no-suggest" not in line.values, mtbf=mtbf)
     if "json" not in line.values:
         print_plan(plan)
         return
@@ -114,3 +118,13 @@ def _achievable(text: str | None) -> float | None:
     if share is not None and not 0 < share <= 1:
         raise UserError(f"--achievable must be a share above 0 and up to 1, not {text}")
     return share
+
+
+def _hours(text: str | None) -> float | None:
+    try:
+        hours = None if text is None else float(text)
+    except ValueError:
+        hours = 0.0
+    if hours is not None and not 0 < hours < math.inf:
+        raise UserError(f"--mtbf must be a number of hours above 0, not {text}")
+    return hours

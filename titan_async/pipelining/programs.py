@@ -83,7 +83,7 @@ def schedule_programs(
 
 
 def stages_of_ranks(schedule: str, ranks: int, each: int = 2) -> list[list[int]]:
-    """The indices of the stages on each rank, of which there are `each` where the schedule takes any number."""
+    """The indices of the stages on each rank: `each`, where the schedule takes any number."""
     if schedule in ONE_STAGE:
         return [[rank] for rank in range(ranks)]
     if schedule in V_SHAPED:

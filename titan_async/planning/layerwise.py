@@ -1,8 +1,8 @@
 """What one stage under FSDP2 holds beyond its shards, moment by moment of a microbatch.
 
 Without a pipeline FSDP2 gathers a unit's weights when the unit is due and frees them after it; each backward
-reduces its gradients at once, unit by unit. torchtitan's `fsdp_reshard_after_forward` says whether weights are
-freed between forward and backward too: "always", "never", or all but the last unit's ("default").
+reduces its gradients at once, unit by unit. torchtitan's `fsdp_reshard_after_forward` says whether weights
+are freed between forward and backward too: "always", "never", or all but the last unit's ("default").
 """
 
 from collections.abc import Iterator, Sequence

@@ -90,7 +90,7 @@ class Part:
     between_bytes: int
     """What is kept after that half for the other one, which computes those of the weights."""
     unused_bytes: int
-    """Of the output, if the backward does without: schedules keep it, and without a pipeline the logits go."""
+    """Of the output, if the backward does without it: schedules keep logits, one stage alone does not."""
     gradient_bytes: int
     """Of its parameters' gradients in the dtype of the computation."""
     message_bytes: int

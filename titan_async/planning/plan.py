@@ -10,6 +10,7 @@ from torchtitan.trainer import Trainer
 from titan_async.errors import UserError
 from titan_async.pipelining.actions import in_flight
 from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH, Cluster
+from titan_async.planning.interruptions import Interruptions, interruptions_of
 from titan_async.planning.layout import Layout, layout_of, microbatch_size_of
 from titan_async.planning.measured import AS_ASSUMED, Calibration
 from titan_async.planning.memory import RESERVED_SHARE, Memory, memory_of
@@ -78,6 +79,8 @@ class Plan:
     """What overlapped pairs (true) would change; empty where no tokens travel between experts. Without them
     alone if there are too few microbatches."""
     suggestion: Suggestion | None
+    interruptions: Interruptions | None
+    """What saves and failures add, where it is known how often something fails."""
 
     @property
     def time(self) -> StepTime:
@@ -162,6 +165,7 @@ class Plan:
                 str(overlap).lower(): dataclasses.asdict(entry) for overlap, entry in self.by_overlap.items()
             },
             "suggestion": None if self.suggestion is None else self.suggestion.to_json(),
+            "interruptions": self.interruptions and dataclasses.asdict(self.interruptions),
         }
 
     def parts_on(self, stage: int) -> list[Part]:
@@ -190,8 +194,16 @@ class Planner:
         """Looks for layouts; sizes of microbatches that have not been traced are taken in proportion."""
         return Searcher(self.cluster, self.calibration, self._parts_about, self._fits)
 
-    def plan(self, config: Trainer.Config, recipe: str, *, suggests: bool = True) -> Plan:
+    def plan(
+        self, config: Trainer.Config, recipe: str, *, suggests: bool = True, mtbf: float | None = None
+    ) -> Plan:
         """A plan for a configuration whose shard degree is a number.
+
+        Args:
+            config: resolved.
+            recipe: its name.
+            suggests: whether to look for a faster layout.
+            mtbf: hours between failures of the whole job, on average.
 
         Raises:
             UserError: if its numbers do not go together.
@@ -216,6 +228,11 @@ class Planner:
         own = self.time(config)
         others = [self._other(config, name) for name in COMPARED if name != layout.schedule and layout.pp > 1]
         found = None
+        memory = [memory_of(config, layout, parts, rank) for rank in range(layout.pp)]
+        interruptions = None
+        if mtbf is not None:
+            saved = sum(of_rank.saved for of_rank in memory) * layout.dp_shard * layout.tp
+            interruptions = interruptions_of(config, layout, own, saved, self.cluster.per_node, mtbf)
         if suggests:
             found = self._suggest(config, own)
         return Plan(
@@ -225,12 +242,13 @@ class Planner:
             parts=parts,
             costs=costs,
             calibration=self.calibration,
-            memory=[memory_of(config, layout, parts, rank) for rank in range(layout.pp)],
+            memory=memory,
             schedules=[own, *others],
             receives=config.pipeline.early_receives,
             seconds_by_receives=seconds_by_receives(config, layout, costs, self.cluster),
             by_overlap=self._by_overlap(config, layout, parts, costs),
             suggestion=found,
+            interruptions=interruptions,
         )
 
     def time(self, config: Trainer.Config) -> StepTime:

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from titan_async.pipelining.actions import in_flight
+from titan_async.planning.interruptions import NODE_SAVES, RESTART_SECONDS
 from titan_async.planning.network import Network
 from titan_async.planning.plan import Plan, Refused
 from titan_async.planning.step_time import StepTime, receives_ahead
@@ -56,9 +57,22 @@ def _headlines(plan: Plan) -> list[str]:
         f"{layout.seq_len}{lookahead}{pairs}",
         f"{layout.schedule}: {_seconds(time.step_seconds)} a step, {time.tokens_per_second:,.0f} tokens/s, "
         f"MFU {time.mfu:.1%}: {time.days:.1f} days, {hours} GPU hours",
+        _interruptions(plan),
         *_receives(plan),
         *_overlap(plan),
     ]
+
+
+def _interruptions(plan: Plan) -> str:
+    found = plan.interruptions
+    if found is None:
+        return "  days are those of training alone: --mtbf HOURS adds saves and failures"
+    beside = "" if found.blocking else " beside training"
+    return (
+        f"  with a failure every {found.mtbf_hours:g} hours {found.days:.1f} days: {found.saves:,} saves of "
+        f"{_seconds(found.save_seconds)}{beside} ({NODE_SAVES / 1e9:g} GB/s a node), {found.failures:.3g} "
+        f"failures of {found.lost_seconds / 60:.0f} minutes each ({RESTART_SECONDS / 60:.0f} to restart)"
+    )
 
 
 _WHEN = {(0, 0): "late", (1, 0): "early for activations", (1, 1): "early"}

@@ -43,6 +43,15 @@ EXPERTS = (*SHARDS, "--parallelism.expert_parallel_degree", "2")
 BFLOAT16 = ("--training.mixed_precision_param", "bfloat16")
 DEEP = ("--parallelism.pipeline_parallel_degree", "4")
 
+
+def _one_stage(shards: int, policy: str) -> tuple[str, ...]:
+    """Small microbatches, so that weights and gradients count beside the activations."""
+    degrees = ("--parallelism.pipeline_parallel_degree", "1", *SHARDS[:1], str(shards))
+    batch = ("--training.local_batch_size", "2", "--training.global_batch_size", str(4 * shards))
+    policies = ("--parallelism.fsdp_reshard_after_forward", policy)
+    return *degrees, *batch, "--training.seq_len", "128", *policies
+
+
 CASES = [
     Case("debug_cpu", 2),
     Case("debug_cpu", 2, ("--pipeline.lookahead", "1")),
@@ -56,6 +65,11 @@ CASES = [
         for name in ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
     ),
     Case("debug_cpu", 4, (*_schedule("1F1B"), *SHARDS)),
+    *(
+        Case("debug_cpu", shards, _one_stage(shards, policy))
+        for shards in (2, 4)
+        for policy in ("always", "default", "never")
+    ),
     Case("debug_moe_cpu", 2),
     Case("debug_moe_cpu", 4, EXPERTS),
     Case("debug_moe_cpu", 4, (*_schedule("1F1B"), *EXPERTS)),

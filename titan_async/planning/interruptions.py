@@ -1,0 +1,90 @@
+"""What saves and failures add to the days of a run.
+
+A save of S seconds follows every I seconds of training, and a failure comes every M seconds of the whole job.
+It costs a restart of R seconds and what was trained since the last complete save: half of the time from one
+save to the next on average, and S more if the save goes on beside training. Of T seconds of training with n
+saves
+
+    days = (T + n S) / (1 - (R + (I + S) / 2) / M)        saves that training waits for
+    days = T / (1 - (R + I / 2 + S) / M)                  saves beside training ("async")
+"""
+
+from dataclasses import dataclass
+
+from torchtitan.trainer import Trainer
+
+from titan_async.errors import UserError
+from titan_async.planning.layout import Layout
+from titan_async.planning.step_time import StepTime
+
+__all__ = ["NODE_SAVES", "RESTART_SECONDS", "Interruptions", "interruptions_of"]
+
+NODE_SAVES = 2e9
+"""Bytes a second that a node writes to shared storage while all others do. An assumption."""
+
+RESTART_SECONDS = 600.0
+"""From a failure until training goes on from the last save, once the failure is found: a new node, the start,
+loading. An assumption."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interruptions:
+    """Of a whole run."""
+
+    mtbf_hours: float
+    """Mean time between failures of the whole job."""
+    interval_seconds: float
+    """Of training, from one save to the next."""
+    save_seconds: float
+    blocking: bool
+    """Whether training waits for a save."""
+    saves: int
+    failures: float
+    lost_seconds: float
+    """By a failure, the restart included."""
+    days: float
+    """Of the run with all of it."""
+
+
+def interruptions_of(
+    config: Trainer.Config, layout: Layout, time: StepTime, saved_bytes: float, per_node: int, hours: float
+) -> Interruptions:
+    """What failures and saves add to a run.
+
+    Args:
+        config: for its saves.
+        layout: of the run.
+        time: its step.
+        saved_bytes: of a checkpoint, which the ranks of one replica write.
+        per_node: accelerators of a node.
+        hours: between failures of the whole job, on average.
+
+    Raises:
+        UserError: if the run saves nothing, or failures leave no time to train.
+    """
+    checkpoint = config.checkpoint
+    if not checkpoint.enable:
+        raise UserError("--mtbf is for a run that saves: set checkpoint.enable, or leave --mtbf out")
+    interval = checkpoint.interval * time.step_seconds
+    nodes = -(-layout.world_size // layout.dp_replicate // per_node)
+    save = saved_bytes / (nodes * NODE_SAVES)
+    blocking = checkpoint.async_mode == "disabled"
+    saves = -(-layout.steps // checkpoint.interval)
+    lost = RESTART_SECONDS + ((interval + save) / 2 if blocking else interval / 2 + save)
+    working = 1 - lost / (hours * 3600)
+    if working <= 0:
+        raise UserError(
+            f"with --mtbf {hours:g} a failure costs more ({lost / 3600:.2g} hours) than is between two: "
+            "lower checkpoint.interval"
+        )
+    seconds = (layout.steps * time.step_seconds + saves * save * blocking) / working
+    return Interruptions(
+        mtbf_hours=hours,
+        interval_seconds=interval,
+        save_seconds=save,
+        blocking=blocking,
+        saves=saves,
+        failures=seconds / (hours * 3600),
+        lost_seconds=lost,
+        days=seconds / 86_400,
+    )
