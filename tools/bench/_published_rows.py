@@ -19,7 +19,7 @@ MEGATRON_2021 = "arXiv 2104.04473, table 2, PTD-P; microbatches of one"
 MEGATRON_2022 = "arXiv 2205.05198, MFU as in NVIDIA/Megatron-LM README.md, 2022; layout not looked up"
 LLAMA_3 = "arXiv 2407.21783, table 4"
 AUTOMODEL = "NVIDIA-NeMo/Automodel docs/performance-summary.mdx, pre-training, BF16"
-# FLOP/s turned into tokens as in the tables of Megatron-Bridge: 241 TFLOP/s are 10,494 tokens/s, 178 are 1204.
+# FLOP/s become tokens as in Megatron-Bridge's tables: 241 TFLOP/s are 10,494 tokens/s, 178 are 1204.
 BRIDGE = "NVIDIA/Megatron-LM pull request 5728; layout: NVIDIA-NeMo/Megatron-Bridge perf_recipes/qwen/h100"
 PITH = "mlc-ai/pith-train issue 79 (torchtitan, by a user)"
 
