@@ -166,11 +166,14 @@ class _PartTimes:
             seconds(products, attention, FORWARD_PASSES * part.passed_bytes) + self.exchange + inside
         )
         again = part.passed_bytes > part.saved_bytes
-        self.input_gradient = seconds(
-            products + part.recompute_flops - attention_again,
-            part.input_flops - products + attention_again,
-            (BACKWARD_PASSES + again * FORWARD_PASSES) * part.passed_bytes,
-        ) + (self.exchange + inside) * self.repeats
+        self.input_gradient = (
+            seconds(
+                products + part.recompute_flops - attention_again,
+                part.input_flops - products + attention_again,
+                (BACKWARD_PASSES + again * FORWARD_PASSES) * part.passed_bytes,
+            )
+            + (self.exchange + inside) * self.repeats
+        )
         summed = local * (each + 2 * _REDUCED_BYTES)
         self.weight_gradient = part.weight_flops / tp / speed + summed / memory
         passes = 1 + self.repeats

@@ -247,8 +247,10 @@ def main() -> int:
             print(f"{found[-1].time:.2f} {row.name} ({found[-1].gpus})", file=sys.stderr)
     if arguments.markdown:
         print(markdown(found))
+        print("\nWithout a row:\n")
         for unplanned in UNPLANNED:
-            print(f"\n{unplanned.name} ({unplanned.source}) has no row: {unplanned.why}.")
+            print(f"- {unplanned.name} ({unplanned.source}): {unplanned.why}.")
+        print()
     print(summary(found))
     if arguments.json:
         record = [{**dataclasses.asdict(c), "time": c.time, "memory": c.memory} for c in found]
