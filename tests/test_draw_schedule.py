@@ -68,15 +68,15 @@ def test_async_2bw_never_drains() -> None:
 
 def test_overlapped_pairs_are_split_boxes() -> None:
     arguments = tool.parse(["Async2BW", "--overlap", "--pp", str(RANKS), "--microbatches", str(MICROBATCHES)])
-    boxes = tool.boxes_of(tool.simulated("Async2BW", arguments, 3))
+    boxes = tool.boxes_of(tool.simulated("Async2BW", arguments, 6))
     above, below = ([box for box in boxes if box.half == half] for half in (1, 2))
     assert {box.kind for box in above} == {Kind.FORWARD} and {box.kind for box in below} == {Kind.BACKWARD}
     assert [(b.row, b.start, b.end) for b in above] == [(b.row, b.start, b.end) for b in below]
     for rank in range(RANKS):  # all but the first and the last 2 (d - 1 - r) + 1
         in_pairs = [int(box.label) for box in below if box.row == rank]
         w = 2 * (RANKS - 1 - rank) + 1
-        assert in_pairs == [k % MICROBATCHES for k in range(3 * MICROBATCHES - w)]
-        assert is_busy([box for box in boxes if box.half != 2], rank, 33.0, 3 * 24.0 - RANKS)
+        assert in_pairs == [k % MICROBATCHES for k in range(6 * MICROBATCHES - w)]
+        assert is_busy([box for box in boxes if box.half != 2], rank, 33.0, 4 * 24.0)
     title = charts_of("Async2BW", "1F1B", "--overlap").axes[0].get_title(loc="left")
     assert title == "Async2BW, 8 microbatches, overlapped pairs: busy 100.0% of the time"
 

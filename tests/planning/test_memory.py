@@ -120,7 +120,8 @@ def test_overlapped_pairs_hold_more_microbatches_and_two_versions_everywhere() -
         assert after.items["activations"] == (4, 2)[stage] * one
         assert after.items["second version"] == after.items["weights"]
         assert after.items["temporary"] > before.items["temporary"]
-        assert after.items["messages"] > before.items["messages"]
+        # The last stage receives and sends for one microbatch more than for the two that it has at least.
+        assert after.items["messages"] == (1, 1.5)[stage] * before.items["messages"]
 
 
 RESHARD = P + "fsdp_reshard_after_forward"

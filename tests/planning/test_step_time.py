@@ -134,9 +134,9 @@ def test_overlapped_pairs_hide_what_travels_between_experts(config, repeats, per
     costs = stage_costs(config, layout, parts, cluster)
     forward, backward = 6 * (EACH / 2 + travels), 3 * (1 + repeats) * EACH + 6 * repeats * travels
     together = dataclasses.replace(layout, overlap=True)
-    # Each half waits six times, or the backward twelve times; of six rounds one is not hidden.
+    # Each half waits six times, or the backward twelve times, of which six are beside the forward.
     hidden = min(EACH / 2, travels) + min((1 + repeats) * EACH / 2 / repeats, travels)
-    for made, pair in ((layout, forward + backward), (together, forward + backward - 5 * hidden)):
+    for made, pair in ((layout, forward + backward), (together, forward + backward - 6 * hidden)):
         time = step_time(config, made, parts, cluster, costs=costs)
         rest = sum(cost.gather + cost.reduction + cost.update for cost in costs) / 2
         assert time.step_seconds == pytest.approx(4 * pair + rest, rel=0.02)

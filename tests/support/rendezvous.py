@@ -144,7 +144,7 @@ def _steps(instructions: list[Instruction], filling: int, exchanges: tuple[int, 
     for kind, action, beside in instructions:
         steps.append(Step(kind, filling, action, beside=beside))
         if kind == "compute":
-            halves = [_turns(half, filling, exchanges) for half in (action, beside) if half]
+            halves = [_turns(half, filling, exchanges) for half in (beside, action) if half]
             steps += [step for turns in zip_longest(*halves, fillvalue=[]) for turn in turns for step in turn]
     return steps
 

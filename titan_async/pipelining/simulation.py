@@ -61,12 +61,12 @@ class Half(NamedTuple):
 def pair_seconds(forward: Half, backward: Half) -> float:
     """What an overlapped pair takes, if exchanges and what is computed between them are equally long.
 
-    Each half computes while the other's tokens travel, of which one exchange at a time does. Nothing hides
-    the backward's first tokens and the forward's last: the backward begins with those that the last layer has
-    combined, and the forward ends with them. What one half has more than the other runs alone.
+    Each half computes while the other's tokens travel, of which one exchange at a time does. The backward has
+    the first turn, and sends its tokens before it computes anything; the forward ends with tokens. What one
+    half has more than the other runs alone.
     """
-    rounds = min(forward.hand_overs, backward.hand_overs) - 1
-    if rounds < 1:
+    rounds = min(forward.hand_overs, backward.hand_overs)
+    if not rounds:
         return forward.seconds + backward.seconds
     hidden = 0.0
     for one, other in ((forward, backward), (backward, forward)):
