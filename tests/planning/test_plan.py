@@ -168,8 +168,9 @@ def test_flags_come_before_the_file(run):
     assert record["layout"]["schedule"] == "1F1B"
     assert record["hardware"]["accelerator"]["achievable"] == 0.25
     _, out, _ = run(f"toml_configs/{RECIPE}", "--schedule", "1F1B", "--json", "--no-suggest")
-    twice = json.loads(out)["stages"][1]["seconds"]["forward"] * 2
-    assert record["stages"][1]["seconds"]["forward"] == pytest.approx(twice, rel=0.02)
+    once = json.loads(out)["stages"][1]["seconds"]["forward"]
+    # Products take more than twice as long, what moves through memory as long as before.
+    assert 1.3 * once < record["stages"][1]["seconds"]["forward"] < 0.63 / 0.25 * once
 
 
 def test_measured_times_take_the_place_of_assumed_ones(run, tmp_path):

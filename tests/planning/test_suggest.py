@@ -153,7 +153,7 @@ def test_no_layout_is_faster_than_the_fastest(schedule):
         for candidate in searcher._candidates(config, 4)
         if candidate.layout.pp > 1
     ]
-    assert all(bound <= time for bound, time in seconds) and len(seconds) > 3
+    assert all(bound <= time * (1 + 1e-9) for bound, time in seconds) and len(seconds) > 3
     if schedule == "Async2BW":  # the most promising is not the fastest here
         assert min(seconds)[1] > min(time for _, time in seconds)
     found = searcher.fastest(config, 4)
