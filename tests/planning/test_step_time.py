@@ -126,6 +126,8 @@ def test_many_microbatches_take_what_their_simulation_says(config, schedule, loo
 def test_overlapped_pairs_hide_what_travels_between_experts(config, repeats, per_node, travels):
     """Three layers a stage, in which a dispatch and a combine take a tenth of a layer's forward, or more than
     the forward; with activation checkpointing the backward repeats both, and the computation."""
+    even = dataclasses.replace(config.debug, moe_force_load_balance=True)
+    config = dataclasses.replace(config, debug=even)
     bandwidth = ROUND.link_bandwidth if per_node == 8 else ROUND.network_bandwidth
     size = travels * bandwidth * ACHIEVABLE_BANDWIDTH * 2 / 1
     parts = make_parts(6, dispatched_bytes=size, recompute_flops=(repeats - 1) * 1e12)
