@@ -143,6 +143,13 @@ def test_random_numbers_are_those_of_one_half_after_the_other():
         assert torch.equal(found[name], values), name
 
 
+def test_a_second_pair_at_the_same_time_is_refused():
+    overlap = Overlap(CPU)
+    with pytest.raises(RuntimeError, match="one overlapped pair at a time"):
+        overlap.run(lambda: Overlap(CPU).run(hand_over, hand_over, Halves()), hand_over, Halves())
+    overlap.run(hand_over, hand_over, Halves())
+
+
 def test_options_of_the_calling_context_hold_in_the_backward():
     variable = contextvars.ContextVar("option", default=0)
     variable.set(3)

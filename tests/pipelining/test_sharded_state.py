@@ -1,6 +1,7 @@
 """What a stage under FSDP2 holds and sends beside its trajectory: memory, collectives, shards, its state."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.support.sharded import (
     whole,
 )
 from tests.support.sharded_oracle import difference, oracle
+from titan_async.pipelining import ScheduleAsync2BW
 
 NAMES = ("pp", "dp")
 
@@ -103,10 +105,11 @@ def count_collectives(rank, group, schedule_class):
 def test_as_many_collectives_as_synchronous_training(pool):
     """One all-gather and one reduce-scatter a batch for each group of parameters."""
     synchronous = pool.run(4, count_collectives, Schedule1F1B)
-    delayed = pool.run(4, count_collectives, prepare.__kwdefaults__["schedule_class"])
-    assert delayed == synchronous
-    for groups, batches in delayed:
-        assert batches == [[groups, groups]] * (BATCHES - 1)
+    for overlap in (False, True):
+        delayed = pool.run(4, count_collectives, partial(ScheduleAsync2BW, overlap=overlap))
+        assert delayed == synchronous
+        for groups, batches in delayed:
+            assert batches == [[groups, groups]] * (BATCHES - 1)
 
 
 def look_between(run):

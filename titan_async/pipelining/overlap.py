@@ -157,8 +157,11 @@ class Overlap:
 
         Raises:
             BaseException: the first that one of them raises; the other one is then ended.
+            RuntimeError: if another pair of this process is running, in another thread.
         """
         global _running
+        if _running is not None and _running.error is None:
+            raise RuntimeError("a process runs one overlapped pair at a time: step its schedules in one thread")
         # A thread has a device and a stream of its own, options of torch.compile, and autocast or none.
         streams = self._device.type != "cpu"
         stream: Any = torch.accelerator.current_stream(self._device) if streams else nullcontext()
