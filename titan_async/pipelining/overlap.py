@@ -161,7 +161,7 @@ class Overlap:
         """
         global _running
         if _running is not None and _running.error is None:
-            raise RuntimeError("a process runs one overlapped pair at a time: step its schedules in one thread")
+            raise RuntimeError("a process runs one overlapped pair at a time: step schedules in one thread")
         # A thread has a device and a stream of its own, options of torch.compile, and autocast or none.
         streams = self._device.type != "cpu"
         stream: Any = torch.accelerator.current_stream(self._device) if streams else nullcontext()
