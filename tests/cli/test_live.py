@@ -121,7 +121,8 @@ class Terminal:
         until(lambda: text in self.log(), f"{text!r} is not in the log")
 
     def wait_for_ready_workers(self) -> None:
-        self.wait_for_log("worker is ready\nworker is ready\n")
+        # Not the two as lines: a write of one may come between the other's text and its newline.
+        until(lambda: self.log().count("worker is ready") == 2, "two workers are not ready")
         wait_for_looks(self.folder)
 
     def log(self) -> str:

@@ -15,6 +15,7 @@ from titan_async.pipelining.actions import (
     EARLY,
     Action,
     Early,
+    Instruction,
     drain_program,
     evaluation_program,
     in_flight,
@@ -167,7 +168,7 @@ def test_programs_are_the_actions_each_with_its_messages(shape, filled, early):
                 takes, gives = (upstream, downstream) if action.kind == "F" else (downstream, upstream)
                 complete = action.kind == "B" and action.microbatch == shape.microbatches - 1
                 kinds = ["wait"] * takes + ["compute"] + ["send"] * gives + ["finish"] * complete
-                expected += [(kind, action) for kind in kinds]
+                expected += [Instruction(kind, action) for kind in kinds]
             assert [instruction for instruction in program if instruction.kind != "receive"] == expected
 
 
@@ -212,9 +213,9 @@ def test_the_first_gradient_is_received_once_the_forwards_that_it_needs_are_sent
     for stage in range(shape.stages - 1):
         held = in_flight(stage, shape.stages, shape.lookahead)
         program, _ = next(programs_of(stage, shape, filled))
-        before = program[: program.index(("receive", Action("B", 0, 0)))]
-        assert [a.microbatch for kind, a in before if kind == "send"] == list(range(held))
-        assert sum(kind == "compute" for kind, _ in before) == held
+        before = program[: program.index(Instruction("receive", Action("B", 0, 0)))]
+        assert [a.microbatch for kind, a, _ in before if kind == "send"] == list(range(held))
+        assert sum(kind == "compute" for kind, *_ in before) == held
 
 
 @pytest.mark.parametrize(("d", "m"), [(1, 1), (4, 4), (4, 7)])

@@ -216,5 +216,6 @@ def test_total_is_what_a_run_holds(
     share = ranks // len(plan)
     for stage, memory in enumerate(plan):
         fullest = max(measured[stage * share : (stage + 1) * share])
-        # Of one stage the loss's peak is taken to be beside the gathers around it.
-        assert memory.total == pytest.approx(fullest, rel=0.05 if len(plan) > 1 else 0.1), (stage, memory)
+        # Of one stage the loss's peak is taken to be beside the gathers around it. Tokens are exchanged by an
+        # operator that holds less than torch's, which is traced.
+        assert memory.total == pytest.approx(fullest, rel=0.06 if len(plan) > 1 else 0.1), (stage, memory)
