@@ -379,7 +379,7 @@ def test_it_finds_a_stage_that_holds_as_many_as_the_next(monkeypatch, stage):
 
 @pytest.mark.parametrize(("d", "m"), [(d, m) for d in (3, 4, 8) for m in range(1, d - 1)])
 def test_it_finds_too_few_microbatches(d, m):
-    """With two fewer than stages the first one holds more than a batch, whose first gradient no step receives."""
+    """With two fewer than stages the first one holds more than a batch, whose gradient no step receives."""
     assert not walk(programs(d, m, 0, PLAN)).fine
 
 
