@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.support.processes import Pools, WorkerPool
-from tests.support.recurrence import WIDTH, build_data, loss_fn
+from tests.support.recurrence import WIDTH, build_data, loss_fn, run_batch
 from tests.support.selection import slow
 from titan_async.pipelining import ScheduleAsync2BW, all_to_all_single
 
@@ -151,18 +151,14 @@ def pipeline(
     if fails is not None:
         fails(rank, schedule)
     for b in range(BATCHES):
-        batch_losses = []
-        args = (inputs[b].flatten(0, 1),) if stage.is_first else ()
-        target = targets[b].flatten(0, 1) if stage.is_last else None
-        schedule.step(*args, target=target, losses=batch_losses)
-        losses.append([loss.item() for loss in batch_losses])
+        losses.append(run_batch(schedule.step, stage, inputs[b], targets[b]))
         update()
         if (pauses and b in (1, 2)) or b == BATCHES - 1:
             schedule.drain()
             update()
         if pauses and b == 2:
             with torch.no_grad():
-                schedule.eval(*args, target=target, losses=[])
+                run_batch(schedule.eval, stage, inputs[b], targets[b])
             for layer in module.children():
                 layer.counts.zero_()
     return {n: v.detach().clone() for n, v in module.state_dict().items()}, losses, counts

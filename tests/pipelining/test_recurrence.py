@@ -6,7 +6,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from tests.support.delay import Several
 from tests.support.processes import Pools, WorkerPool
-from tests.support.recurrence import build_blocks, build_data, loss_fn, run_recurrence
+from tests.support.recurrence import build_blocks, build_data, loss_fn, run_batch, run_recurrence
 from tests.support.selection import slow
 from titan_async.optim import Muon
 from titan_async.pipelining import ScheduleAsync2BW
@@ -105,11 +105,7 @@ def pipeline(
 
     try:
         for b in range(batches):
-            step_losses = []
-            args = (inputs[b].flatten(0, 1),) if stage.is_first else ()
-            target = targets[b].flatten(0, 1) if stage.is_last else None
-            schedule.step(*args, target=target, losses=step_losses)
-            losses.append([loss.item() for loss in step_losses])
+            losses.append(run_batch(schedule.step, stage, inputs[b], targets[b]))
             apply_gradient()
             if b in drain_after or b in evaluate_after or b == batches - 1:
                 assert schedule.drain()
@@ -117,7 +113,7 @@ def pipeline(
                 assert not schedule.drain()
             if b in evaluate_after:
                 with torch.no_grad():
-                    schedule.eval(*args, target=target, losses=[])
+                    run_batch(schedule.eval, stage, inputs[b], targets[b])
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     finally:
         WeightVersions.preserve = preserve

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 
 from tests.support.processes import Pools, WorkerPool
-from tests.support.recurrence import build_blocks, build_data, loss_fn, run_recurrence
+from tests.support.recurrence import build_blocks, build_data, loss_fn, run_batch, run_recurrence
 from tests.support.selection import slow
 from titan_async.pipelining import ScheduleAsync2BW
 from titan_async.pipelining._fsdp_internals import FsdpParameters
@@ -108,18 +108,14 @@ def pipeline(
 
     try:
         for b in range(BATCHES):
-            batch_losses = []
-            args = (inputs[b].flatten(0, 1),) if stage.is_first else ()
-            target = targets[b].flatten(0, 1) if stage.is_last else None
-            schedule.step(*args, target=target, losses=batch_losses)
-            losses.append([loss.item() for loss in batch_losses])
+            losses.append(run_batch(schedule.step, stage, inputs[b], targets[b]))
             update()
             if b in drain_after or b in evaluate_after or b == BATCHES - 1:
                 schedule.drain()
                 update()
             if b in evaluate_after:
                 with torch.no_grad():
-                    schedule.eval(*args, target=target, losses=[])
+                    run_batch(schedule.eval, stage, inputs[b], targets[b])
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     finally:
         if undo is not None:

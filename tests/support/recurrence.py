@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from titan_async.pipelining import hand_over
@@ -76,6 +77,19 @@ def build_data(batches: int, n_microbatches: int, seed: int = 1) -> tuple[Tensor
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
+
+
+def run_batch(call: Callable, stage: PipelineStage, inputs: Tensor, targets: Tensor) -> list[float]:
+    """Give a schedule's `step` or `eval` a batch, of [microbatches, rows, WIDTH].
+
+    Returns:
+        The losses of its microbatches, on the last stage.
+    """
+    losses: list[Tensor] = []
+    args = (inputs.flatten(0, 1),) if stage.is_first else ()
+    target = targets.flatten(0, 1) if stage.is_last else None
+    call(*args, target=target, losses=losses)
+    return [loss.item() for loss in losses]
 
 
 def run_recurrence(

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor import DTensor
 
-from tests.support.recurrence import WIDTH, build_data, loss_fn
+from tests.support.recurrence import WIDTH, build_data, loss_fn, run_batch
 from titan_async.pipelining import ScheduleAsync2BW
 
 LAYERS = 4
@@ -149,11 +149,7 @@ class Run(NamedTuple):
 
     def step(self, batch: int) -> list[float]:
         """Run one batch; returns the losses of its microbatches, on the last stage."""
-        losses: list[Tensor] = []
-        args = (self.inputs[batch].flatten(0, 1),) if self.stage.is_first else ()
-        target = self.targets[batch].flatten(0, 1) if self.stage.is_last else None
-        self.schedule.step(*args, target=target, losses=losses)
-        return [loss.item() for loss in losses]
+        return run_batch(self.schedule.step, self.stage, self.inputs[batch], self.targets[batch])
 
     def update(self, clip: bool = False) -> list[float]:
         """Apply the gradient that is ready, if one is; returns its norm if it was clipped."""
