@@ -20,6 +20,7 @@ from titan_async.config.edit import unknown_name
 from titan_async.errors import UserError
 from titan_async.monitor.figures import save, style
 from titan_async.monitor.gantt import Box, Chart, draw_charts, tint_of
+from titan_async.pipelining.actions import least_microbatches
 from titan_async.pipelining.programs import ONE_STAGE, V_SHAPED, schedule_programs, stages_of_ranks
 from titan_async.pipelining.recording import Kind
 from titan_async.pipelining.simulation import COMPUTE, Run, Timing, simulate
@@ -41,7 +42,7 @@ def simulated(schedule: str, arguments: argparse.Namespace, batches: int) -> Run
         raise UserError(unknown_name("the schedule", schedule, SCHEDULES))
     ranks, microbatches, lookahead = arguments.pp, arguments.microbatches, arguments.lookahead
     overlap = arguments.overlap and schedule == "Async2BW"
-    least = (2 * ranks - 1 if overlap else ranks) + lookahead
+    least = least_microbatches(ranks, lookahead, overlap)
     if schedule == "Async2BW" and microbatches < least:
         raise UserError(
             f"Async2BW on {ranks} stages{f' and a lookahead of {lookahead}' if lookahead else ''}"

@@ -106,7 +106,7 @@ class FsdpParameters:
         return self._gathering
 
     def pass_state(self) -> Any:
-        """How far FSDP's hooks have come in a forward or a backward, to be put back by `set_pass_state`."""
+        """The training states of FSDP's hooks within a forward or backward, for `set_pass_state`."""
         states = self._state._state_ctx.all_states
         return (
             self._state._state_ctx.iter_forward_root,
@@ -115,7 +115,7 @@ class FsdpParameters:
         )
 
     def set_pass_state(self, saved: Any) -> None:
-        """Let FSDP's hooks go on with a forward or a backward that has stopped."""
+        """Restore the training states of FSDP's hooks, so that an interrupted forward or backward resumes."""
         root, of_states, of_groups = saved
         self._state._state_ctx.iter_forward_root = root
         for state, (training, to_run) in zip(self._state._state_ctx.all_states, of_states, strict=True):

@@ -24,6 +24,7 @@ __all__ = [
     "drain_program",
     "evaluation_program",
     "in_flight",
+    "least_microbatches",
     "slots",
     "step_actions",
     "step_program",
@@ -90,6 +91,14 @@ def in_flight(stage_index: int, num_stages: int, lookahead: int = 0, overlap: bo
     return ahead + (2 * behind + 1 if overlap else behind)
 
 
+def least_microbatches(num_stages: int, lookahead: int = 0, overlap: bool = False) -> int:
+    """Microbatches that a batch must have for the delay to be one: those that the first stage holds.
+
+    Without `overlap` one more, d + lookahead: no stage holds the whole of a batch.
+    """
+    return in_flight(0, num_stages, lookahead, overlap) + (not overlap)
+
+
 def slots(
     stage_index: int, num_stages: int, lookahead: int = 0, early: Early = EARLY, overlap: bool = False
 ) -> int:
@@ -116,7 +125,7 @@ def step_actions(
     Args:
         stage_index: the stage, r.
         num_stages: the number of stages, d.
-        n_microbatches: microbatches in a batch, m; at least `in_flight` of the first stage, and d.
+        n_microbatches: microbatches in a batch, m; at least `least_microbatches`.
         batch: the batch's number since the pipeline was last empty. Batch 0 has no tail of a former batch
             to finish.
         lookahead: microbatches that the first stage holds beyond those that it must.
@@ -179,18 +188,13 @@ def step_program(
     if stage_index < num_stages - 1 and early.backward:
         first_gradient.append(Instruction("receive", Action("B", 0, 0)))
     program = []
-    of_forward: list[Instruction] = []
     if stage_index > 0 and early.forward:
         program.append(Instruction("receive", Action("F", batch, 0)))
-    for action in actions:
-        if action == Action("F", 0, tail):
+    for together in _together(actions, overlap):
+        if together[0] == Action("F", 0, tail):
             program += first_gradient
-        around = list(_around(action, *shape, n_microbatches, early))
-        if overlap and action.kind == "B":
-            around = _pair(of_forward + around)
-            del program[len(program) - len(of_forward) :]
-        program += around
-        of_forward = around
+        around = [i for action in together for i in _around(action, *shape, n_microbatches, early)]
+        program += around if len(together) == 1 else _pair(around)
     if batch == 0 and tail == n_microbatches:
         program += first_gradient
     return _with_late_receives(program, early)
@@ -228,6 +232,17 @@ def evaluation_program(
     return _with_late_receives(program, early)
 
 
+def _together(actions: list[Action], overlap: bool) -> list[list[Action]]:
+    """Actions as they are computed: one by one, or a forward with the backward that directly follows it."""
+    groups: list[list[Action]] = []
+    for action in actions:
+        if overlap and action.kind == "B":
+            groups[-1].append(action)
+        else:
+            groups.append([action])
+    return groups
+
+
 def _pair(instructions: list[Instruction]) -> list[Instruction]:
     """Let a forward and a backward be computed together, from the instructions of both."""
     forward, backward = (action for kind, action, _ in instructions if kind == "compute")
@@ -236,7 +251,7 @@ def _pair(instructions: list[Instruction]) -> list[Instruction]:
     if after and after[-1].kind == "finish":
         # The next stage has finished this batch. It may take what the forward sends only when it has the norm
         # of the batch's gradient, in which this stage has to take part.
-        after.sort(key=lambda i: (i.kind == "send", i.action.kind) == (True, "F"))
+        after.sort(key=Instruction("send", forward).__eq__)  # to the end
     return [*before, Instruction("compute", forward, backward), *after]
 
 

@@ -19,20 +19,21 @@ def all_to_all_single(
     input_split_sizes: list[int],
     group: dist.ProcessGroup | DeviceMesh,
 ) -> Tensor:
-    """Send each rank of a group its rows of `input`, and let an overlapped pair's other half run meanwhile.
+    """Scatter `input` along dimension 0 to all ranks of `group`, and gather what they scatter.
 
-    Differentiable, and a single operator to `torch.compile` and to selective activation checkpointing:
-    `torch.ops.titan_async.all_to_all_single`. It returns once the rows are there; on accelerators, once the
-    current stream waits for them.
+    During an overlapped pair the other half runs while the data is in flight (`hand_over`). Differentiable,
+    and a single operator for `torch.compile` and selective activation checkpointing:
+    `torch.ops.titan_async.all_to_all_single`. As with a synchronous collective, the output may be used when
+    this returns; on accelerators the current stream waits for it.
 
     Args:
-        input: of any shape with rows, the first rank's first.
-        output_split_sizes: rows that come from each rank.
-        input_split_sizes: rows that go to each rank.
-        group: the ranks, or a mesh of one dimension.
+        input: tensor to scatter, of at least one dimension; the slices are in the order of ranks.
+        output_split_sizes: sizes along dimension 0 to receive from each rank.
+        input_split_sizes: sizes along dimension 0 to send to each rank.
+        group: the process group to work on, or a one-dimensional mesh.
 
     Returns:
-        What came, the first rank's rows first.
+        The concatenated slices from all ranks, of the dtype of `input`.
     """
     if isinstance(group, DeviceMesh):
         group = group.get_group()

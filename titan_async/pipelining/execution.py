@@ -1,6 +1,6 @@
 """One stage at work: runs instructions, each with the weights and buffers that its batch reads."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -122,7 +122,7 @@ class Execution:
         """
         shown: int | None = None
         with versions.running():
-            for kind, action, beside in program:
+            for kind, action, beside in _undisturbed(program, versions):
                 if kind == "receive":
                     self._receive(action)
                     continue
@@ -132,20 +132,11 @@ class Execution:
                 if (waits or kind in ("compute", "finish")) and batch.version != shown:
                     # Before backwards too: activation checkpointing computes the forward once more. And
                     # before the wait for a message, where it takes no time.
-                    self._show(action, batch, versions)
-                    shown = batch.version
-                if beside is not None and versions.is_gathering:
-                    # The forward has to do that undisturbed.
-                    self._begin(Kind.FORWARD, action, batch)
-                    self._compute(action, batch, forward)
+                    self._begin(Kind.SWAP, action, batch)
+                    versions.show(batch.version)
                     self.recorder.end()
-                    action, beside = beside, None
-                    batch = batches[action.batch]
-                    if batch.version != shown:
-                        self._show(action, batch, versions)
-                        shown = batch.version
-                pair = beside is not None
-                self._begin(Kind.OVERLAP if pair else _KINDS[kind, action.kind], action, batch)
+                    shown = batch.version
+                self._begin(Kind.OVERLAP if beside else _KINDS[kind, action.kind], action, batch)
                 if kind == "wait":
                     self._messages.wait(action)
                 elif beside is not None:
@@ -178,11 +169,6 @@ class Execution:
     def _begin(self, kind: Kind, action: Action, batch: Batch) -> None:
         microbatch = None if kind is Kind.REDUCE else action.microbatch
         self.recorder.begin(kind, self._stage.stage_index, batch.number, microbatch, batch.updates)
-
-    def _show(self, action: Action, batch: Batch, versions: Versions) -> None:
-        self._begin(Kind.SWAP, action, batch)
-        versions.show(batch.version)
-        self.recorder.end()
 
     def _receive(self, action: Action) -> None:
         buffers = allocate_buffers(self._received(action), self._stage.device)
@@ -260,6 +246,16 @@ class Execution:
 
     def _slot(self, action: Action) -> int:
         return (action.batch * self._n_microbatches + action.microbatch) % self._slots
+
+
+def _undisturbed(program: list[Instruction], versions: Versions) -> Iterator[Instruction]:
+    """The instructions, but for a forward that gathers its weights, which is computed before its backward."""
+    for instruction in program:
+        if instruction.beside is not None and versions.is_gathering:
+            yield instruction._replace(beside=None)
+            yield instruction._replace(action=instruction.beside, beside=None)
+        else:
+            yield instruction
 
 
 def _described(tensors: list[tuple[torch.Size, torch.dtype]]) -> str:

@@ -129,12 +129,13 @@ _running: _Pair | None = None
 
 
 def hand_over() -> None:
-    """Let the other half of an overlapped pair run until it hands over or ends.
+    """Switch to the other half of an overlapped pair; returns once that half switches back or ends.
 
-    To be called where a forward or backward has sent something on its way and would wait for it now. Does
-    nothing outside of an overlapped pair, or once the other half has ended.
+    Call it in a forward or backward after starting a collective and before waiting for it. It is a no-op
+    outside of an overlapped pair, and after the other half has ended.
 
-    The ranks that exchange tokens have to call it equally often in a forward, and in a backward.
+    All ranks of an expert-parallel group must call it the same number of times in a forward, and in a
+    backward.
     """
     if _running is not None:
         _running.hand_over()

@@ -75,7 +75,7 @@ def schedule_programs(
         orders = torch_order(schedule, stages_of_ranks(schedule, ranks, each), of_a_pass)
     return synchronous_programs(
         [
-            [a._replace(microbatch=each * of_a_pass + a.microbatch) for each in range(passes) for a in order]
+            [a._replace(microbatch=turn * of_a_pass + a.microbatch) for turn in range(passes) for a in order]
             for order in orders
         ],
         n_batches,

@@ -28,7 +28,14 @@ from titan_async.pipelining._torch_internals import (
     undone,
     unsupported_wrapper,
 )
-from titan_async.pipelining.actions import Early, Instruction, drain_program, in_flight, step_program
+from titan_async.pipelining.actions import (
+    Early,
+    Instruction,
+    drain_program,
+    in_flight,
+    least_microbatches,
+    step_program,
+)
 from titan_async.pipelining.clipping import Clipper
 from titan_async.pipelining.execution import Batch, Execution, Forward
 from titan_async.pipelining.first_step import infer_eagerly, needs_trial, run_trial
@@ -143,7 +150,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
                 f"Async2BW needs at least as many microbatches ({n_microbatches}) as stages "
                 f"({stages}); use more microbatches or fewer stages"
             )
-        least = 2 * stages - 1 if overlap else stages
+        least = least_microbatches(stages, overlap=overlap)
         if n_microbatches < least:
             raise ValueError(
                 f"overlapped pairs over {stages} stages need at least {least} microbatches, not "

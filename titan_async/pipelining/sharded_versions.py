@@ -140,7 +140,7 @@ class ShardedVersions:
         return self._fsdp.is_gathering
 
     def pass_state(self) -> object:
-        """How far a forward or a backward has come, for one that stops and goes on with `set_pass_state`."""
+        """FSDP's state within a forward or backward, to be restored by `set_pass_state` when it resumes."""
         return self._fsdp.pass_state()
 
     def set_pass_state(self, saved: object) -> None:

@@ -207,7 +207,7 @@ class WeightVersions:
         return False
 
     def pass_state(self) -> object:
-        """Nothing: a plain module does not know of forwards and backwards."""
+        """None: a plain module keeps no state within a forward or backward."""
         return None
 
     def set_pass_state(self, saved: object) -> None:

@@ -19,11 +19,9 @@ class Unit:
 
     part: Part
     weights: int
-    """Unsharded, in the dtype of the computation."""
+    """Unsharded, in the dtype of the computation, as their gradients are."""
     gather: int
     """What an all-gather of them comes in through, before it is copied out."""
-    gradients: int
-    """Unsharded, in the dtype of the computation."""
     reduction: int
     """What a reduce-scatter of them is sent from."""
     reduced: int
@@ -91,7 +89,7 @@ def backward_moments(units: Sequence[Unit], tp: int, first: bool) -> Iterator[He
         computing = unit.part.first_backward_peak // tp - unit.foreign
         yield Held(kept, 0, activations, sending + gathering + computing, summed)
         kept -= unit.weights
-        yield Held(kept, unit.gradients, activations, gathering + unit.reduction, summed)
+        yield Held(kept, unit.weights, activations, gathering + unit.reduction, summed)
         yield Held(kept, 0, activations, gathering + unit.reduction + unit.reduced, summed)
         summed += unit.shard if first else 0
         sending = unit.reduction

@@ -2,7 +2,7 @@
 
 The rank's tasks are gone through in their order, and what each makes and frees is added up. Counted are
 tensors, as torch allocates them, and about what NCCL allocates beside them; what the allocator rounds up,
-other libraries and the CUDA context take comes on top (`RESERVED_SHARE`). docs/memory.md describes what the
+other libraries and the CUDA context take comes on top (`usable_memory`). docs/memory.md describes what the
 schedule holds, docs/planning.md how this was compared with runs.
 """
 
@@ -16,6 +16,7 @@ from torchtitan.trainer import Trainer
 
 from titan_async.pipelining.actions import in_flight
 from titan_async.pipelining.simulation import Task
+from titan_async.planning.hardware import Cluster
 from titan_async.planning.layerwise import Held, Unit, backward_moments, forward_moments
 from titan_async.planning.layout import Layout
 from titan_async.planning.network import buffer_bytes
@@ -24,9 +25,9 @@ from titan_async.planning.parts import Part, together
 from titan_async.training.ema import keeps_average
 from titan_async.training.pipeline import needs_fsdp
 
-__all__ = ["RESERVED_SHARE", "Memory", "memory_of"]
+__all__ = ["Memory", "memory_of", "usable_memory"]
 
-RESERVED_SHARE = 0.1
+_RESERVED_SHARE = 0.1
 """Of an accelerator's memory, not to be planned with: context, libraries, fragmentation. An assumption."""
 
 _STAGES_GATHERED = 3
@@ -50,6 +51,11 @@ class Memory:
     @property
     def total(self) -> int:
         return sum(self.items.values())
+
+
+def usable_memory(cluster: Cluster) -> float:
+    """Bytes of an accelerator that a plan may fill."""
+    return cluster.accelerator.memory * (1 - _RESERVED_SHARE)
 
 
 def memory_of(
@@ -158,7 +164,6 @@ class _Stage:
                     part=part,
                     weights=whole * compute,
                     gather=_buffers(of_part, compute, copies_alone=False),
-                    gradients=whole * compute,
                     reduction=whole * reduce,
                     reduced=piece * (reduce + master * (reduce != master)),
                     shard=piece * master,

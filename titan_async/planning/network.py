@@ -110,8 +110,7 @@ class Network:
             size: bytes.
             choices: experts of a token.
             once: whether a token goes to a rank once however many of its experts are there, and to a node
-            once, as
-                DeepEP sends it.
+                once, as DeepEP sends it.
         """
         if not once or group.size == 1:
             return self.all_to_all_seconds(group, size)

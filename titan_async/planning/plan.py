@@ -8,12 +8,12 @@ from typing import Any
 from torchtitan.trainer import Trainer
 
 from titan_async.errors import UserError
-from titan_async.pipelining.actions import in_flight
+from titan_async.pipelining.actions import least_microbatches
 from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH, Cluster
 from titan_async.planning.interruptions import Interruptions, interruptions_of
 from titan_async.planning.layout import Layout, layout_of, microbatch_size_of
 from titan_async.planning.measured import AS_ASSUMED, Calibration
-from titan_async.planning.memory import RESERVED_SHARE, Memory, memory_of
+from titan_async.planning.memory import Memory, memory_of, usable_memory
 from titan_async.planning.parts import Part, together, trace_parts
 from titan_async.planning.scale import with_schedule, world_size_of
 from titan_async.planning.stage_cost import StageCost
@@ -92,7 +92,7 @@ class Plan:
     @property
     def usable_memory(self) -> float:
         """Bytes of an accelerator that a rank may fill."""
-        return self.cluster.accelerator.memory * (1 - RESERVED_SHARE)
+        return usable_memory(self.cluster)
 
     @property
     def fits(self) -> list[bool]:
@@ -246,7 +246,7 @@ class Planner:
             schedules=[own, *others],
             receives=config.pipeline.early_receives,
             seconds_by_receives=seconds_by_receives(config, layout, costs, self.cluster),
-            by_overlap=self._by_overlap(config, layout, parts, costs),
+            by_overlap=self._by_overlap(config, layout, parts, costs, own, memory),
             suggestion=found,
             interruptions=interruptions,
         )
@@ -266,18 +266,26 @@ class Planner:
             raise UserError(f"{layout.schedule}: {' '.join(str(error).split())}") from error
 
     def _by_overlap(
-        self, config: Trainer.Config, layout: Layout, parts: dict[str, Part], costs: list[StageCost]
+        self,
+        config: Trainer.Config,
+        layout: Layout,
+        parts: dict[str, Part],
+        costs: list[StageCost],
+        own: StepTime,
+        memory: list[Memory],
     ) -> dict[bool, Overlapped]:
         found: dict[bool, Overlapped] = {}
         if not layout.delayed or not any(cost.exchange[0] for cost in costs):
             return found
-        least = in_flight(0, layout.pp, layout.lookahead, overlap=True)
+        least = least_microbatches(layout.pp, layout.lookahead, overlap=True)
         for overlap in (False, True)[: 1 + (layout.microbatches >= least)]:
-            tried = dataclasses.replace(layout, overlap=overlap)
-            seconds = step_time(config, tried, parts, self.cluster, costs=costs).step_seconds
-            most = max(memory_of(config, tried, parts, rank).total for rank in range(layout.pp))
-            fits = most <= self.cluster.accelerator.memory * (1 - RESERVED_SHARE)
-            found[overlap] = Overlapped(seconds, most, fits)
+            time, of_ranks = own, memory
+            if overlap != layout.overlap:
+                other = dataclasses.replace(layout, overlap=overlap)
+                time = step_time(config, other, parts, self.cluster, costs=costs)
+                of_ranks = [memory_of(config, other, parts, rank) for rank in range(layout.pp)]
+            most = max(of_rank.total for of_rank in of_ranks)
+            found[overlap] = Overlapped(time.step_seconds, most, most <= usable_memory(self.cluster))
         return found
 
     def parts_of(self, config: Trainer.Config) -> dict[str, Part]:
@@ -320,7 +328,7 @@ class Planner:
             return Refused(schedule, " ".join(str(error).split()))
 
     def _fits(self, config: Trainer.Config, layout: Layout, parts: dict[str, Part]) -> bool:
-        most = self.cluster.accelerator.memory * (1 - RESERVED_SHARE)
+        most = usable_memory(self.cluster)
         for rank in range(layout.pp):
             names = [name for stage in layout.stages_of(rank) for name in layout.stages[stage]]
             numbers = sum(part.dense + part.experts for part in together(parts[name] for name in names))

@@ -6,7 +6,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from titan_async.pipelining.actions import in_flight
+from titan_async.pipelining.actions import least_microbatches
 from titan_async.planning.interruptions import NODE_SAVES, RESTART_SECONDS
 from titan_async.planning.network import Network
 from titan_async.planning.plan import Plan, Refused
@@ -110,7 +110,7 @@ def _overlap(plan: Plan) -> list[str]:
     travel = max(sum(cost.exchange) / (cost.forward + cost.backward) for cost in plan.costs)
     line = f"overlapped pairs: experts' tokens travel {where}, {travel:.0%} of the time of a microbatch"
     if True not in plan.by_overlap:
-        least = in_flight(0, layout.pp, layout.lookahead, overlap=True)
+        least = least_microbatches(layout.pp, layout.lookahead, overlap=True)
         return [line, f"  pipeline.overlap needs at least {least} microbatches here"]
     words = [
         f"{_seconds(entry.step_seconds)} a step and {entry.most_memory / 1e9:.1f} GB"

@@ -70,6 +70,10 @@ class StageCost:
         halves = zip((self.forward, self.backward), self.exchange, self.exchanges, strict=True)
         return pair_seconds(*(Half(*half) for half in halves))
 
+    def microbatch(self, overlap: bool) -> float:
+        """Of a forward and a backward."""
+        return self.pair if overlap else self.forward + self.backward
+
 
 def stage_cost(
     config: Trainer.Config, layout: Layout, parts: Mapping[str, Part], network: Network, stage: int

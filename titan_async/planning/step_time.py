@@ -101,8 +101,7 @@ def step_time(
     model_flops = 3 * forward_flops * layout.microbatches * layout.data_parallel
     peak = cluster.accelerator.peak(config.training.mixed_precision_param)
     # Every stage is on one rank, so that the mean over ranks is the sum over stages.
-    pairs = [cost.pair if layout.overlap else cost.forward + cost.backward for cost in costs]
-    busy = layout.microbatches * sum(pairs) / layout.pp
+    busy = layout.microbatches * sum(cost.microbatch(layout.overlap) for cost in costs) / layout.pp
     outside = sum(cost.gather + cost.reduction + cost.update for cost in costs) / layout.pp
     sent: dict[str, float] = {}
     for cost in costs:

@@ -165,7 +165,7 @@ def _divisors(number: int) -> list[int]:
 def _least_seconds(layout: Layout, costs: list[StageCost]) -> float:
     """A bound from below for a step."""
     ranks = [[costs[stage] for stage in layout.stages_of(rank)] for rank in range(layout.pp)]
-    pairs = [sum(c.pair if layout.overlap else c.forward + c.backward for c in own) for own in ranks]
+    pairs = [sum(cost.microbatch(layout.overlap) for cost in own) for own in ranks]
     once = [sum(cost.gather + cost.reduction + cost.update for cost in own) for own in ranks]
     slowest = max(layout.microbatches * pair + rest for pair, rest in zip(pairs, once, strict=True))
     if layout.delayed or layout.pp == 1:
