@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from titan_async.cli.command_line import CommandLine, parse
@@ -57,8 +57,9 @@ def run(argv: Sequence[str]) -> int:
         print(_HELP, end="")
         return 0
     line = parse("plan", argv, _FLAGS, switches=("no-suggest",), optional=("json",), recipe=True)
-    nodes, achievable = line.whole("nodes", None, most=_MOST_NODES), _achievable(line.value("achievable"))
-    mtbf = _hours(line.value("mtbf"))
+    nodes = line.whole("nodes", None, most=_MOST_NODES)
+    achievable = _number(line, "achievable", "a share above 0 and up to 1", lambda share: 0 < share <= 1)
+    mtbf = _number(line, "mtbf", "a number of hours above 0", lambda hours: 0 < hours < math.inf)
 
     from titan_async.cli.quiet import quiet
 
@@ -110,21 +111,14 @@ def _plan(line: CommandLine, nodes: int | None, achievable: float | None, mtbf: 
         print_plan(plan)
 
 
-def _achievable(text: str | None) -> float | None:
+def _number(line: CommandLine, flag: str, what: str, fits: Callable[[float], bool]) -> float | None:
+    text = line.value(flag)
+    if text is None:
+        return None
     try:
-        share = None if text is None else float(text)
+        number = float(text)
     except ValueError:
-        share = 0.0
-    if share is not None and not 0 < share <= 1:
-        raise UserError(f"--achievable must be a share above 0 and up to 1, not {text}")
-    return share
-
-
-def _hours(text: str | None) -> float | None:
-    try:
-        hours = None if text is None else float(text)
-    except ValueError:
-        hours = 0.0
-    if hours is not None and not 0 < hours < math.inf:
-        raise UserError(f"--mtbf must be a number of hours above 0, not {text}")
-    return hours
+        number = math.nan
+    if not fits(number):
+        raise UserError(f"--{flag} must be {what}, not {text}")
+    return number
