@@ -22,7 +22,8 @@ settings.load_profile("unhurried")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Settles the device before any test imports torchtitan, except where tests are only handed out."""
-    if not config.getoption("numprocesses", default=None):
+    handed_out = config.getoption("numprocesses", default=None) and not config.getoption("collectonly")
+    if not handed_out:
         from titan_async.config.device import ensure_device
 
         ensure_device()
