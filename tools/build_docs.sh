@@ -6,4 +6,5 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/tools/setup_env.sh"
 setup_env "$root" docs
 cd "$root"
+export NO_MKDOCS_2_WARNING=true # mkdocs is held below 2
 exec "$root/.venv/bin/python" -m mkdocs build --strict --clean "$@"
