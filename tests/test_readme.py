@@ -23,8 +23,8 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGES[page], flags=re.DOTALL)
 
 
-SCHEDULE, OPTIMIZER = blocks("README.md", "python")
-(SHARDED,) = blocks("docs/optimizers.md", "python")
+(SCHEDULE,) = blocks("docs/loop.md", "python")
+OPTIMIZER, SHARDED = blocks("docs/optimizers.md", "python")
 (OVERLAP,) = blocks("docs/overlap.md", "python")
 
 
@@ -65,7 +65,7 @@ def resolved(tmp_path, monkeypatch, text, *flags):
 
 
 def test_the_recipe_example_resolves(tmp_path, monkeypatch):
-    (text,) = blocks("README.md", "toml")
+    text, _, _ = blocks("docs/recipes.md", "toml")
     config = resolved(tmp_path, monkeypatch, text)
     assert config.parallelism.pipeline_parallel_degree == 4 and config.optimizer.muon.lr == 0.01
     assert config.validator.dataloader.dataset_path == "my_texts/"
@@ -73,7 +73,7 @@ def test_the_recipe_example_resolves(tmp_path, monkeypatch):
 
 def test_the_example_of_a_recipe_function_resolves(tmp_path, monkeypatch):
     (program,) = blocks("docs/recipes.md", "python")
-    _, text = blocks("docs/recipes.md", "toml")
+    _, _, text = blocks("docs/recipes.md", "toml")
     (module,) = re.findall(r"titan-async train wide.toml --module (\w+)`", PAGES["docs/recipes.md"])
     assert f"`{module}.py`" in PAGES["docs/recipes.md"]
     (tmp_path / f"{module}.py").write_text(program, encoding="utf-8")
@@ -107,7 +107,7 @@ def test_the_example_of_groups_gives_each_parameter_an_optimizer(tmp_path, monke
 
     from titan_async.training.optimizer_preflight import check_optimizer
 
-    text, _ = blocks("docs/recipes.md", "toml")
+    _, text, _ = blocks("docs/recipes.md", "toml")
     config = resolved(tmp_path, monkeypatch, text)
     with torch.device("meta"):
         model = config.model_spec.model.build()
