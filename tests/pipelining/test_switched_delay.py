@@ -8,6 +8,7 @@ from tests.pipelining.test_recurrence import difference, expected, pipeline
 from tests.support.processes import Pools, WorkerPool
 from tests.support.recurrence import build_blocks, build_data, loss_fn, run_batch
 from tests.support.selection import slow
+from titan_async.optim import ErrorFeedback
 from titan_async.pipelining import ScheduleAsync2BW
 
 TEN = 10
@@ -63,6 +64,57 @@ def test_drains_and_evaluations_change_nothing(pool: WorkerPool) -> None:
         4, pipeline, "sgd", 5, synchronous=range(3), drain_after=(1, 2), evaluate_after=(0, 2, 3)
     )
     assert difference(results, expected(4, 5, "sgd", synchronous=range(3))) < 1e-12
+
+
+def own_loop(rank, group, switch):
+    """The loop of the README, whose first `switch` batches are synchronous; this stage's weights after it."""
+    module = torch.nn.Sequential()
+    module.add_module(str(rank), build_blocks(2)[rank])
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"), group=group)
+    schedule = ScheduleAsync2BW(stage, 3, loss_fn=loss_fn)
+    optimizer = ErrorFeedback(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+    for batch, (x, y) in enumerate(zip(*build_data(TEN, 3), strict=True)):
+        schedule.delay_updates = batch >= switch
+        optimizer.feedback_paused = batch < switch
+        run_batch(schedule.step, stage, x, y)
+        if schedule.gradient_ready:
+            schedule.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    if schedule.drain():
+        schedule.clip_grad_norm_(0.1)
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def by_hand(switch: int) -> dict[str, torch.Tensor]:
+    """The weights after the same on one process: the recurrence, momentum, and the correction's formula."""
+    model = torch.nn.Sequential(*build_blocks(2))
+    parameters = dict(model.named_parameters())
+    history = [{name: p.detach().clone() for name, p in parameters.items()}]
+    momentum = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    last: dict[str, torch.Tensor] | None = None
+    for batch, (x, y) in enumerate(zip(*build_data(TEN, 3), strict=True)):
+        model.load_state_dict(history[batch if batch < switch else max(batch - 1, switch)])
+        model.zero_grad()
+        (sum(loss_fn(model(one), target) for one, target in zip(x, y, strict=True)) / 3).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        momentum = {name: 0.9 * m + parameters[name].grad for name, m in momentum.items()}
+        moved = {name: -0.1 * m for name, m in momentum.items()}
+        correction = {name: m - last[name] if last else torch.zeros_like(m) for name, m in moved.items()}
+        history.append({name: w + moved[name] + correction[name] for name, w in history[-1].items()})
+        last = moved if batch >= switch else None
+    return history[-1]
+
+
+@pytest.mark.parametrize("switch", [0, 1, 4, 9])
+def test_feedback_begins_with_the_delay(pool: WorkerPool, switch: int) -> None:
+    expected = by_hand(switch)
+    found = {name: p for stage in pool.run(2, own_loop, switch) for name, p in stage.items()}
+    assert found.keys() == expected.keys()
+    assert max(float((p - expected[name]).abs().max()) for name, p in found.items()) < 1e-12
+    other = by_hand(switch + 1 if switch < 8 else 7)
+    assert max(float((p - other[name]).abs().max()) for name, p in found.items()) > 1e-6
 
 
 def attempts(rank, group):
