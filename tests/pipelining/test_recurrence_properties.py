@@ -1,4 +1,7 @@
-"""The recurrence at drawn numbers of stages, microbatches, lookahead, batches, drains, evaluations and starts."""
+"""The recurrence at drawn numbers of stages, microbatches, lookahead and batches, drains and evaluations.
+
+And with synchronous starts.
+"""
 
 from typing import NamedTuple
 

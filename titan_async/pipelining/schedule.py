@@ -224,7 +224,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
     def delay(self) -> int:
         """Updates between the weights that the gradient in `.grad` was computed at and those it is for.
 
-        0 for the very first batch, for those while `delay_updates` is false, and for the first one after these,
+        0 for the very first batch, for those that were not to be delayed, and for the first one after these,
         1 for all others. Of the gradient that was delivered last.
         """
         return self._delay

@@ -243,7 +243,8 @@ class AsyncTrainer(Trainer):
     def _delay_updates(self, late: bool) -> None:
         """Let the gradients of the next batch come late or not, and correct for that or not."""
         if late and self.step == self.synchronous_steps + 1 > 1:
-            self.reporter.say(f"step {self.step}: the synchronous start is over, updates are now delayed")
+            line = f"step {self.step}: the synchronous start is over, updates are delayed from here on"
+            self._later.add(self.step, partial(self.reporter.say, line))
         self.pp_schedule.delay_updates = late
         if isinstance(self.optimizers, AsyncOptimizers):
             self.optimizers.pause_feedback(not late)
