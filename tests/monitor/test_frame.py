@@ -133,6 +133,15 @@ def test_a_frame_says_what_it_must(tmp_path: Path, width: int, height: int) -> N
     assert any(0x2800 < ord(char) < 0x2900 for char in text)
 
 
+def test_a_synchronous_start_is_named_until_it_is_over(tmp_path: Path) -> None:
+    for steps, words in ((20, "Async2BW (synchronous up to step 20), 4 stages"), (12, "Async2BW, 4 stages")):
+        seen = look(write_run(tmp_path / str(steps), steps=12, synchronous_steps=steps))
+        assert words in plain(draw(seen, 80, 24))[0]
+        # Each step drains, as those of 1F1B; once they are over the simulation is that of a delayed one.
+        simulated, of_1f1b = seen[0].simulated_bubble, seen[0].simulated_bubble_of_1f1b
+        assert simulated == pytest.approx(of_1f1b, abs=1e-3) if steps > 12 else simulated < of_1f1b / 2
+
+
 def test_a_run_that_goes_on_says_how_long_it_will(tmp_path: Path) -> None:
     folder = going_on(tmp_path)
     write_now(folder, 0, Kind.FORWARD, 0.1, microbatch=5)

@@ -108,7 +108,7 @@ def test_the_simulated_bubble_is_that_of_pairs(run_dir: Path, monkeypatch: pytes
     monkeypatch.setattr(snapshot, "simulated_bubble", lambda *about: asked.append(about))
     look(folder_of(run_dir))
     assert [(about[0], *about[2:]) for about in asked] == [
-        ("Async2BW", MICROBATCHES, 0, True),
+        ("Async2BW", MICROBATCHES, 0, True, False),
         ("1F1B", MICROBATCHES),
     ]
 

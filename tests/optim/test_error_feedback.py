@@ -60,13 +60,18 @@ OPTIMIZERS = {
 }
 
 
-def reference(propose, level, strength, start, gradient, rates):
-    """Design formulas: D' = D + s (D - D_prev), or g' = g + s (g - g_prev); ``None`` breaks the chain."""
+def reference(propose, level, strength, start, gradient, rates, paused=()):
+    """Design formulas: D' = D + s (D - D_prev), or g' = g + s (g - g_prev); ``None`` breaks the chain.
+
+    So does a batch of ``paused``.
+    """
     weights = [x.clone() for x in start]
     memories: list[dict] = [{} for _ in weights]
     previous: list[torch.Tensor | None] = [None for _ in weights]
     trajectory = []
     for batch, lr in enumerate(rates):
+        if batch in paused:
+            previous = [None for _ in weights]
         for i, x in enumerate(weights):
             g = gradient(batch, i, x)
             if g is None:
@@ -80,6 +85,8 @@ def reference(propose, level, strength, start, gradient, rates):
                 d = propose(x, g, lr, memories[i])
                 weights[i] = x + d if previous[i] is None else x + d + strength * (d - previous[i])
                 previous[i] = d
+        if batch in paused:
+            previous = [None for _ in weights]
         trajectory.append([x.clone() for x in weights])
     return trajectory
 
@@ -144,6 +151,56 @@ def test_strength_zero_is_the_wrapped_optimizer_bit_by_bit(name, level, dtype):
         plain.step()
         for param, plain_param in zip(params, plain_params, strict=True):
             assert torch.equal(param, plain_param)
+
+
+def feedback_in_muon(level):
+    options = {"error_feedback": 1.0, "error_feedback_level": level, "compute_dtype": "float64"}
+    return lambda params: Muon(params, 0.1, weight_decay=DECAY, **options)
+
+
+@pytest.mark.parametrize("paused", [(0, 1, 2), (2, 3), (6,)], ids=str)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", ["momentum", "adamw_fused", "muon", "inside muon"])
+def test_the_history_begins_after_a_pause(name, level, paused):
+    """In the pause there is no history in the state either, and another optimizer goes on from it."""
+    build, propose = OPTIMIZERS["muon" if name == "inside muon" else name]
+    params = parameters()
+
+    def make():
+        if name == "inside muon":
+            return feedback_in_muon(level)(params)
+        return ErrorFeedback(build(params), level=level)
+
+    optimizer = make()
+    expected = reference(propose, level, 1.0, start_weights(), noisy_gradient, [0.1] * 7, paused)
+    for batch, weights in enumerate(expected):
+        optimizer.feedback_paused = batch in paused
+        give_gradients(params, batch)
+        optimizer.step()
+        for param, weight in zip(params, weights, strict=True):
+            torch.testing.assert_close(param.detach(), weight, rtol=1e-12, atol=1e-12)
+            state = optimizer.state[param]
+            assert bool(state[f"error_feedback_{level}_valid"]) == (batch not in paused)
+            assert bool(state[f"error_feedback_{level}"].any()) == (batch not in paused)
+        if batch == 2:
+            saved, optimizer = copy.deepcopy(optimizer.state_dict()), make()
+            optimizer.load_state_dict(saved)
+
+
+def test_a_pause_is_copied_and_ends_with_what_a_checkpoint_holds():
+    """A history that was loaded before a pause does not outlive it, even if all its steps are skipped."""
+    params = parameters()
+    for build in (feedback_in_muon("update"), lambda ps: ErrorFeedback(torch.optim.SGD(ps, 0.1))):
+        optimizer = build(params)
+        give_gradients(params, 0)
+        optimizer.step()
+        again = build(params)
+        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        again.feedback_paused = True
+        assert copy.deepcopy(again).feedback_paused
+        params[0].grad[0, 0] = torch.nan
+        again.step()
+        assert not any(bool(again.state[param]["error_feedback_update_valid"]) for param in params)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -226,10 +226,15 @@ def on_meta(optimizer, params):
     return flags
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_host_waits_for_nothing(name):
+@pytest.mark.parametrize(
+    ("name", "paused"),
+    [*((name, False) for name in OPTIMIZERS), *((n, True) for n in OPTIMIZERS if "feedback" in n)],
+)
+def test_the_host_waits_for_nothing(name, paused):
     params = parameters()
     optimizer = OPTIMIZERS[name](params)
+    if paused:
+        optimizer.feedback_paused = True
     give_gradients(params, 0)
     optimizer.step()
     optimizer.zero_grad()

@@ -136,6 +136,25 @@ def test_async_2bw_does_what_it_does_without_updates():
         assert computed == [action for actions in (*steps, drained) for action in actions]
 
 
+@pytest.mark.parametrize(("lookahead", "overlap"), [(0, False), (2, False), (1, True)])
+def test_async_2bw_drains_in_every_batch_of_a_synchronous_start(lookahead, overlap):
+    d, m, batches = 3, 7, 4
+    programs = schedule_programs("Async2BW", d, m, batches, lookahead, overlap=overlap, drains=True)
+    for stage, tasks in enumerate(programs):
+        alone = [*step_actions(stage, d, m, 0, lookahead, overlap)]
+        alone += drain_actions(stage, d, m, 0, lookahead, overlap)
+        halves = [half for task in tasks for half in task.halves]
+        computed = [(half.kind, half.batch, half.microbatch) for half in halves if half.kind in "FB"]
+        assert computed == [(kind, b, microbatch) for b in range(batches) for kind, _, microbatch in alone]
+        for b in range(batches):  # the update is the last that a batch does
+            assert [half.kind for half in halves if half.batch == b][-1] == "U"
+    run = simulate(programs, even("Async2BW", d))
+    if not overlap:
+        assert run.step_seconds == pytest.approx((m + d - 1) * PAIR)
+    else:
+        assert run.step_seconds > m * PAIR + PAIR
+
+
 def test_overlapped_pairs_are_the_forwards_that_a_backward_follows():
     d, m, batches, lookahead = 3, 7, 4, 2
     programs = schedule_programs("Async2BW", d, m, batches, lookahead, overlap=True)

@@ -68,6 +68,7 @@ def pipeline(
     share_one_buffer=False,
     late_on=(),
     overlap=False,
+    synchronous=(),
 ):
     """Train on this rank's stage; returns its weights, the losses, and the compiled graphs it made."""
     num_stages = group.size()
@@ -105,10 +106,15 @@ def pipeline(
 
     try:
         for b in range(batches):
+            if b in synchronous and schedule.drain():
+                apply_gradient()
+            schedule.delay_updates = b not in synchronous
             losses.append(run_batch(schedule.step, stage, inputs[b], targets[b]))
+            if b in synchronous:
+                assert schedule.gradient_ready and schedule.delay == 0
             apply_gradient()
             if b in drain_after or b in evaluate_after or b == batches - 1:
-                assert schedule.drain()
+                assert schedule.drain() == (b not in synchronous)
                 apply_gradient()
                 assert not schedule.drain()
             if b in evaluate_after:
@@ -140,8 +146,8 @@ def difference(results, expected):
     return worst
 
 
-def expected(num_stages, m, optimizer, batches=BATCHES, delay=1):
-    return run_recurrence(num_stages, m, batches, OPTIMIZERS[optimizer], delay=delay)
+def expected(num_stages, m, optimizer, batches=BATCHES, delay=1, synchronous=()):
+    return run_recurrence(num_stages, m, batches, OPTIMIZERS[optimizer], delay=delay, synchronous=synchronous)
 
 
 SHAPES = [(d, m) for d in (1, 2, 4) for m in sorted({d, d + 1, 8})]

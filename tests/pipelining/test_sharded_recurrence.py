@@ -84,7 +84,7 @@ def whole(module):
 
 def pipeline(
     rank, group, pp, dp, m, recompute=False, backend=None, clip=False, drain_after=(), evaluate_after=(),
-    break_it=None, overlap=False,
+    break_it=None, overlap=False, synchronous=(),
 ):  # fmt: skip
     """Weights of this rank's stage after all updates, its losses, norms, and the number of graphs by step."""
     if backend is not None:
@@ -108,6 +108,9 @@ def pipeline(
 
     try:
         for b in range(BATCHES):
+            if b in synchronous and schedule.drain():
+                update()
+            schedule.delay_updates = b not in synchronous
             losses.append(run_batch(schedule.step, stage, inputs[b], targets[b]))
             update()
             if b in drain_after or b in evaluate_after or b == BATCHES - 1:
@@ -123,12 +126,14 @@ def pipeline(
     return whole(stage.submod), losses, norms, graphs
 
 
-def expected(dp, m, clip=False, delay=1):
+def expected(dp, m, clip=False, delay=1, synchronous=()):
     def adamw(module):
         return torch.optim.AdamW(module.parameters(), lr=0.05)
 
     max_norm = MAX_NORM if clip else None
-    return run_recurrence(BLOCKS, m * dp, BATCHES, adamw, delay=delay, max_norm=max_norm)
+    return run_recurrence(
+        BLOCKS, m * dp, BATCHES, adamw, delay=delay, max_norm=max_norm, synchronous=synchronous
+    )
 
 
 def difference(results, dp, oracle):
@@ -203,6 +208,19 @@ def test_overlapped_pairs_equal_the_recurrence(pool, shape, recompute):
     options = {"recompute": RECOMPUTE[recompute], "clip": True, "drain_after": (1,), "evaluate_after": (2,)}
     results = pool.run(pp * dp, pipeline, pp, dp, m, overlap=True, **options)
     assert difference(results, dp, expected(dp, m, clip=True)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("shape", "synchronous"),
+    [((2, 2), (0,)), ((2, 2), (0, 1, 2)), ((4, 2), (0, 1)), slow((2, 2), (2, 3)), slow((4, 1), range(5))],
+    ids=str,
+)
+def test_a_synchronous_start_equals_the_recurrence(pool, shape, synchronous):
+    pp, dp = shape
+    options = {"recompute": True, "clip": True, "evaluate_after": (0, 1, 3)}
+    results = pool.run(pp * dp, pipeline, pp, dp, pp + 1, synchronous=synchronous, **options)
+    assert difference(results, dp, expected(dp, pp + 1, clip=True, synchronous=synchronous)) < 1e-12
+    assert difference(results, dp, expected(dp, pp + 1, clip=True)) > 1e-6
 
 
 def one_shared_copy():

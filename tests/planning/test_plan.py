@@ -160,6 +160,25 @@ def test_failures_add_days(run):
     assert found["save_seconds"] == pytest.approx(written / 2e9)
 
 
+def test_a_synchronous_start_adds_days(run):
+    def plan_of(*flags):
+        command = (f"toml_configs/{RECIPE}", "--no-suggest", "--mtbf", "1e9", "--json")
+        record = json.loads(run(*command, *flags)[1])
+        return *record["schedules"][:2], record["interruptions"]["days"]
+
+    own, other, days = plan_of("--pipeline.synchronous_ratio", "0.25")
+    before, same, days_before = plan_of()
+    assert own["synchronous_step_seconds"] > own["step_seconds"] == before["step_seconds"]
+    more = 75 * (own["synchronous_step_seconds"] - own["step_seconds"]) / 86_400
+    assert own["days"] - before["days"] == pytest.approx(more)
+    assert days - days_before == pytest.approx(more)
+    assert other == same and other["schedule"] == "1F1B"
+    flags = ("--no-suggest", "--pipeline.synchronous_steps", "75")
+    out = run(f"toml_configs/{RECIPE}", *flags)[1]
+    assert f"the first 75 steps are synchronous: {1e3 * own['synchronous_step_seconds']:.0f} ms each" in out
+    assert "synchronous" not in run(f"toml_configs/{RECIPE}", *flags, "--schedule", "1F1B")[1]
+
+
 def test_flags_come_before_the_file(run):
     _, out, _ = run(
         f"toml_configs/{RECIPE}", "--schedule=1F1B", "--achievable", "0.25", "--json", "--no-suggest"

@@ -53,6 +53,17 @@ def test_what_follows_from_the_time_of_a_step(config):
     assert time.accelerator_hours == pytest.approx(time.days * 24 * 8)
 
 
+@pytest.mark.parametrize(("d", "m", "lookahead"), [(4, 8, 0), (4, 8, 3), (2, 64, 0)])
+def test_a_synchronous_start_takes_the_bubble_of_1f1b(config, d, m, lookahead):
+    """Four of ten steps; more microbatches in flight do not fill the bubble of a drain."""
+    layout = make_layout(d, microbatches=m, lookahead=lookahead, schedule="Async2BW", synchronous_steps=4)
+    time = time_of(config, layout, make_parts(d))
+    assert time.step_seconds == pytest.approx(m * 3 * EACH, rel=1e-4)
+    assert time.synchronous_step_seconds == pytest.approx((m + d - 1) * 3 * EACH, rel=1e-4)
+    assert time.days * 86_400 == pytest.approx((6 * m + 4 * (m + d - 1)) * 3 * EACH, rel=1e-4)
+    assert time.accelerator_hours == pytest.approx(time.days * 24 * d)
+
+
 @pytest.mark.parametrize(("per_node", "share"), [(8, 0.04), (1, 0.08)])
 def test_a_receive_that_waits_slows_its_rank_down(config, per_node, share):
     """Two equal stages hand over at the same times, so that a receive waits all the time that it is posted

@@ -47,12 +47,13 @@ def write_run(
     losses: bool = True,
     closed: bool = True,
     started: float | None = None,
+    synchronous_steps: int = 0,
 ) -> Path:
     """Write a run's files and return its folder of events.
 
     Stages forward in `forward` seconds and backward in twice that; `slow_stage` takes half as long again.
     Ranks wait (RECEIVE) where the simulation has them idle before a forward or backward. With `closed` false
-    the files are those of a run that is going on.
+    the files are those of a run that is going on. With `synchronous_steps` every step drains the pipeline.
     """
     ranks = stages_of_ranks(schedule, stages)
     total = sum(map(len, ranks))
@@ -65,7 +66,10 @@ def write_run(
         reduction=[forward / 10] * total,
         gather=[forward / 20] * total,
     )
-    run = simulate(schedule_programs(schedule, stages, microbatches, steps, overlap=overlap), timing)
+    programs = schedule_programs(
+        schedule, stages, microbatches, steps, overlap=overlap, drains=synchronous_steps > 0
+    )
+    run = simulate(programs, timing)
     started = time.time() - run.makespan if started is None else started
     folder = events_folder(run_dir, run_id)
     folder.mkdir(parents=True)
@@ -84,6 +88,7 @@ def write_run(
         overlap=overlap,
         stages=total,
         ranks=tuple(map(tuple, ranks)),
+        synchronous_steps=synchronous_steps,
         tokens_per_step=2048,
         device="cpu",
         versions={"torch": "2.14.1"},

@@ -1,10 +1,12 @@
 """An independent reading of the recurrence: one process, one loop, no pipeline::
 
 W[b+1] = W[b] - update(g_b),    g_b = gradient of batch b at W[max(b-1, 0)]
+
+and of a synchronous start, in which g_b is the gradient at W[b].
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Literal
 
 import torch
@@ -100,15 +102,22 @@ def run_recurrence(
     *,
     delay: int = 1,
     max_norm: float | None = None,
+    synchronous: Collection[int] = (),
 ) -> tuple[dict[str, Tensor], list[list[float]]]:
-    """Weights after `batches` updates and every microbatch's loss; `delay=0` is synchronous training."""
+    """Weights after `batches` updates and every microbatch's loss; `delay=0` is synchronous training.
+
+    The batches of `synchronous` have no delay, and after them it begins anew.
+    """
     newest = nn.Sequential(*build_blocks(num_stages))
     reader = copy.deepcopy(newest)
     optimizer = make_optimizer(newest)
     inputs, targets = build_data(batches, n_microbatches)
     history, losses = [copy.deepcopy(newest.state_dict())], []
+    oldest = 0
     for b in range(batches):
-        reader.load_state_dict(history[max(b - delay, 0)])
+        if b in synchronous or b - 1 in synchronous:
+            oldest = b
+        reader.load_state_dict(history[max(b - delay, oldest)])
         reader.zero_grad()
         batch_losses = [loss_fn(reader(x), y) for x, y in zip(inputs[b], targets[b], strict=True)]
         (sum(batch_losses) / n_microbatches).backward()

@@ -161,6 +161,7 @@ def loop(
     strength: float = 1.0,
     shares: int = 1,
     skipped: Collection[int] = (),
+    synchronous: int = 0,
 ) -> Looped:
     """The recurrence by hand: one whole model, SGD with momentum (or Muon) and error feedback written out.
 
@@ -171,6 +172,7 @@ def loop(
         strength: of error feedback.
         shares: data-parallel ranks, each with data of its own.
         skipped: batches that make no update, because their gradient is not finite.
+        synchronous: batches at the start that have no delay and no feedback; both begin anew after them.
     """
     from tests.support.recipes import BALANCE, LR, MAX_NORM, MOMENTUM, MUON, STEPS, fused_split
 
@@ -191,7 +193,7 @@ def loop(
     done = Looped({}, [], [], [], [])
     for b in range(STEPS):
         batch = [[next(loader) for _ in range(microbatches)] for loader in loaders]
-        _set(model, history[max(b - delay, 0)])
+        _set(model, history[b if b < synchronous else max(b - delay, synchronous)])
         done.losses.append(_gradient(model, batch))
         done.counts.append(
             {n: v.clone() for n, v in model.named_buffers() if n.endswith("tokens_per_expert_E")}
@@ -222,7 +224,7 @@ def loop(
             name: move if last is None else move + strength * (move - last[name])
             for name, move in moved.items()
         }
-        last = moved
+        last = moved if b >= synchronous else None
         for name in biases:
             counts = done.counts[-1][name.replace("expert_bias", "tokens_per_expert")]
             lift = BALANCE * torch.sign(counts.mean() - counts)

@@ -242,6 +242,9 @@ FLAGS = [
     ("--training.enable_cpu_offload", ["Async2BW", "training.enable_cpu_offload to false"]),
     ("--pipeline.lookahead 5", ["pipeline.lookahead is 5", "4 microbatches over 2 stages", "0 to 2"]),
     ("--pipeline.lookahead -1", ["pipeline.lookahead is -1", "0 to 2"]),
+    ("--pipeline.synchronous_steps -1", ["pipeline.synchronous_steps is -1", "at least 0"]),
+    ("--pipeline.synchronous_steps 0.5", ["--pipeline.synchronous_steps", "an integer", '"0.5"']),
+    ("--pipeline.synchronous_ratio 75", ["pipeline.synchronous_ratio is 75", "at most 1"]),
     (
         "--pipeline.overlap --pipeline.lookahead 2",
         ["pipeline.lookahead is 2", "over 2 stages with pipeline.overlap", "0 to 1"],

@@ -199,6 +199,25 @@ def test_resuming_in_new_processes_changes_nothing(
         assert torch.equal(mine["seen"]["rand"], theirs["seen"]["rand"]), "the generators went another way"
 
 
+@pytest.mark.parametrize(
+    ("ranks", "flags"), [(2, ()), slow(4, SHARDED, id="2 stages on 2 shards each"), slow(2, PLAIN)]
+)
+@pytest.mark.parametrize("steps", ["6", "4", slow("3")])
+def test_a_synchronous_start_goes_on_from_before_and_after_its_end(
+    runs: Runs,
+    whole: Callable[..., tuple[Path, Trained]],
+    tmp_path: Path,
+    steps: str,
+    ranks: int,
+    flags: tuple[str, ...],
+) -> None:
+    # The checkpoint is that of step 4.
+    flags = (*flags, "--pipeline.synchronous_steps", steps)
+    folder, undisturbed = whole(ranks, *flags)
+    resumed = runs(ranks, half(folder, tmp_path), 8, *flags, anew=True)
+    assert_same(resumed, undisturbed, "model", "state")
+
+
 @pytest.mark.parametrize("mode", [slow("disabled"), "async"])
 def test_a_checkpoint_of_a_step_in_between_holds_that_step(
     runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path, mode: str

@@ -83,6 +83,25 @@ def test_groups_are_looked_at_one_by_one(groups: list[tuple[str, str]], told: in
     assert len(notes(*WITHOUT, recipe=file)) == told
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "beyond"),
+    [("--pipeline.synchronous_steps", "20", "21"), ("--pipeline.synchronous_ratio", "1", None)],
+)
+def test_a_synchronous_start_that_changes_nothing_or_all(flag: str, value: str, beyond: str | None) -> None:
+    flags = ("--training.steps", "20", flag)
+    assert notes(*flags, value) == []
+    if beyond is not None:
+        [note] = notes(*flags, beyond)
+        assert (
+            note == f"pipeline.synchronous_steps is {beyond}, but the run has 20 steps: all are synchronous"
+        )
+    [note] = notes(*flags, value, *SYNCHRONOUS)
+    assert note == f"{flag[2:]} has no effect: under 1F1B every step is synchronous"
+    [note] = notes(*flags, value, *ONE_STAGE)
+    assert note.startswith("one stage: no delay")
+    assert notes(*flags, "0", *SYNCHRONOUS) == []
+
+
 def test_a_warm_up_longer_than_the_run() -> None:
     flags = ("--training.steps", "20", "--lr_scheduler.warmup_steps")
     [note] = notes(*flags, "21")

@@ -47,6 +47,8 @@ class RunShape:
     """Whether forwards and backwards are computed in overlapped pairs."""
     stages: int
     tokens_per_step: int
+    synchronous_steps: int = 0
+    """Those at the start of training whose updates are not delayed, under Async2BW."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,8 @@ def read_info(folder: Path) -> RunInfo:
     """
     path = folder / _INFO
     try:
-        record: Any = {"overlap": False} | read_json(path)  # which formats 1 and 2 lack
+        # Formats 1 and 2 lack the first; runs without a synchronous start may lack the other.
+        record: Any = {"overlap": False, "synchronous_steps": 0} | read_json(path)
         if record["format"] not in _FORMATS:
             known = f"{_FORMATS[0]} to {_FORMATS[-1]}"
             raise ValueError(f"its format is {record['format']}, and this version reads {known}")

@@ -65,6 +65,7 @@ def trace_of(run: RunSpans) -> tuple[dict[str, Any], int]:
             "model": info.model,
             "schedule": info.schedule,
             "microbatches": info.microbatches,
+            "synchronous_steps": info.synchronous_steps,
             "steps": [run.steps[0], run.steps[-1]],
             "begins_at_ns": origin,
         },

@@ -69,7 +69,9 @@ class ErrorFeedback(Optimizer):
       gradient is not finite) leaves the history as it was, and a parameter that it says to have left alone
       (``left_alone``, as `Muon` does when a gradient is missing on another rank) starts anew;
     - strength 0 gives the very bits of the wrapped optimizer, and still keeps the history, so that
-      `strength` may be set to another value at any time.
+      `strength` may be set to another value at any time;
+    - while `feedback_paused` is true, as for gradients that are not late, a step is that of the wrapped
+      optimizer and there is no history: the first update after it is uncorrected.
 
     With ``found_inf`` (`set_found_inf`) the correction is conditional on the device, as the update of the
     wrapped optimizer is. Only a step in which a parameter's history starts or ends reads it on the host.
@@ -123,6 +125,9 @@ class ErrorFeedback(Optimizer):
         -6.0
         -9.0
     """
+
+    feedback_paused: bool = False
+    """Whether steps correct nothing and keep no history; to be set while gradients are not late."""
 
     optimizer: Optimizer
     _level: str
@@ -234,6 +239,9 @@ class ErrorFeedback(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.feedback_paused:
+            self._step_uncorrected()
+            return loss
         creates_state_only = self._is_void()
         self._make_histories()
         moving = [param for param in _parameters(self.param_groups) if param.grad is not None]
@@ -259,6 +267,13 @@ class ErrorFeedback(Optimizer):
             for param in self._history.keys() - set(moving):
                 self._clear_history(param)
         return loss
+
+    def _step_uncorrected(self) -> None:
+        self._make_histories()
+        self.optimizer.step()
+        self._has_state = True
+        for param in self._history:
+            self._clear_history(param)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -412,7 +427,7 @@ class ErrorFeedback(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("optimizer", "_level", "_strength", "_dtype", "_compile", "_history", "_valid", "_has_state")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in (*names, "feedback_paused")}
 
     def __repr__(self) -> str:
         return f"ErrorFeedback(strength={self._strength}, level={self._level!r}) of {self.optimizer!r}"

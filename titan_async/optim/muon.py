@@ -73,7 +73,7 @@ class Muon(Optimizer):
     Only a step in which an error feedback starts or starts anew reads it on the host.
 
     **Error feedback** of strength ``error_feedback`` corrects for updates that come one step late, exactly as
-    `ErrorFeedback` around this optimizer does.
+    `ErrorFeedback` around this optimizer does; `feedback_paused` turns it off for a while.
 
     **State**, made at construction for every trainable parameter, sharded like it: ``momentum_buffer``; with
     error feedback also ``error_feedback_<level>`` and the flag ``error_feedback_<level>_valid`` (a bool
@@ -142,6 +142,9 @@ class Muon(Optimizer):
         (True, True)
     """
 
+    feedback_paused: bool = False
+    """Whether steps correct nothing and keep no history, as in `ErrorFeedback`."""
+
     found_inf: Tensor | None = None
     """A float32 scalar on the parameters' device, 1 if the next steps are to change nothing; see
     `set_found_inf`."""
@@ -205,7 +208,11 @@ class Muon(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Process groups cannot be copied, and what was planned for a copy's parameters is found out anew.
-        return {**super().__getstate__(), "_distribution": Distribution(self._distribution.bucket_mb)}
+        return {
+            **super().__getstate__(),
+            "_distribution": Distribution(self._distribution.bucket_mb),
+            "feedback_paused": self.feedback_paused,
+        }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; raises as the constructor does, and then leaves no trace."""
@@ -267,6 +274,9 @@ class Muon(Optimizer):
         for param, _ in params:
             if param.grad is not None and param.grad.layout != torch.strided:
                 raise RuntimeError(f"Muon needs dense gradients; that of {named(param, None)} is sparse")
+        if self.feedback_paused:
+            for param, group in params:
+                self._clear_history(param, group)
         found_inf = self.found_inf
         if found_inf is not None and self._a_history_starts(params):
             if found_inf.item():
@@ -304,7 +314,7 @@ class Muon(Optimizer):
         return any(
             bool(self._history(param, group)[1]) != (param.grad is not None)
             for param, group in params
-            if self._has_history(param, group)
+            if self._keeps_history(param, group)
         )
 
     def _may_be_void(self) -> bool:
@@ -319,7 +329,7 @@ class Muon(Optimizer):
             self._history(param, group)
             for group in self.param_groups
             for param in group["params"]
-            if self._has_history(param, group)
+            if self._keeps_history(param, group)
         ]
         return bool(histories) and not any(bool(valid) for _, valid in histories)
 
@@ -330,7 +340,7 @@ class Muon(Optimizer):
             for group in self.param_groups
             if group["error_feedback_level"] == "gradient" and group["error_feedback"]
             for param in group["params"]
-            if self._has_history(param, group) and self._history(param, group)[1]
+            if self._keeps_history(param, group) and self._history(param, group)[1]
         }
 
     def _update_of(
@@ -341,7 +351,7 @@ class Muon(Optimizer):
         placed = agreement.placed.pop(param, None)
         grad = local_part(param.grad) if placed is None else placed
         assert grad is not None
-        if group["error_feedback_level"] == "gradient" and self._has_history(param, group):
+        if group["error_feedback_level"] == "gradient" and self._keeps_history(param, group):
             history, valid = self._history(param, group)
             if agreement.large:
                 grad = _within(grad, torch.finfo(history.dtype).max)
@@ -383,7 +393,7 @@ class Muon(Optimizer):
                 the orthogonalized update there.
         """
         weight = local_part(param)
-        corrects = group["error_feedback_level"] == "update" and self._has_history(param, group)
+        corrects = group["error_feedback_level"] == "update" and self._keeps_history(param, group)
         # Without error feedback the weight itself stands for the history, which is then not looked at.
         history, valid = self._history(param, group) if corrects else (weight, None)
         for box, matrix, update in pieces:
@@ -405,6 +415,10 @@ class Muon(Optimizer):
     def _has_history(self, param: Tensor, group: dict[str, Any]) -> bool:
         # Not whether there is a strength: it may be zero for a while, and the history goes on.
         return history_key(group["error_feedback_level"]) in self.state.get(param, {})
+
+    def _keeps_history(self, param: Tensor, group: dict[str, Any]) -> bool:
+        """Whether this step moves the history, and corrects by it once there is one."""
+        return not self.feedback_paused and self._has_history(param, group)
 
     def _history(self, param: Tensor, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
         key = history_key(group["error_feedback_level"])

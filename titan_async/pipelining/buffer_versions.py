@@ -115,6 +115,10 @@ class BufferVersions:
         if self._held is None:
             self._held = [buffer.master.detach().clone() for buffer in self._buffers]
 
+    def drop(self) -> None:
+        """Let the next batch read the module's values as they then are."""
+        self._held = None
+
     def next_values(self) -> dict[str, Tensor]:
         """What the next batch will read, by name, of the buffers that a `state_dict` holds."""
         values = self._held or [buffer.master.detach().clone() for buffer in self._buffers]

@@ -42,6 +42,7 @@ def schedule_programs(
     passes: int = 1,
     each: int = 2,
     overlap: bool = False,
+    drains: bool = False,
 ) -> list[list[Task]]:
     """Each rank's tasks in `n_batches` batches.
 
@@ -55,11 +56,15 @@ def schedule_programs(
             microbatches.
         each: stages on a rank where the schedule has several.
         overlap: of Async2BW, whether a stage runs a forward and a backward as an overlapped pair.
+        drains: of Async2BW, whether each batch drains the pipeline, as in a synchronous start.
 
     Raises:
         ValueError: if the schedule does not go together with these numbers.
     """
     if schedule == "Async2BW":
+        if drains:
+            alone = async_programs(ranks, n_microbatches, 1, lookahead, overlap=overlap)
+            return [[_of_batch(b, task) for b in range(n_batches) for task in tasks] for tasks in alone]
         return async_programs(ranks, n_microbatches, n_batches, lookahead, overlap=overlap)
     if n_microbatches % passes:
         raise ValueError(f"{n_microbatches} microbatches do not make {passes} equal passes")
@@ -140,6 +145,10 @@ def async_programs(
         left = [task for task in _asking(stage, last, waits=True) if task not in program]
         programs.append(program + left)
     return programs
+
+
+def _of_batch(batch: int, task: Task) -> Task:
+    return task._replace(batch=batch, beside=task.beside and _of_batch(batch, task.beside))
 
 
 def _asking(stage: int, batch: int, waits: bool) -> list[Task]:

@@ -3,6 +3,9 @@
 The recurrence it runs, with b the batch and W the weights (arXiv 2606.30634):
 
     W[b+1] = W[b] - update(g_b),    g_b = gradient of batch b at W[max(b-1, 0)]
+
+While `delay_updates` is false, g_b is the gradient at W[b], as in synchronous training. If it turns true
+before batch s, the delay begins as it does at batch 0: g_s and g_{s+1} are gradients at W[s].
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -63,7 +66,8 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             optimizer.step()
             optimizer.zero_grad()
 
-    `drain` finishes what is in flight. Call it before saving, validating, or leaving.
+    `drain` finishes what is in flight. Call it before saving, validating, or leaving. `delay_updates` set to
+    false trains synchronously, for a start without delay.
 
     Args:
         stage: the stage of this rank. Its module is plain, or under FSDP2 (`fully_shard` with
@@ -189,6 +193,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         self._complete: dict[int, Gradient] = {}  # batch -> its gradient, not yet delivered
         self._beside = SideStream(stage.device)  # of reductions, and all that follows until the delivery
         self._gradient_ready = False
+        self._delay_updates = True
         self._tied = TiedParameters(stage, tied_parameters)
         self._clipper = Clipper(stage, self._tied.counted)
         self._broken = False
@@ -219,9 +224,37 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
     def delay(self) -> int:
         """Updates between the weights that the gradient in `.grad` was computed at and those it is for.
 
-        0 for the very first batch, 1 for all others. Of the gradient that was delivered last.
+        0 for the very first batch, for those that were not to be delayed, and for the first one after these,
+        1 for all others. Of the gradient that was delivered last.
         """
         return self._delay
+
+    @property
+    def delay_updates(self) -> bool:
+        """Whether gradients come one batch late; true unless it is set to false. The same on every rank.
+
+        While it is false, `step` reads the weights as they are and drains the pipeline, at a bubble of d - 1
+        microbatches: when it returns, `.grad` holds the gradient of its own batch. Once it is true again, the
+        next `step` delivers no gradient, as the very first one does. For a synchronous start:
+
+            for batch in range(1000):
+                schedule.delay_updates = batch >= 100
+                optimizer.feedback_paused = batch < 100  # nothing to correct, for those that have feedback
+                schedule.step(x, target=y)
+
+        Raises:
+            RuntimeError: when it is set to false while a batch is in flight, whose gradient may not be lost:
+                call `drain` and apply it first. The next batch then reads the updated weights.
+        """
+        return self._delay_updates
+
+    @delay_updates.setter
+    def delay_updates(self, value: bool) -> None:
+        if not value and self._number:
+            raise RuntimeError(
+                "batches are in flight; call drain() and apply its gradient before delay_updates = False"
+            )
+        self._delay_updates = bool(value)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradient that `step` or `drain` has left in `.grad` by its norm over the whole model.
@@ -368,16 +401,9 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         self._gradient_ready = False
         if self._number:
             versions = self._checked_versions()
-            batch = self._number - 1
             with self._breaks_on_error():
-                self._run(drain_program(*self._shape, batch, *self._order))
-                self._execution.close()
-                versions.hold()
-                self._deliver(batch)
+                self._finish_in_flight(versions.hold)
             self._behind = 1
-            self._before += self._number
-            self._number = 0
-            self._batches.clear()
         return self._gradient_ready
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -507,6 +533,17 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
         if losses is not None and stage.is_last:
             losses[:] = [loss.detach() for loss in batch_losses]  # one may be in flight, with its graph
 
+    def _finish_in_flight(self, prepare_next: Callable[[], None]) -> None:
+        """Run what is left of the newest batch and deliver its gradient, after `prepare_next`."""
+        batch = self._number - 1
+        self._run(drain_program(*self._shape, batch, *self._order))
+        self._execution.close()
+        prepare_next()
+        self._deliver(batch)
+        self._before += self._number
+        self._number = 0
+        self._batches.clear()
+
     def _forward_of(
         self,
         args: list,
@@ -534,6 +571,9 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
     def _train(self, forward: Forward, losses: list[Tensor], trial: Callable[[], None] | None) -> None:
         assert self._versions is not None
         versions, number, stage = self._versions, self._number, self._stage.stage_index
+        if not self._delay_updates:  # a drain, or a load, may have left older weights for this batch
+            versions.drop()
+            self._behind = 0
         updates, self._behind = self._delivered - self._behind, 0
         self.recorder.begin(Kind.GATHER, stage, self._before + number, version=updates)
         batch = Batch(self._before + number, versions.read(), updates, losses)
@@ -545,12 +585,15 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
             with versions.on_trial(batch.version):
                 trial()
         self._run(step_program(*self._shape, number, *self._order), forward)
-        if self._tail:
+        if self._tail and self._delay_updates:
             self.recorder.begin(Kind.SWAP, stage, batch.number, version=updates)
             versions.preserve(batch.version)
             self.recorder.end()
         self._number += 1
         self._gradient_ready = False
+        if not self._delay_updates:
+            self._finish_in_flight(versions.drop)
+            return
         if number:
             self._deliver(number - 1)
             del self._batches[number - 1]

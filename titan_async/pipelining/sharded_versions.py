@@ -100,11 +100,20 @@ class ShardedVersions:
         No batch may be in flight. Until that batch begins, a copy of this rank's shards takes the place of
         the unsharded versions, whose memory is free for a validation.
         """
+        self._free()
+        if self._held is None:
+            self._held = [shard.clone() for shard in self._local()]
+
+    def drop(self) -> None:
+        """Let the next batch read the shards as they then are. No batch may be in flight."""
+        self._free()
+        self._held = None
+
+    def _free(self) -> None:
+        """Free the unsharded versions, which no batch needs any more."""
         self._needed = None
         self._fsdp.free(0)
         self._fsdp.free(1)
-        if self._held is None:
-            self._held = [shard.clone() for shard in self._local()]
 
     def next_weights(self) -> dict[str, Tensor]:
         """What the next batch will read, by parameter name, as DTensors sharded like the parameters."""

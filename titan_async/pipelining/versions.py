@@ -162,6 +162,11 @@ class Versions:
         self._weights.hold()
         self._buffers.hold()
 
+    def drop(self) -> None:
+        """Let the next batch read the module's values as they then are. No batch may be in flight."""
+        self._weights.drop()
+        self._buffers.drop()
+
     def next_values(self) -> dict[str, Tensor]:
         """What the next batch will read, by name: trainable parameters, and buffers of a `state_dict`."""
         return self._weights.next_weights() | self._buffers.next_values()

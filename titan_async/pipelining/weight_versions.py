@@ -156,6 +156,10 @@ class WeightVersions:
             self._held = self._master_version
             self.preserve(self._master_version)
 
+    def drop(self) -> None:
+        """Let the next batch read the masters as they then are. No batch may be in flight."""
+        self._held = None
+
     def next_weights(self) -> dict[str, Tensor]:
         """What the next batch will read, by parameter name: the held version itself, or a copy."""
         if self._held is None:

@@ -15,7 +15,7 @@ from torchtitan.trainer import Trainer
 
 from titan_async.errors import UserError
 from titan_async.planning.layout import Layout
-from titan_async.planning.step_time import StepTime
+from titan_async.planning.step_time import StepTime, run_seconds
 
 __all__ = ["NODE_SAVES", "RESTART_SECONDS", "Interruptions", "interruptions_of"]
 
@@ -77,7 +77,8 @@ def interruptions_of(
             f"with --mtbf {hours:g} a failure costs more ({lost / 3600:.2g} hours) than is between two: "
             "lower checkpoint.interval"
         )
-    seconds = (layout.steps * time.step_seconds + saves * save * blocking) / working
+    training = run_seconds(layout, time.step_seconds, time.synchronous_step_seconds)
+    seconds = (training + saves * save * blocking) / working
     return Interruptions(
         mtbf_hours=hours,
         interval_seconds=interval,

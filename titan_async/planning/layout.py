@@ -49,6 +49,8 @@ class Layout:
     """Whether stages run overlapped pairs."""
     steps: int
     """Optimizer updates of the whole run."""
+    synchronous_steps: int = 0
+    """Those at its start that drain the pipeline."""
     stages: tuple[tuple[str, ...], ...]
     """The names of the parts on each stage; see `titan_async.planning.parts`."""
 
@@ -83,8 +85,13 @@ class Layout:
             return (pp_rank, 2 * self.pp - 1 - pp_rank)
         return tuple(range(pp_rank, len(self.stages), self.pp))
 
-    def programs(self, microbatches: int, batches: int) -> list[list[Task]]:
+    def programs(self, microbatches: int, batches: int, drains: bool = False) -> list[list[Task]]:
         """What each rank of a pipeline does in so many batches of so many microbatches.
+
+        Args:
+            microbatches: of each batch.
+            batches: how many.
+            drains: whether they are of a synchronous start.
 
         Raises:
             ValueError: if the schedule does not go together with these numbers.
@@ -92,7 +99,7 @@ class Layout:
         schedule = self.schedule if self.pp > 1 else "1F1B"  # one stage knows no difference
         each = len(self.stages) // self.pp
         return schedule_programs(
-            schedule, self.pp, microbatches, batches, self.lookahead, self.passes, each, self.overlap
+            schedule, self.pp, microbatches, batches, self.lookahead, self.passes, each, self.overlap, drains
         )
 
 
@@ -130,6 +137,9 @@ def layout_of(config: Trainer.Config, world_size: int) -> Layout:
         lookahead=config.pipeline.lookahead if delays_gradients(parallelism) else 0,
         overlap=overlaps(config),
         steps=training.steps,
+        synchronous_steps=(
+            config.pipeline.resolved_synchronous_steps(training.steps) if delays_gradients(parallelism) else 0
+        ),
         stages=split_of(parallelism, len(config.model_spec.model.layers)),
     )
 

@@ -57,10 +57,16 @@ def _headlines(plan: Plan) -> list[str]:
         f"{layout.seq_len}{lookahead}{pairs}",
         f"{layout.schedule}: {_seconds(time.step_seconds)} a step, {time.tokens_per_second:,.0f} tokens/s, "
         f"MFU {time.mfu:.1%}: {time.days:.1f} days, {hours} GPU hours",
+        *_synchronous_start(plan),
         _interruptions(plan),
         *_receives(plan),
         *_overlap(plan),
     ]
+
+
+def _synchronous_start(plan: Plan) -> list[str]:
+    steps, seconds = plan.layout.synchronous_steps, plan.time.synchronous_step_seconds
+    return [f"  the first {steps:,} steps are synchronous: {_seconds(seconds)} each"] if steps else []
 
 
 def _interruptions(plan: Plan) -> str:

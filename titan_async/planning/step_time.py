@@ -29,6 +29,7 @@ __all__ = [
     "Receives",
     "StepTime",
     "receives_ahead",
+    "run_seconds",
     "seconds_by_receives",
     "stage_costs",
     "step_time",
@@ -48,12 +49,14 @@ class StepTime:
 
     schedule: str
     step_seconds: float
+    synchronous_step_seconds: float
+    """Of the steps of a synchronous start; as the others where there is none."""
     tokens_per_second: float
     mfu: float
     utilization: float
     bubble: float
     days: float
-    """To the end of the run, at this pace from its start."""
+    """To the end of the run, its synchronous start included."""
     accelerator_hours: float
     sent_bytes: dict[str, float]
     """By all ranks together in a step, by kind."""
@@ -95,7 +98,10 @@ def step_time(
     """
     costs = costs or stage_costs(config, layout, parts, cluster)
     timing = timing_of(config, layout, costs, cluster, config.pipeline.early_receives)
-    seconds = _step_seconds(layout, timing)
+    seconds = synchronous = _step_seconds(layout, timing)
+    if layout.synchronous_steps:
+        synchronous = _step_seconds(layout, timing, drains=True)
+    of_run = run_seconds(layout, seconds, synchronous)
     ranks_of_a_stage = layout.world_size // layout.pp
     forward_flops = sum(part.forward_flops for part in _used(layout, parts))
     model_flops = 3 * forward_flops * layout.microbatches * layout.data_parallel
@@ -110,15 +116,22 @@ def step_time(
     return StepTime(
         schedule=layout.schedule,
         step_seconds=seconds,
+        synchronous_step_seconds=synchronous,
         tokens_per_second=layout.tokens_per_step / seconds,
         mfu=model_flops / (seconds * peak * layout.world_size),
         utilization=busy / seconds,
         bubble=max(1 - (busy + outside) / seconds, 0.0),
-        days=seconds * layout.steps / _DAY,
-        accelerator_hours=seconds * layout.steps * layout.world_size / 3600,
+        days=of_run / _DAY,
+        accelerator_hours=of_run * layout.world_size / 3600,
         sent_bytes=sent,
         world_size=layout.world_size,
     )
+
+
+def run_seconds(layout: Layout, step_seconds: float, synchronous_step_seconds: float) -> float:
+    """All steps of a run, those of its synchronous start among them."""
+    delayed = layout.steps - layout.synchronous_steps
+    return delayed * step_seconds + layout.synchronous_steps * synchronous_step_seconds
 
 
 def seconds_by_receives(
@@ -174,19 +187,19 @@ def receives_ahead(
     return (1, 1) if receives == "always" else (0, 0)
 
 
-def _step_seconds(layout: Layout, timing: Timing) -> float:
+def _step_seconds(layout: Layout, timing: Timing, drains: bool = False) -> float:
     """A step by simulation. Of many microbatches all but the first and the last take the same time each."""
     short, long = 6 * layout.pp, 12 * layout.pp
     if layout.passes > 1 or layout.microbatches <= long or layout.microbatches % layout.pp:
-        return _simulated(layout, layout.microbatches, timing)
-    shorter, longer = (_simulated(layout, m, timing) for m in (short, long))
+        return _simulated(layout, layout.microbatches, timing, drains)
+    shorter, longer = (_simulated(layout, m, timing, drains) for m in (short, long))
     return longer + (layout.microbatches - long) * (longer - shorter) / (long - short)
 
 
-def _simulated(layout: Layout, microbatches: int, timing: Timing) -> float:
+def _simulated(layout: Layout, microbatches: int, timing: Timing, drains: bool) -> float:
     # A synchronous step begins where the one before has ended, everywhere; Async2BW takes some to settle.
-    batches = 6 if layout.delayed else 3
-    return simulate(layout.programs(microbatches, batches), timing).step_seconds
+    batches = 6 if layout.delayed and not drains else 3
+    return simulate(layout.programs(microbatches, batches, drains), timing).step_seconds
 
 
 def _used(layout: Layout, parts: Mapping[str, Part]) -> list[Part]:

@@ -103,7 +103,10 @@ def prepared(config: Trainer.Config, *, steps: int, folder: str) -> Trainer.Conf
         },
         "debug": {"seed": 0, "enable_structured_logging": False},
         # Ranks take turns, so that none can time what they have together.
-        "pipeline": {"balance": "layers"},
+        "pipeline": {
+            "balance": "layers",
+            "synchronous_steps": min(config.pipeline.resolved_synchronous_steps(config.training.steps), 1),
+        },
     }
     fields: dict[str, Any] = {
         name: dataclasses.replace(

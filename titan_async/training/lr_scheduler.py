@@ -5,7 +5,12 @@ from dataclasses import dataclass
 
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 
-__all__ = ["AsyncLRSchedulers"]
+__all__ = ["AsyncLRSchedulers", "share_of"]
+
+
+def share_of(steps: int, ratio: float) -> int:
+    """A share of the steps, rounded down."""
+    return int(round(steps * ratio, 6))  # 0.29 * 100 is 28.999999999999996
 
 
 class AsyncLRSchedulers(LRSchedulersContainer):
@@ -25,8 +30,7 @@ class AsyncLRSchedulers(LRSchedulersContainer):
             if self.warmup_steps is not None:
                 return self.warmup_steps
             steps = training_steps if self.total_steps is None else self.total_steps
-            # 0.29 * 100 is 28.999999999999996.
-            return int(round(steps * self.warmup_ratio, 6))
+            return share_of(steps, self.warmup_ratio)
 
         def build(  # type: ignore[override]
             self, *, optimizers: OptimizersContainer, training_steps: int

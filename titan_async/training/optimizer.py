@@ -212,6 +212,12 @@ class AsyncOptimizers(OptimizersContainer):
         self.found_inf = found_inf if honoured else None
         return honoured
 
+    def pause_feedback(self, paused: bool) -> None:
+        """Turn error feedback off, because gradients are not late, or on again with an empty history."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, Muon | ErrorFeedback):
+                optimizer.feedback_paused = paused
+
     def _drop_token_counts(self, *_: Any) -> None:
         """Before a step that is skipped forget how its batch's tokens were routed.
 

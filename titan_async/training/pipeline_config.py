@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from titan_async.training.lr_scheduler import share_of
+
 __all__ = ["PipelineConfig"]
 
 
@@ -28,9 +30,24 @@ class PipelineConfig:
     edge can hang if something waits for both devices. "auto" does so for all messages on the CPU, and on
     accelerators, if there is a lookahead, for activations from another host."""
 
+    synchronous_steps: int | None = None
+    """Steps at the start of training without delay, under Async2BW: each drains the pipeline, which costs the
+    bubble of 1F1B, and the next one reads the updated weights. Error feedback begins after them. "none" for
+    `synchronous_ratio` of all steps; a number takes its place."""
+
+    synchronous_ratio: float = 0.0
+    """Share of the steps (`training.steps`) that are synchronous, rounded down. Without effect where
+    `synchronous_steps` is a number."""
+
     overlap: bool = False
     """Whether a stage computes a forward and a backward together, each while the other's tokens travel
     between experts, under Async2BW. It hides the all-to-alls of experts that are spread over ranks
     (`parallelism.expert_parallel_degree`). With it stage r of d holds 2 (d - 1 - r) + 1 microbatches in
     flight instead of d - 1 - r, and while it computes such a pair one more, and a batch needs at least
     2 d - 1."""
+
+    def resolved_synchronous_steps(self, training_steps: int) -> int:
+        """The synchronous steps at the start of a run of so many under Async2BW."""
+        if self.synchronous_steps is not None:
+            return min(self.synchronous_steps, training_steps)
+        return share_of(training_steps, self.synchronous_ratio)

@@ -43,6 +43,7 @@ def record(trainer: "AsyncTrainer", first_step: int) -> tuple[Recording, Passing
             lookahead=config.pipeline.lookahead if trainer.delayed else 0,
             overlap=overlaps(config),
             stages=stages[0].num_stages if stages else 1,
+            synchronous_steps=trainer.synchronous_steps,
             tokens_per_step=config.training.seq_len * trainer.sequences_per_step,
         ),
         [stage.stage_index for stage in stages] or [0],

@@ -31,6 +31,8 @@ def start_notes(
             f"one stage: no delay, no feedback ({ASYNC_SCHEDULE} needs parallelism.pipeline_parallel_degree "
             "of at least 2)"
         )
+    if (line := _synchronous_start(config)) is not None:
+        notes.append(line)
     if (line := why_nothing_overlaps(config)) is not None:
         notes.append(line)
     if config.adopted and config.training.disable_cuda_graphs:
@@ -55,6 +57,20 @@ def start_notes(
             f"lr_scheduler.warmup_steps is {warmup}, but the schedule has {steps} steps: all are warm-up"
         )
     return notes
+
+
+def _synchronous_start(config: Trainer.Config) -> str | None:
+    """The line about a synchronous start after which, or without which, nothing is delayed."""
+    asked, steps = config.pipeline.synchronous_steps, config.training.steps
+    if delays_gradients(config.parallelism):
+        if asked is not None and asked > steps:
+            found = f"pipeline.synchronous_steps is {asked}, but the run has {steps} steps"
+            return f"{found}: all are synchronous"
+    elif config.pipeline.resolved_synchronous_steps(steps) and not is_async(config.parallelism):
+        name = "synchronous_ratio" if asked is None else "synchronous_steps"
+        schedule = config.parallelism.pipeline_parallel_schedule
+        return f"pipeline.{name} has no effect: under {schedule} every step is synchronous"
+    return None
 
 
 def _adam_without_feedback(config: Trainer.Config, names: Iterable[str]) -> bool:

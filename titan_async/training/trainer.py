@@ -119,6 +119,8 @@ class AsyncTrainer(Trainer):
         """Whether it includes the average of the weights; see `AsyncCheckpointer`."""
         self.was_delayed: bool | None = None
         """Whether the run of the checkpoint had a delay; None without one. See `AsyncCheckpointer`."""
+        steps = config.training.steps
+        self.synchronous_steps = config.pipeline.resolved_synchronous_steps(steps) if self.delayed else 0
         self.average = WeightAverage(self.model_parts, config.ema.decay) if config.ema.decay else None
         self.random_key = random_state.layout_key(self.parallel_dims, dist.get_rank(), self.device)
         pipelined = self.parallel_dims.pp_enabled
@@ -221,6 +223,8 @@ class AsyncTrainer(Trainer):
         if self.delayed:
             # The weights of the next batch, which a checkpoint holds too, are valid until now.
             self.checkpointer.maybe_wait_for_staging()
+        if self.delayed:
+            self._delay_updates(self.step > self.synchronous_steps)
         self.search.begin_batch()
         loss = torch.zeros(1, device=self.device)
         for number, microbatches in enumerate(groups):
@@ -235,6 +239,15 @@ class AsyncTrainer(Trainer):
         if pauses_after(self):  # for which the pipeline must be empty
             self._drain_and_update()
         return Trained(loss, valid_tokens, global_valid_tokens, rates)
+
+    def _delay_updates(self, late: bool) -> None:
+        """Let the gradients of the next batch come late or not, and correct for that or not."""
+        if late and self.step == self.synchronous_steps + 1 > 1:
+            line = f"step {self.step}: the synchronous start is over, updates are delayed from here on"
+            self._later.add(self.step, partial(self.reporter.say, line))
+        self.pp_schedule.delay_updates = late
+        if isinstance(self.optimizers, AsyncOptimizers):
+            self.optimizers.pause_feedback(not late)
 
     @property
     def _gradient_ready(self) -> bool:
@@ -383,6 +396,8 @@ class AsyncTrainer(Trainer):
         resumed = f", resumed at step {self._first_step}" if self._first_step else ""
         stages = self.config.parallelism.pipeline_parallel_degree
         how = f"{stages} stages under {self.config.parallelism.pipeline_parallel_schedule}"
+        if self.synchronous_steps > (self._first_step or 0):
+            how += f", synchronous up to step {self.synchronous_steps},"
         spec = self.config.model_spec
         self.reporter.say(
             f"training {spec.name} {spec.flavor} on {how if stages > 1 else 'one stage'}"

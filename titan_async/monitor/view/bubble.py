@@ -59,6 +59,7 @@ def simulated_bubble(
     microbatches: int,
     lookahead: int = 0,
     overlap: bool = False,
+    drains: bool = False,
 ) -> float | None:
     """The share of a rank's time in which it would not compute, the mean over ranks.
 
@@ -76,7 +77,9 @@ def simulated_bubble(
         update=[each.update for each in ranks],
     )
     try:
-        programs = schedule_programs(schedule, len(ranks), microbatches, _BATCHES, lookahead, overlap=overlap)
+        programs = schedule_programs(
+            schedule, len(ranks), microbatches, _BATCHES, lookahead, overlap=overlap, drains=drains
+        )
     except ValueError:
         return None
     return 1 - simulate(programs, timing).utilization

@@ -155,6 +155,8 @@ def _header(run: Snapshot, width: int) -> Text:
     info = run.info
     copies = len(info.ranks) // max(len(set(info.ranks)), 1)
     what = [info.schedule, _count(info.stages, "stage")] if info.stages > 1 else ["no pipeline"]
+    if run.is_synchronous:
+        what[0] += f" (synchronous up to step {info.synchronous_steps:,})"
     what += [f"{copies} copies"] if copies > 1 else []
     what += [_count(info.microbatches, "microbatch"), info.device]
     left = Text.assemble((clean(info.model), "bold"), "  " + ", ".join(map(clean, what)))

@@ -81,6 +81,11 @@ class Snapshot:
     entries: int
     """Of the journal so far: what curves and log change with."""
 
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether the next step is one of a synchronous start."""
+        return self.step < self.info.synchronous_steps
+
 
 class RunWatch:
     """Reads a run's files.
@@ -137,7 +142,7 @@ class RunWatch:
         stalls = [] if over or dead else find_stalls(going, self.info.stages)
         by_all = min((now.figures.step for now in ranks), default=0)
         step = max(self.history.step, self.info.first_step, by_all)
-        simulated, simulated_of_1f1b = self._simulate()
+        simulated, simulated_of_1f1b = self._simulate(drains=step < self.info.synchronous_steps)
         return Snapshot(
             info=self.info,
             status=self._status(going, over, dead, bool(stalls)),
@@ -212,7 +217,7 @@ class RunWatch:
             busy += [sum(known)] if len(known) == len(shares) else []
         return 1 - sum(busy) / len(busy) if busy else None
 
-    def _simulate(self) -> tuple[float | None, float | None]:
+    def _simulate(self, drains: bool) -> tuple[float | None, float | None]:
         now, info = time.monotonic(), self.info
         if now - self._simulated_at < _SIMULATE_EVERY:
             return self._simulated
@@ -222,7 +227,7 @@ class RunWatch:
         seconds = [each for each in measured if each is not None]
         if 2 <= len(seconds) == len(measured):
             shape = info.microbatches, info.lookahead, info.overlap
-            own = simulated_bubble(info.schedule, seconds, *shape)
+            own = simulated_bubble(info.schedule, seconds, *shape, drains)
             others = None if info.schedule == "1F1B" else simulated_bubble("1F1B", seconds, info.microbatches)
             self._simulated, self._simulated_at = (own, others), now
         return self._simulated
