@@ -19,7 +19,7 @@ import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.support import forks
-from titan_async.data import PackedDataset, Sample, TextSource, hub, open_documents, parquet, readers
+from titan_async.data import PackedDataset, Sample, TextSource, hub, open_documents, parquet, sources
 from titan_async.errors import UserError
 
 README = """\
@@ -101,7 +101,7 @@ def fineweb_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def fineweb(fineweb_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     stand_for_the_hub(fineweb_folder, monkeypatch)
-    monkeypatch.setattr(readers, "_SHUFFLE_BLOCK", 16)
+    monkeypatch.setattr(sources, "_SHUFFLE_BLOCK", 16)
     return fineweb_folder
 
 
@@ -376,7 +376,7 @@ def test_json_lines_are_streamed_by_datasets(
         records = [{"text": f"shard {shard} document {index}", "id": index} for index in range(50)]
         (tmp_path / f"{shard}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     stand_for_the_hub(tmp_path, monkeypatch)
-    monkeypatch.setattr(readers, "_SHUFFLE_BLOCK", 16)
+    monkeypatch.setattr(sources, "_SHUFFLE_BLOCK", 16)
     train = TextSource(dataset="owner/name", validation_fraction=0.2)
     validation = TextSource(dataset="owner/name", validation_fraction=0.2, split="validation")
     shares = [share(train, rank, world_size) for rank in range(world_size)]

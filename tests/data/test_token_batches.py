@@ -36,11 +36,6 @@ from titan_async.errors import UserError
 VOCABULARY = 2**16
 
 
-@pytest.fixture(autouse=True)
-def a_few_batches_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_batches, "_PAIRS_AT_ONCE", 100)
-
-
 def write_tokens(folder: Path, shards: list[list[list[int]]]) -> TextSource:
     """Token files of these documents."""
     folder.mkdir(exist_ok=True)
@@ -279,7 +274,6 @@ def test_going_on_opens_one_window(source: TextSource, monkeypatch: pytest.Monke
 
 
 def new_loader(path: str, rank: int, world_size: int, workers: int) -> StatefulDataLoader:
-    token_batches._PAIRS_AT_ONCE = 100
     source = TextSource(dataset="tokens", dataset_path=path)
     dataset = TokenBatches(source, seq_len=16, batch_size=2, rank=rank, world_size=world_size, infinite=True)
     return StatefulDataLoader(dataset, batch_size=None, num_workers=workers)
