@@ -32,7 +32,10 @@ Segment = tuple[npt.NDArray[np.integer], int, int]
 
 
 class SequenceDataset(IterableDataset[Sample]):
-    """What datasets of packed sequences have in common; see `PackedDataset` for the arguments."""
+    """What datasets of packed sequences have in common; see `PackedDataset` for the arguments.
+
+    A class that extends it opens a stream of documents, and iterates over `_sequences`.
+    """
 
     _identity: str
     """Of the data and their order, by `TextSource.identity`."""
@@ -44,6 +47,7 @@ class SequenceDataset(IterableDataset[Sample]):
         rank: int,
         world_size: int,
         infinite: bool,
+        min_samples: int,
         accept_changed_data: bool,
     ) -> None:
         if seq_len < 1:
@@ -52,7 +56,62 @@ class SequenceDataset(IterableDataset[Sample]):
         self._seq_len = seq_len
         self._rank, self._world_size = rank, world_size
         self._infinite = infinite
+        self._min_samples = min_samples
         self._accept_changed_data = accept_changed_data
+
+    def _start_epoch(self, documents: DocumentStream) -> None:
+        self._documents_state = documents.state_dict()
+        self._pairs_done = self._produced = 0
+
+    def _tokens_of(self, document: Any) -> npt.NDArray[np.integer]:
+        """The tokens of a document of the stream."""
+        return document
+
+    def _sequences(self, documents: DocumentStream) -> Iterator[list[Segment]]:
+        """This rank's sequences, from the position on; the position follows the sequence yielded last."""
+        documents.load_state_dict(self._documents_state)
+        if self._infinite:
+            yield from self._all_sequences(documents)
+            return
+        own: list[Segment] = []
+        for sequence in self._all_sequences(documents):
+            turn = (self._produced - 1) % self._world_size
+            if turn == self._rank:
+                own = sequence
+            # Held back until every rank has one; the state, too, is one of the round's end.
+            if turn == self._world_size - 1:
+                yield own
+        if self._produced // self._world_size < self._min_samples:
+            raise self._too_little(self._min_samples)
+        self._start_epoch(documents)
+
+    def _all_sequences(self, documents: DocumentStream) -> Iterator[list[Segment]]:
+        # At a sequence's end all that is left over belongs to the document read last. So the position
+        # before that document and the number of its pairs used up are the whole state.
+        segments: list[Segment] = []
+        room = self._seq_len
+        done = self._pairs_done
+        while True:
+            before = documents.state_dict()
+            for document in documents:
+                tokens = self._tokens_of(document)
+                pairs = len(tokens) - 1
+                while pairs - done >= room:
+                    segments.append((tokens, done, done + room))
+                    done += room
+                    self._documents_state, self._pairs_done = before, done
+                    self._produced += 1
+                    yield segments
+                    segments, room = [], self._seq_len
+                if done < pairs:
+                    segments.append((tokens, done, pairs))
+                    room -= pairs - done
+                done = 0
+                before = documents.state_dict()
+            if not self._infinite:
+                return
+            if self._produced == 0:
+                raise self._too_little(1)
 
     def _check_data(self, saved: str) -> None:
         """Refuse a position in data of another identity; local files may have changed if accepted."""
@@ -126,9 +185,8 @@ class PackedDataset(SequenceDataset):
         min_samples: int = 1,
         accept_changed_data: bool = False,
     ) -> None:
-        super().__init__(source, seq_len, rank, world_size, infinite, accept_changed_data)
+        super().__init__(source, seq_len, rank, world_size, infinite, min_samples, accept_changed_data)
         self._encode = encode
-        self._min_samples = min_samples
         # Opened here for its errors, and again in __iter__, which may run in a worker process.
         documents = self._open()
         self._identity = documents.identity
@@ -161,59 +219,15 @@ class PackedDataset(SequenceDataset):
         # Of all ranks and workers one is enough, and validation reads the same files again and again.
         is_first = self._rank == 0 and share_of_worker(0, 1)[0] == 0
         documents.empty.logs = is_first and self._source.split != "validation"
-        documents.load_state_dict(self._documents_state)
-        if self._infinite:
-            yield from self._samples(documents)
-            return
-        own: Sample | None = None
-        for sample in self._samples(documents):
-            turn = (self._produced - 1) % self._world_size
-            if turn == self._rank:
-                own = sample
-            # Held back until every rank has one; the state, too, is one of the round's end.
-            if turn == self._world_size - 1:
-                assert own is not None
-                yield own
-        if self._produced // self._world_size < self._min_samples:
-            raise self._too_little(self._min_samples)
-        self._start_epoch(documents)
+        yield from map(pack, self._sequences(documents))
+
+    def _tokens_of(self, document: str) -> npt.NDArray[np.integer]:
+        return np.asarray(self._encode(document), dtype=np.int64)
 
     def _open(self) -> DocumentStream:
         if self._infinite:
             return open_documents(self._source, rank=self._rank, world_size=self._world_size)
         return open_documents(self._source)
-
-    def _start_epoch(self, documents: DocumentStream) -> None:
-        self._documents_state = documents.state_dict()
-        self._pairs_done = self._produced = 0
-
-    def _samples(self, documents: DocumentStream) -> Iterator[Sample]:
-        # At a sample's end all that is left over belongs to the document read last. So the position
-        # before that document and the number of its pairs used up are the whole state.
-        segments: list[Segment] = []
-        room = self._seq_len
-        done = self._pairs_done
-        while True:
-            before = documents.state_dict()
-            for document in documents:
-                tokens = np.asarray(self._encode(document), dtype=np.int64)
-                pairs = len(tokens) - 1
-                while pairs - done >= room:
-                    segments.append((tokens, done, done + room))
-                    done += room
-                    self._documents_state, self._pairs_done = before, done
-                    self._produced += 1
-                    yield pack(segments)
-                    segments, room = [], self._seq_len
-                if done < pairs:
-                    segments.append((tokens, done, pairs))
-                    room -= pairs - done
-                done = 0
-                before = documents.state_dict()
-            if not self._infinite:
-                return
-            if self._produced == 0:
-                raise self._too_little(1)
 
 
 def pack(segments: list[Segment]) -> Sample:
