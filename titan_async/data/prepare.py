@@ -123,13 +123,9 @@ def prepare_tokens(
             if (path / INDEX).exists():
                 _check_settings(path, asdict(TokenFiles(path).index), settings)
             else:
-                shards = _resume(path, settings | {"shard_tokens": shard_tokens}, stream)
                 batches = _batches(stream, shard_tokens)
                 with contextlib.closing(_encoded(batches, tokenizer_folder, encoder, processes)) as encoded:
-                    _write_shards(
-                        path, settings | {"shard_tokens": shard_tokens}, shards, encoded, on_progress
-                    )
-                _finish(path, settings, shards)
+                    _write(path, settings, shard_tokens, stream, encoded, on_progress)
             return TokenFiles(path).index
     except OSError as error:
         raise UserError(
@@ -174,6 +170,30 @@ def _estimate(file: Path, text_column: str) -> int | None:
     return None
 
 
+def _write(
+    folder: Path,
+    settings: dict[str, Any],
+    shard_tokens: int,
+    stream: DocumentStream,
+    encoded: Iterator[tuple[_Tokens, Any]],
+    on_progress: Callable[[int, int], None],
+) -> None:
+    """Write all files that are not there yet, and the index, with which the folder can be read."""
+    progress = {"settings": settings | {"shard_tokens": shard_tokens}}
+    shards = _resume(folder, progress["settings"], stream)
+    for parts, position in _grouped(encoded, shard_tokens, _totals(shards), on_progress):
+        tokens, lengths = zip(*parts, strict=True)
+        ends = np.cumsum(np.concatenate(lengths))
+        shards.append(write_shard(folder, len(shards), np.concatenate(tokens), ends))
+        progress |= {"shards": [asdict(shard) for shard in shards], "position": position}
+        write_json(folder / PROGRESS, progress)
+    if not shards:
+        raise UserError("The text has no document, so that there is nothing to write: name other text.")
+    write_index(folder, TokenIndex(**settings, **_totals(shards), shards=tuple(shards)))
+    for left in (folder / PROGRESS, *folder.glob(".*.partial")):
+        left.unlink(missing_ok=True)
+
+
 def _resume(folder: Path, settings: dict[str, Any], stream: DocumentStream) -> list[Shard]:
     """The files that an interrupted call has written; the stream goes to where the next one begins."""
     if not (folder / PROGRESS).exists():
@@ -201,50 +221,31 @@ def _check_settings(folder: Path, there: dict[str, Any], settings: dict[str, Any
             )
 
 
-def _write_shards(
-    folder: Path,
-    settings: dict[str, Any],
-    shards: list[Shard],
+def _totals(shards: list[Shard]) -> dict[str, int]:
+    return {key: sum(getattr(shard, key) for shard in shards) for key in ("documents", "tokens")}
+
+
+def _grouped(
     encoded: Iterator[tuple[_Tokens, Any]],
+    shard_tokens: int,
+    done: dict[str, int],
     on_progress: Callable[[int, int], None],
-) -> None:
-    """Write all files that are not there yet, and add them to `shards`."""
-    documents, tokens = _totals(shards)
+) -> Iterator[tuple[list[_Tokens], Any]]:
+    """The batches of each file, with the position behind them."""
+    documents, tokens = done["documents"], done["tokens"]
     on_progress(documents, tokens)
     parts: list[_Tokens] = []
     position = None
-
-    def write(position: Any) -> None:
-        ends = np.cumsum(np.concatenate([lengths for _, lengths in parts]))
-        shards.append(write_shard(folder, len(shards), np.concatenate([part for part, _ in parts]), ends))
-        state = {"settings": settings, "shards": [asdict(shard) for shard in shards], "position": position}
-        write_json(folder / PROGRESS, state)
-        parts.clear()
-
     for part, position in encoded:
         parts.append(part)
         documents += part[1].size
         tokens += part[0].size
         on_progress(documents, tokens)
-        if sum(part.size for part, _ in parts) >= settings["shard_tokens"]:
-            write(position)
+        if sum(part[0].size for part in parts) >= shard_tokens:
+            yield parts, position
+            parts = []
     if parts:
-        write(position)
-    if not shards:
-        raise UserError("The text has no document, so that there is nothing to write: name other text.")
-
-
-def _finish(folder: Path, settings: dict[str, Any], shards: list[Shard]) -> None:
-    """Write the index, with which the folder can be read."""
-    documents, tokens = _totals(shards)
-    write_index(folder, TokenIndex(**settings, documents=documents, tokens=tokens, shards=tuple(shards)))
-    (folder / PROGRESS).unlink(missing_ok=True)
-    for rest in folder.glob(".*.partial"):
-        rest.unlink()
-
-
-def _totals(shards: list[Shard]) -> tuple[int, int]:
-    return sum(shard.documents for shard in shards), sum(shard.tokens for shard in shards)
+        yield parts, position
 
 
 def _batches(stream: DocumentStream, shard_tokens: int) -> Iterator[_Batch]:

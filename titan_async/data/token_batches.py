@@ -33,17 +33,12 @@ _FILES_TOGETHER = 8
 class TokenBatches(SequenceDataset):
     """Batches of packed sequences of one data-parallel rank, each of shape (batch_size, seq_len).
 
-    An infinite dataset gives each rank its own documents, epoch after epoch; a finite one is a single epoch,
-    whose sequences the ranks take by turns, so that all have equally many. See `PackedDataset`.
+    Ranks share documents or sequences as those of `PackedDataset` do, and both end and resume alike.
 
     Args:
         source: The folder, split and order: a source whose dataset is "tokens".
-        seq_len: Length of the sequences.
         batch_size: Sequences in a batch; what fills none is left out.
-        rank: This data-parallel rank, from 0.
-        world_size: Number of data-parallel ranks.
-        infinite: Whether to go on with the next epoch at an epoch's end.
-        accept_changed_data: Whether a position may be one in other files, or in more or fewer.
+        seq_len, rank, world_size, infinite, accept_changed_data: As of `PackedDataset`.
 
     Raises:
         UserError: As `TokenFiles`; and while iterating, when a file is corrupt, or when there is too little
