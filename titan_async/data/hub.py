@@ -19,7 +19,7 @@ from torch.utils.data import get_worker_info
 
 from titan_async.data.fingerprints import name_of_files
 from titan_async.data.parquet import ParquetReader, is_disconnection, reason_of
-from titan_async.data.readers import DocumentReader, Position, order_of, share_of_worker
+from titan_async.data.readers import DocumentReader, Position, share_of_worker
 from titan_async.data.records import EmptyRecords, no_column, text_of
 from titan_async.data.text_source import TextSource
 from titan_async.errors import UserError
@@ -48,15 +48,9 @@ def open_hub_reader(
     reader: DocumentReader
     if all(file.endswith(".parquet") for file in files):
         # `datasets` itself divides what it streams among a loader's workers.
-        rank, world_size = share_of_worker(rank, world_size)
+        share = share_of_worker(rank, world_size)
         reader = ParquetReader(
-            files=files,
-            text_column=source.text_column,
-            order=lambda epoch: order_of(len(files), source, epoch),
-            is_wanted=lambda index, row, text: _is_wanted(text, fraction, source),
-            rank=rank,
-            world_size=world_size,
-            empty=empty,
+            files, source, lambda index, row, text: _is_wanted(text, fraction, source), *share, empty
         )
     else:
         from datasets.distributed import split_dataset_by_node

@@ -21,8 +21,9 @@ from typing import IO
 import pyarrow
 import pyarrow.parquet
 
-from titan_async.data.readers import Position
+from titan_async.data.readers import Position, order_of
 from titan_async.data.records import EmptyRecords, cannot_read, no_column, text_of
+from titan_async.data.text_source import TextSource
 from titan_async.errors import UserError
 
 __all__ = ["ParquetReader", "count_rows", "is_disconnection", "read_rows", "reason_of"]
@@ -36,15 +37,14 @@ torchtitan's ranks give up waiting for each other."""
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class ParquetReader:
     """Reads one rank's share of the documents of an epoch."""
 
     files: Sequence[str]
     """Paths, or URLs as fsspec takes them (`hf://...`)."""
-    text_column: str
-    order: Callable[[int], Sequence[int]]
-    """The order of the files in an epoch, as indices."""
+    source: TextSource
+    """Text column and order."""
     is_wanted: Callable[[int, int, str], bool]
     """Whether the document of a file's index and a row, with that text, is of the split."""
     rank: int
@@ -57,7 +57,7 @@ class ParquetReader:
         Raises:
             UserError: A file can't be read or has no text in that column, or the connection is lost.
         """
-        order = self.order(epoch)
+        order = order_of(len(self.files), self.source, epoch)
         first = self.rank * len(order) // self.world_size
         end = -(-(self.rank + 1) * len(order) // self.world_size)
         # In data that have changed, it may be a position of `FilesReader`, which means nothing here.
@@ -85,7 +85,7 @@ class ParquetReader:
         attempts = 0
         while True:
             try:
-                for row, text in read_rows(file, self.text_column, stretch, start):
+                for row, text in read_rows(file, self.source.text_column, stretch, start):
                     yield row, text
                     start, attempts = row + 1, 0
                 return

@@ -123,18 +123,10 @@ def open_documents(source: TextSource, *, rank: int = 0, world_size: int = 1) ->
     if all(file.name.endswith(".parquet") for file in files):
         from titan_async.data.parquet import ParquetReader
 
-        validation = source.split == "validation"
-        reader = ParquetReader(
-            files=[str(file) for file in files],
-            text_column=source.text_column,
-            order=lambda epoch: order_of(len(files), source, epoch),
-            is_wanted=lambda index, row, text: (
-                validation == is_validation(index + row, source.validation_fraction)
-            ),
-            rank=share[0],
-            world_size=share[1],
-            empty=empty,
-        )
+        def is_wanted(index: int, row: int, text: str) -> bool:
+            return is_validation(index + row, source.validation_fraction) == (source.split == "validation")
+
+        reader = ParquetReader([str(file) for file in files], source, is_wanted, *share, empty)
     else:
         reader = FilesReader(files, sizes, source, *share, empty)
     fingerprints = functools.partial(fingerprints_of_files, files, sizes)

@@ -8,10 +8,9 @@ A folder of token files has
                                index behind each document's last token
     tokens-00001.safetensors   ... as many as there are
 
-Files are of safetensors because one holds both tensors, says what they are, has its data aligned so that it
-can be mapped as it lies, is read by libraries of several languages, and can hold nothing but numbers. NumPy's
-own .npy would take two files a shard, which a killed process can leave apart. tensordict's memory-mapped
-tensors were looked at too: a `MemoryMappedTensor` is a bare file without type or shape, and
+Files are of safetensors because one holds both tensors, says what they are, is mapped into memory by its
+library, and can hold nothing but numbers. NumPy's own .npy would take two files a shard, which a killed
+process can leave apart; a `MemoryMappedTensor` of tensordict is a bare file without type or shape, and
 `TensorDict.load_memmap` may unpickle what lies beside it.
 
 Whoever opens a folder checks that each file is there and as long as it should be. `verify` reads all of them.
