@@ -54,7 +54,7 @@ def do_harm(fault: Fault, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     trained: list[object] = []
     monkeypatch.setattr(AsyncTrainer, "train_step", trained.append)
     options = data._harm(fault, folder)
-    del options["kind"], options["pairs_at_once"], options["hub"]
+    del options["kind"], options["hub"]
     inject_data.install(0, **options)
     AsyncTrainer.train_step(trainer := object())  # type: ignore[arg-type]
     AsyncTrainer.train_step(trainer)  # type: ignore[arg-type]
@@ -100,7 +100,6 @@ def test_token_files_give_the_samples_of_the_text_and_are_harmed_too(
 ) -> None:
     folder = tmp_path / "tokens"
     prepare_tokens(source(whole), tokenizer(), folder, shard_tokens=6000)
-    monkeypatch.setattr("titan_async.data.token_batches._PAIRS_AT_ONCE", 1024)
     batches = iter(TokenBatches(source(folder, dataset="tokens"), seq_len=128, batch_size=1, infinite=True))
     reading = samples(whole)
     for _ in range(38 * 8):  # what the run reads, up to the middle of the longest document

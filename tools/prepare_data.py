@@ -16,8 +16,7 @@ import sys
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from titan_async.data.extent import estimate_documents
-from titan_async.data.prepare import SHARD_TOKENS, prepare_tokens
+from titan_async.data.prepare import SHARD_TOKENS, estimate_documents, prepare_tokens
 from titan_async.data.text_source import TextSource
 from titan_async.data.token_files import TokenFiles
 from titan_async.errors import UserError

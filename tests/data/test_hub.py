@@ -1,12 +1,9 @@
 """Hub datasets: a local folder laid out as FineWeb-Edu is stands for the hub."""
 
 import functools
-import hashlib
 import io
 import itertools
 import json
-import sys
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -18,8 +15,8 @@ import pyarrow.parquet
 import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.support import forks
-from titan_async.data import PackedDataset, Sample, TextSource, hub, open_documents, parquet, readers
+from tests.data.conftest import check_a_new_process_resumes
+from titan_async.data import PackedDataset, TextSource, hub, open_documents, parquet, sources
 from titan_async.errors import UserError
 
 README = """\
@@ -101,7 +98,7 @@ def fineweb_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def fineweb(fineweb_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     stand_for_the_hub(fineweb_folder, monkeypatch)
-    monkeypatch.setattr(readers, "_SHUFFLE_BLOCK", 16)
+    monkeypatch.setattr(sources, "_SHUFFLE_BLOCK", 16)
     return fineweb_folder
 
 
@@ -171,10 +168,10 @@ def test_resumes_before_any_document(fineweb: Path, shuffle: bool, rank: int, wo
     assert max(map(len, states)) < 60
 
 
-def new_loader(rank: int, world_size: int, workers: int) -> StatefulDataLoader:
-    source = TextSource(dataset="HuggingFaceFW/fineweb-edu")
+def new_loader(folder: str | Path, rank: int, world_size: int, workers: int) -> StatefulDataLoader:
+    stand_for_the_hub(Path(folder), pytest.MonkeyPatch())
     dataset = PackedDataset(
-        source,
+        TextSource(dataset="HuggingFaceFW/fineweb-edu"),
         lambda text: [0, *text.encode(), 0],
         seq_len=64,
         rank=rank,
@@ -184,48 +181,14 @@ def new_loader(rank: int, world_size: int, workers: int) -> StatefulDataLoader:
     return StatefulDataLoader(dataset, batch_size=4, num_workers=workers)
 
 
-def digests(batches: Iterator[Sample], count: int) -> list[str]:
-    return [
-        hashlib.sha256(
-            b"".join(rows.numpy().tobytes() for rows in (fields["input"], fields["positions"], labels))
-        ).hexdigest()
-        for fields, labels in itertools.islice(batches, count)
-    ]
-
-
-GO_ON = """
-    import json, sys
-    from pathlib import Path
-    import pytest
-    from tests.data.test_hub import digests, new_loader, stand_for_the_hub
-
-    stand_for_the_hub(Path(sys.argv[1]), pytest.MonkeyPatch())
-    for share, state in json.load(open(sys.argv[2])):
-        loader = new_loader(*share)
-        loader.load_state_dict(state)
-        print(json.dumps(digests(iter(loader), 40)))
-"""
-
-
 def test_a_new_process_goes_on_exactly(
     fineweb: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # the other process has blocks of the usual size
-    stand_for_the_hub(fineweb, monkeypatch)
+    monkeypatch.setattr(hub, "_load", hub._load)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", datasets.config.HF_DATASETS_CACHE)
     shares = [(0, 2, 0), (1, 2, 0), (3, 4, 2), (4, 5, 1)]
-    states, expected = [], []
-    for share_ in shares:
-        batches = iter(loader := new_loader(*share_))
-        for _ in range(11):
-            next(batches)
-        states.append(loader.state_dict())
-        expected.append(digests(batches, 40))
-        assert len(set(expected[-1])) == 40
-    (tmp_path / "states").write_text(json.dumps(list(zip(shares, states, strict=True))))
-    command = [sys.executable, "-c", textwrap.dedent(GO_ON), fineweb, tmp_path / "states"]
-    done = forks.run(command, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stderr
-    assert [json.loads(line) for line in done.stdout.splitlines()] == expected
+    check_a_new_process_resumes("test_hub", new_loader, fineweb, shares, tmp_path)
 
 
 def test_going_on_reads_a_row_group_or_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,7 +339,7 @@ def test_json_lines_are_streamed_by_datasets(
         records = [{"text": f"shard {shard} document {index}", "id": index} for index in range(50)]
         (tmp_path / f"{shard}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     stand_for_the_hub(tmp_path, monkeypatch)
-    monkeypatch.setattr(readers, "_SHUFFLE_BLOCK", 16)
+    monkeypatch.setattr(sources, "_SHUFFLE_BLOCK", 16)
     train = TextSource(dataset="owner/name", validation_fraction=0.2)
     validation = TextSource(dataset="owner/name", validation_fraction=0.2, split="validation")
     shares = [share(train, rank, world_size) for rank in range(world_size)]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tokenizers import Tokenizer
 
-from tests.data.conftest import jsonl_writer
+from tests.data.conftest import equal, jsonl_writer
 from tests.data.test_encoder import adds, make
 from titan_async.data import TextSource, plays, prepare_tokens, shakespeare_tokenizer_folder, sources
 from titan_async.errors import UserError
@@ -41,15 +41,6 @@ def build(
 ) -> TextDataLoader:
     return TextDataLoader.Config(**fields).build(
         dp_world_size=world_size, dp_rank=rank, tokenizer=tokenizer, seq_len=64, local_batch_size=4
-    )
-
-
-def equal(a: list[Batch], b: list[Batch]) -> bool:
-    return len(a) == len(b) and all(
-        torch.equal(x["input"], y["input"])
-        and torch.equal(x["positions"], y["positions"])
-        and torch.equal(labels, other)
-        for (x, labels), (y, other) in zip(a, b, strict=True)
     )
 
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
-from tests.data.test_loader import build, equal
+from tests.data.conftest import equal
+from tests.data.test_loader import build
 from titan_async.data import TextSource, open_documents, shakespeare_tokenizer_folder
 from titan_async.errors import UserError
 from titan_async.training.data import TextDataLoader

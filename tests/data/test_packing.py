@@ -7,21 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.data.conftest import equal
 from titan_async.data import PackedDataset, Sample, TextSource, open_documents
 from titan_async.errors import UserError
 
 
 def encode(text: str) -> list[int]:
     return [0, *text.encode(), 0]
-
-
-def equal(a: list[Sample], b: list[Sample]) -> bool:
-    return len(a) == len(b) and all(
-        torch.equal(x["input"], y["input"])
-        and torch.equal(x["positions"], y["positions"])
-        and torch.equal(labels, other)
-        for (x, labels), (y, other) in zip(a, b, strict=True)
-    )
 
 
 def pairs(samples: list[Sample]) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_async.data import TextSource, open_documents, readers
+from titan_async.data import TextSource, open_documents, sources
 from titan_async.data.plays import play_scenes
 from titan_async.data.readers import is_validation
 from titan_async.data.sources import DocumentStream
@@ -93,7 +93,7 @@ def test_another_seed_gives_another_order(folder: Path) -> None:
 
 @pytest.mark.parametrize("block", [1, 7, 1024])
 def test_resumes_before_any_document(folder: Path, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "_SHUFFLE_BLOCK", block)
+    monkeypatch.setattr(sources, "_SHUFFLE_BLOCK", block)
     for source in all_sources(folder)[1:]:
         stream = open_documents(source, rank=1, world_size=2)
         read: list[str] = []
@@ -114,7 +114,7 @@ def test_resumes_before_any_document(folder: Path, block: int, monkeypatch: pyte
 
 def test_blocks_cover_an_epoch_longer_than_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = one_epoch(TextSource(dataset_path=str(folder)))
-    monkeypatch.setattr(readers, "_SHUFFLE_BLOCK", 7)
+    monkeypatch.setattr(sources, "_SHUFFLE_BLOCK", 7)
     assert sorted(one_epoch(TextSource(dataset_path=str(folder)))) == sorted(whole)
 
 

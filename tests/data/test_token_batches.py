@@ -1,11 +1,8 @@
 """Batches from token files: the sequences that `PackedDataset` makes of the same text, exactly resumable."""
 
-import hashlib
 import itertools
 import json
 import os
-import sys
-import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.data.conftest import jsonl_writer
-from tests.support import forks
+from tests.data.conftest import check_a_new_process_resumes, jsonl_writer
 from titan_async.data import (
     DocumentEncoder,
     PackedDataset,
@@ -34,11 +30,6 @@ from titan_async.data.token_files import FORMAT, TokenIndex, write_index, write_
 from titan_async.errors import UserError
 
 VOCABULARY = 2**16
-
-
-@pytest.fixture(autouse=True)
-def a_few_batches_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_batches, "_PAIRS_AT_ONCE", 100)
 
 
 def write_tokens(folder: Path, shards: list[list[list[int]]]) -> TextSource:
@@ -218,18 +209,6 @@ def test_ranks_share_the_documents(source: TextSource, world_size: int, shuffle:
     assert max(documents) - min(documents) <= 3  # windows
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_finite_ranks_share_the_sequences_equally(source: TextSource, world_size: int) -> None:
-    whole = rows(TokenBatches(source, seq_len=20, batch_size=1))
-    shares = [
-        rows(TokenBatches(source, seq_len=20, batch_size=2, rank=rank, world_size=world_size))
-        for rank in range(world_size)
-    ]
-    assert {len(share) for share in shares} == {len(whole) // (2 * world_size) * 2}
-    together = [row for turn in zip(*shares, strict=True) for row in turn]
-    assert together == whole[: len(together)]
-
-
 def test_epochs_have_orders_of_their_own(tmp_path: Path) -> None:
     shards = some_shards(token_batches._FILES_TOGETHER + 2, 3)
     source = write_tokens(tmp_path, shards)
@@ -250,17 +229,6 @@ def test_documents_of_several_files_are_shuffled_together(source: TextSource) ->
     assert len(set(files[: len(files) // 4].tolist())) == token_batches._FILES_TOGETHER
 
 
-def test_splits_are_disjoint_and_cover_the_data(source: TextSource) -> None:
-    def split(name: str) -> list[tuple[int, int]]:
-        return pairs(
-            TokenBatches(replaced(source, split=name, validation_fraction=0.1), seq_len=1, batch_size=1)
-        )
-
-    train, validation = split("train"), split("validation")
-    assert sorted(train + validation) == sorted(pairs_of(some_shards()))
-    assert 0.05 < len(validation) / (len(train) + len(validation)) < 0.15
-
-
 def test_going_on_opens_one_window(source: TextSource, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = TokenBatches(source, seq_len=10, batch_size=2, infinite=True)
     for _ in itertools.islice(dataset, 50):
@@ -279,44 +247,14 @@ def test_going_on_opens_one_window(source: TextSource, monkeypatch: pytest.Monke
 
 
 def new_loader(path: str, rank: int, world_size: int, workers: int) -> StatefulDataLoader:
-    token_batches._PAIRS_AT_ONCE = 100
     source = TextSource(dataset="tokens", dataset_path=path)
     dataset = TokenBatches(source, seq_len=16, batch_size=2, rank=rank, world_size=world_size, infinite=True)
     return StatefulDataLoader(dataset, batch_size=None, num_workers=workers)
 
 
-def digests(batches: Iterator[Sample]) -> list[str]:
-    return [
-        hashlib.sha256(json.dumps(rows([batch])).encode()).hexdigest()
-        for batch in itertools.islice(batches, 60)
-    ]
-
-
-GO_ON = """
-    import json, sys
-    from tests.data.test_token_batches import digests, new_loader
-
-    for share, state in json.load(open(sys.argv[2])):
-        loader = new_loader(sys.argv[1], *share)
-        loader.load_state_dict(state)
-        print(json.dumps(digests(iter(loader))))
-"""
-
-
 def test_a_new_process_goes_on_exactly(source: TextSource, tmp_path: Path) -> None:
     shares = [(0, 1, 0), (1, 2, 2)]
-    states, expected = [], []
-    for share in shares:
-        batches = iter(loader := new_loader(source.dataset_path or "", *share))
-        for _ in range(11):
-            next(batches)
-        states.append(loader.state_dict())
-        expected.append(digests(batches))
-    (tmp_path / "states").write_text(json.dumps(list(zip(shares, states, strict=True))))
-    command = [sys.executable, "-c", textwrap.dedent(GO_ON), source.dataset_path, tmp_path / "states"]
-    done = forks.run(command, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stderr
-    assert [json.loads(line) for line in done.stdout.splitlines()] == expected
+    check_a_new_process_resumes("test_token_batches", new_loader, source.dataset_path, shares, tmp_path)
 
 
 def test_a_position_in_other_data_is_refused(source: TextSource, tmp_path: Path) -> None:

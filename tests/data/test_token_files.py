@@ -26,7 +26,7 @@ from titan_async.data import (
     prepare_tokens,
     shakespeare_tokenizer_folder,
 )
-from titan_async.data.extent import estimate_documents
+from titan_async.data.prepare import estimate_documents
 from titan_async.errors import UserError
 
 TOOL = Path(__file__).parents[2] / "tools" / "prepare_data.py"

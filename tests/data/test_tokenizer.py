@@ -14,18 +14,18 @@ from titan_async.data import (
     ensure_tokenizer,
     load_tokenizer,
     open_documents,
+    save_tokenizer,
     shakespeare_tokenizer_folder,
     train_tokenizer,
     unigram_cross_entropy,
     unigram_entropy,
 )
-from titan_async.data.tokenizer import train_shakespeare_tokenizer
 from titan_async.errors import UserError
 
 
 @pytest.mark.slow
 def test_shipped_tokenizer_is_what_training_gives(tmp_path: Path) -> None:
-    train_shakespeare_tokenizer(tmp_path)
+    save_tokenizer(train_tokenizer(open_documents(TextSource(shuffle=False))), tmp_path)
     names = sorted(file.name for file in tmp_path.iterdir())
     assert names == ["tokenizer.json", "tokenizer_config.json"]
     for name in names:

@@ -26,6 +26,7 @@ from titan_async.whole_files import read_json
 
 __all__ = ["DocumentEncoder", "adds_marks", "encode_plainly", "entries_of", "tokens_around"]
 
+_TOKEN_FIELDS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -143,16 +144,9 @@ def _special_tokens(config: dict[str, Any]) -> list[AddedToken]:
         content = _content(token)
         if content is None:
             continue
-        fields = token if isinstance(token, dict) else {}
-        tokens.append(
-            AddedToken(
-                content,
-                single_word=fields.get("single_word", False),
-                lstrip=fields.get("lstrip", False),
-                rstrip=fields.get("rstrip", False),
-                # torchtitan's defaults: a token that is described at all is normalized unless that is denied.
-                normalized=fields.get("normalized", bool(fields)),
-                special=fields.get("special", True),
-            )
-        )
+        given = token if isinstance(token, dict) else {}
+        # torchtitan's defaults: a token that is described at all is normalized unless that is denied.
+        fields = {"normalized": bool(given), "special": True}
+        fields |= {key: given[key] for key in _TOKEN_FIELDS if key in given}
+        tokens.append(AddedToken(content, **fields))
     return tokens

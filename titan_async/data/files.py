@@ -1,7 +1,7 @@
 """Data layer: documents of local files, read one at a time, with errors that name file and line.
 
 A `.txt` file is one document; one longer than 16384 characters is cut at blank lines into documents
-of about that length, so that a single large file can be shuffled, shared over ranks and divided into
+of about that length, so that a single large file can be shuffled, divided among ranks and split into
 training and validation. Every record of `.jsonl`, `.jsonl.gz` and `.parquet` is a document: its text
 column. Empty documents are left out.
 """
@@ -10,22 +10,13 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
 
+from titan_async.data.records import EmptyRecords, cannot_read, is_blank, no_column, text_of
 from titan_async.errors import UserError
 
-__all__ = [
-    "ACCEPTED_ENDINGS",
-    "cannot_read",
-    "find_files",
-    "no_column",
-    "not_utf8",
-    "read_documents",
-    "size_of",
-    "text_of",
-]
+__all__ = ["ACCEPTED_ENDINGS", "find_files", "read_documents", "size_of"]
 
 ACCEPTED_ENDINGS = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 
@@ -38,17 +29,14 @@ _LONGEST_LINE = 2**26
 _MOST_EMPTY = 2**18
 """Documents without text, one after the other, after which a file is taken for a bomb."""
 
-_MOST_NAMES = 20
-"""Columns that are named to a user who has named another one."""
-
 
 def find_files(path: str) -> list[Path]:
     """The file at `path`, or the files of accepted endings in that folder and below it, sorted.
 
-    In a folder, files of other endings and everything whose name starts with a dot are passed over.
+    In a folder, files of other endings and everything whose name starts with a dot are ignored.
 
     Raises:
-        UserError: nothing is there, the file's ending is not accepted, or the folder has no such file.
+        UserError: Nothing is there, the file's ending is not accepted, or the folder has no such file.
     """
     root = Path(os.path.expanduser(path))
     endings = ", ".join(ACCEPTED_ENDINGS)
@@ -75,27 +63,37 @@ def find_files(path: str) -> list[Path]:
     return files
 
 
+def size_of(file: Path) -> int:
+    """The size of a file in bytes.
+
+    Raises:
+        UserError: The file is gone.
+    """
+    try:
+        return file.stat().st_size
+    except OSError as error:
+        raise cannot_read(file, error) from error
+
+
 def read_documents(
-    file: Path, text_column: str, size: int | None = None, on_empty: Callable[[], None] = lambda: None
+    file: Path, text_column: str, size: int | None = None, empty: EmptyRecords | None = None
 ) -> Iterator[str]:
     """Yield the documents of one file in their order, without those that are empty.
 
     Args:
         file: A file of one of the accepted endings.
         text_column: Name of the column or key that holds the text; unused for `.txt`.
-        size: In bytes, if the file may not have changed since it had that size.
-        on_empty: Called for each record whose text is null, empty or blank.
+        size: In bytes, when the file was found; by default its size now.
+        empty: Counts the records without text.
 
     Raises:
-        UserError: The file can't be read, is corrupt, has no text in that column, or has another size.
+        UserError: The file can't be read, is corrupt, has no text in that column, or its size has changed.
     """
-    if size is None:
-        yield from _documents(file, text_column, on_empty)
-        return
+    size = size_of(file) if size is None else size
     # The last document is what is left of one if the file was cut meanwhile, so it has to wait.
     last: str | None = None
     try:
-        for document in _documents(file, text_column, on_empty):
+        for document in _documents(file, text_column, empty or EmptyRecords()):
             if last is not None:
                 yield last
             last = document
@@ -107,18 +105,6 @@ def read_documents(
         yield last
 
 
-def size_of(file: Path) -> int:
-    """The size of a file in bytes.
-
-    Raises:
-        UserError: The file is not there any more.
-    """
-    try:
-        return file.stat().st_size
-    except OSError as error:
-        raise cannot_read(file, error) from error
-
-
 def _check_size(file: Path, size: int) -> None:
     now = size_of(file)
     if now != size:
@@ -128,150 +114,95 @@ def _check_size(file: Path, size: int) -> None:
         )
 
 
-def _documents(file: Path, text_column: str, on_empty: Callable[[], None]) -> Iterator[str]:
+def _documents(file: Path, text_column: str, empty: EmptyRecords) -> Iterator[str]:
+    without_text = in_a_row = 0
     try:
-        if file.name.endswith(".parquet"):
-            documents = _parquet_documents(file, text_column, on_empty)
-        elif file.name.endswith(".txt"):
-            documents = _pieces(file)
-        else:
-            documents = _json_documents(file, text_column, on_empty)
-        empty = 0
-        for document in documents:
-            if document and not document.isspace():
-                empty = 0
-                yield document
-            elif (empty := empty + 1) > _MOST_EMPTY:
+        for text in _texts(file, text_column):
+            if text is not None and not is_blank(text):
+                in_a_row = 0
+                yield text
+                continue
+            without_text += text is None
+            in_a_row += 1
+            if in_a_row > _MOST_EMPTY:
                 raise UserError(
                     f"The data file {file} has {_MOST_EMPTY:,} empty documents in a row: remove them, or "
                     "leave that file out."
                 )
-    except UnicodeDecodeError as error:
-        raise not_utf8(_place_of_bytes(file), error) from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(
             f"The data file {file} is not a whole gzip file ({error}): fetch or compress it again."
         ) from error
     except OSError as error:
         raise cannot_read(file, error) from error
+    empty.count(str(file), without_text)
 
 
-def cannot_read(file: object, error: OSError) -> UserError:
-    """What to say of a file that the system refuses to give."""
-    reason = error.strerror or error
-    return UserError(f"The data file {file} can't be read ({reason}): check the file and its permissions.")
-
-
-def not_utf8(place: str, error: UnicodeDecodeError) -> UserError:
-    """What to say of a file, or a place in one, that is not encoded as text here is."""
-    return UserError(f"{place} is not UTF-8 text ({error.reason}): convert it to UTF-8.")
-
-
-def _place_of_bytes(file: Path) -> str:
-    """Where the first bytes are that are not UTF-8, of a file that has some."""
+def _texts(file: Path, text_column: str) -> Iterator[str | None]:
+    """The texts of a file, blank ones too; None is a record without one."""
+    if file.name.endswith(".txt"):
+        return _pieces(file)
     if not file.name.endswith(".parquet"):
-        # What was decoded came in blocks, which know nothing of lines.
-        with gzip.open(file) if file.name.endswith(".gz") else file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    line.decode()
-                except UnicodeDecodeError:
-                    return f"Line {number} of {file}"
-    return f"The data file {file}"
+        return _json_texts(file, text_column)
+    # Imported here because it takes longer than everything else in this file and few runs need it.
+    from titan_async.data.parquet import read_rows
+
+    return (text for _, text in read_rows(str(file), text_column, range))
 
 
-def _open_text(file: Path) -> IO[str]:
-    # The encoding also takes off the mark with which some editors begin a file.
-    if file.name.endswith(".gz"):
-        return gzip.open(file, "rt", encoding="utf-8-sig")
-    return file.open(encoding="utf-8-sig")
-
-
-def _lines(opened: IO[str], file: Path) -> Iterator[str]:
+def _lines(file: Path) -> Iterator[str]:
     """The lines of a file, of which none may take all of the memory."""
+    # The encoding also takes off the mark with which some editors begin a file.
+    options = {"encoding": "utf-8-sig", "errors": "surrogateescape"}
     number = 0
-    while line := opened.readline(_LONGEST_LINE):
-        number += 1
-        if len(line) == _LONGEST_LINE and not line.endswith("\n"):
-            raise UserError(
-                f"Line {number} of {file} has more than {_LONGEST_LINE:,} characters: break it up, or leave "
-                "that file out."
-            )
-        yield line
+    with gzip.open(file, "rt", **options) if file.name.endswith(".gz") else file.open(**options) as opened:
+        while line := opened.readline(_LONGEST_LINE):
+            number += 1
+            if len(line) == _LONGEST_LINE and not line.endswith("\n"):
+                raise UserError(
+                    f"Line {number} of {file} has more than {_LONGEST_LINE:,} characters: break it up, or "
+                    "leave that file out."
+                )
+            try:
+                if not line.isascii():
+                    line.encode("utf-8", "surrogateescape").decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"Line {number} of {file} is not UTF-8 text ({error.reason}): convert it to UTF-8."
+                ) from error
+            yield line
 
 
 def _pieces(file: Path) -> Iterator[str]:
     piece: list[str] = []
     length = 0
-    with _open_text(file) as opened:
-        for line in _lines(opened, file):
-            piece.append(line)
-            length += len(line)
-            if length >= 2 * _PIECE_LENGTH or (length >= _PIECE_LENGTH and line.isspace()):
-                yield "".join(piece)
-                piece, length = [], 0
+    for line in _lines(file):
+        piece.append(line)
+        length += len(line)
+        if length >= 2 * _PIECE_LENGTH or (length >= _PIECE_LENGTH and line.isspace()):
+            yield "".join(piece)
+            piece, length = [], 0
     yield "".join(piece)
 
 
-def _json_documents(file: Path, text_column: str, on_empty: Callable[[], None]) -> Iterator[str]:
-    with _open_text(file) as opened:
-        for number, line in enumerate(_lines(opened, file), start=1):
-            if line.isspace():
-                yield ""
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(
-                    f"Line {number} of {file} is not valid JSON ({error}): mend or remove that line."
-                ) from error
-            if not isinstance(record, dict):
-                raise UserError(
-                    f"Line {number} of {file} is not a JSON object: write one object with the key "
-                    f"{text_column!r} on each line."
-                )
-            if text_column not in record:
-                raise no_column(f"Line {number} of {file}", text_column, list(record))
-            text = text_of(record[text_column], f"line {number} of {file}", text_column, on_empty)
-            # Half a surrogate pair, which JSON can escape, is a string that no tokenizer takes.
-            yield text.encode("utf-8", "replace").decode() if "\\ud" in line.lower() else text
-
-
-def _parquet_documents(file: Path, text_column: str, on_empty: Callable[[], None]) -> Iterator[str]:
-    # Imported here because it takes longer than everything else in this file and few runs need it.
-    from titan_async.data.parquet import read_rows
-
-    for _, value in read_rows(str(file), text_column, range):
-        yield text_of(value, str(file), text_column, on_empty)
-
-
-def text_of(value: Any, place: str, text_column: str, on_empty: Callable[[], None]) -> str:
-    """The text that a record has, empty where it has none.
-
-    Args:
-        value: Of the record's column.
-        place: Names the record or its file.
-        text_column: Name of the column.
-        on_empty: Called if the text is null, empty or blank.
-
-    Raises:
-        UserError: It is something else than text.
-    """
-    text = "" if value is None else value
-    if not isinstance(text, str):
-        raise UserError(
-            f"The column {text_column!r} of {place} holds {type(value).__name__} instead of text: "
-            "set text_column to a column of text."
-        )
-    if not text or text.isspace():
-        on_empty()
-    return text
-
-
-def no_column(place: str, text_column: str, names: list[str]) -> UserError:
-    """What to say where a record or file lacks the column of text."""
-    return UserError(
-        f"{place} has no column {text_column!r}: set text_column to one of those there, "
-        f"{', '.join(map(repr, names[:_MOST_NAMES])) or 'of which there is none'}"
-        f"{' and others' if len(names) > _MOST_NAMES else ''}."
-    )
+def _json_texts(file: Path, text_column: str) -> Iterator[str | None]:
+    for number, line in enumerate(_lines(file), start=1):
+        if line.isspace():
+            yield ""
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(
+                f"Line {number} of {file} is not valid JSON ({error}): mend or remove that line."
+            ) from error
+        if not isinstance(record, dict):
+            raise UserError(
+                f"Line {number} of {file} is not a JSON object: write one object with the key "
+                f"{text_column!r} on each line."
+            )
+        if text_column not in record:
+            raise no_column(f"Line {number} of {file}", text_column, list(record))
+        text = text_of(record[text_column], f"line {number} of {file}", text_column)
+        # Half a surrogate pair, which JSON can escape, is a string that no tokenizer takes.
+        yield text.encode("utf-8", "replace").decode() if text and "\\ud" in line.lower() else text

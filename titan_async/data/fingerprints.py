@@ -7,12 +7,19 @@ change inside a long file that keeps the length.
 """
 
 import hashlib
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-__all__ = ["changed_files", "fingerprint_of", "fingerprints_of_files"]
+__all__ = [
+    "changed_files",
+    "fingerprint_of",
+    "fingerprint_of_texts",
+    "fingerprints_of_files",
+    "name_of_files",
+]
 
 _BLOCK = 2**16
 _BLOCKS = 16
@@ -20,20 +27,31 @@ _AT_ONCE = 16
 """Files that are read at the same time, since file systems of clusters take their time to answer."""
 
 
-def fingerprints_of_files(files: Sequence[Path], sizes: Sequence[int]) -> list[str]:
-    """The fingerprint of each file.
-
-    Args:
-        files: in the order in which they count.
-        sizes: of the files in bytes, when they were opened.
-    """
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return list(pool.map(_fingerprint, files, sizes))
+def name_of_files(names: Sequence[str]) -> str:
+    """A short name that tells these files from others."""
+    return f"{len(names)} files {zlib.crc32(chr(10).join(names).encode()):08x}"
 
 
 def fingerprint_of(name: str, size: int, digest: str) -> str:
     """The fingerprint of data whose content has this digest."""
     return f"{size} {digest} {name}"
+
+
+def fingerprint_of_texts(name: str, texts: Sequence[str]) -> list[str]:
+    """The fingerprint of texts in memory, in a list."""
+    content = "\0".join(texts).encode()
+    return [fingerprint_of(name, len(content), hashlib.blake2b(content, digest_size=8).hexdigest())]
+
+
+def fingerprints_of_files(files: Sequence[Path], sizes: Sequence[int]) -> list[str]:
+    """The fingerprint of each file.
+
+    Args:
+        files: In the order in which they count.
+        sizes: Of the files in bytes, when they were opened.
+    """
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return list(pool.map(_fingerprint, files, sizes))
 
 
 def changed_files(saved: Sequence[str], now: Sequence[str]) -> list[str]:
@@ -57,6 +75,6 @@ def _fingerprint(file: Path, size: int) -> str:
                 opened.seek(start)
                 digest.update(opened.read(_BLOCK))
     except OSError:
-        # A checkpoint is worth saving all the same; if the file is needed, a run that resumes says so.
+        # A checkpoint is worth saving all the same; if the file is needed, a run that resumes reports it.
         return fingerprint_of(file.name, size, "unreadable")
     return fingerprint_of(file.name, size, digest.hexdigest())

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_async.data.encoder import DocumentEncoder
+from titan_async.data.files import find_files, read_documents
+from titan_async.data.plays import play_scenes
 from titan_async.data.sources import DocumentStream, open_documents
 from titan_async.data.text_source import TextSource
 from titan_async.data.token_files import (
@@ -44,7 +46,7 @@ from titan_async.data.token_files import (
 from titan_async.errors import UserError
 from titan_async.whole_files import read_json, write_json
 
-__all__ = ["SHARD_TOKENS", "prepare_tokens"]
+__all__ = ["SHARD_TOKENS", "estimate_documents", "prepare_tokens"]
 
 SHARD_TOKENS = 2**26
 """Tokens of a file, about: 128 MiB where the vocabulary is small."""
@@ -55,6 +57,9 @@ _BATCH_CHARACTERS = 2**20
 _BATCH_DOCUMENTS = 1024
 _BATCHES_AHEAD = 4
 """Batches under way for each process."""
+
+_Batch = tuple[list[str], Any]
+"""Texts, and the stream's state behind them."""
 
 _Tokens = tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]
 """The tokens of some documents, end to end, and the length of each."""
@@ -114,14 +119,13 @@ def prepare_tokens(
     }
     path = Path(os.path.expanduser(folder))
     try:
-        is_new = not path.exists()
-        path.mkdir(parents=True, exist_ok=True)
-        with _locked(path, is_new):
-            work = _Work(path, {**settings, "shard_tokens": shard_tokens}, stream)
-            if not work.is_finished:
-                with _encoding(tokenizer_folder, encoder, processes) as encode:
-                    work.run(encode, on_progress)
-                work.finish(settings)
+        with _locked(path):
+            if (path / INDEX).exists():
+                _check_settings(path, asdict(TokenFiles(path).index), settings)
+            else:
+                batches = _batches(stream, shard_tokens)
+                with contextlib.closing(_encoded(batches, tokenizer_folder, encoder, processes)) as encoded:
+                    _write(path, settings, shard_tokens, stream, encoded, on_progress)
             return TokenFiles(path).index
     except OSError as error:
         raise UserError(
@@ -129,99 +133,119 @@ def prepare_tokens(
         ) from error
 
 
-class _Work:
-    """The state of a folder in the making."""
+def estimate_documents(source: TextSource) -> int | None:
+    """About as many documents as a source has in all its splits here; None where that is not known.
 
-    def __init__(self, folder: Path, settings: dict[str, Any], stream: DocumentStream) -> None:
-        self._folder, self._settings, self._stream = folder, settings, stream
-        self._shards: list[Shard] = []
-        self.is_finished = (folder / INDEX).exists()
-        if self.is_finished:
-            index = TokenFiles(folder).index
-            self._check({key: getattr(index, key, settings[key]) for key in settings})
-        elif (folder / PROGRESS).exists():
-            try:
-                progress = read_json(folder / PROGRESS)
-                self._check(progress["settings"])
-                self._shards = list(shards_of(progress["shards"]))
-                stream.load_state_dict(progress["position"])
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                if isinstance(error, UserError):
-                    raise
-                raise UserError(
-                    f"The file {folder / PROGRESS} can't be read ({error}): delete the folder and start "
-                    "again."
-                ) from error
+    Raises:
+        UserError: As `open_documents`.
+    """
+    if source.is_on_hub:
+        from titan_async.data.hub import files_of_split
+        from titan_async.data.parquet import count_rows
 
-    def run(
-        self, encode: Callable[[Iterator["_Batch"]], Iterator["_Encoded"]], report: Callable[[int, int], None]
-    ) -> None:
-        """Write all files that are not there yet."""
-        documents = sum(shard.documents for shard in self._shards)
-        tokens = sum(shard.tokens for shard in self._shards)
-        report(documents, tokens)
-        done: list[_Tokens] = []
-        size = 0
-        position = None
-        for result in encode(_batches(self._stream, self._settings["shard_tokens"])):
-            done.append(result.tokens)
-            size += result.tokens[0].size
-            documents += result.tokens[1].size
-            tokens += result.tokens[0].size
-            position = result.position
-            report(documents, tokens)
-            if size >= self._settings["shard_tokens"]:
-                self._write(done, position)
-                done, size = [], 0
-        if done:
-            self._write(done, position)
-        if not self._shards:
-            raise UserError("The text has no document, so that there is nothing to write: name other text.")
-
-    def finish(self, settings: dict[str, Any]) -> None:
-        """Write the index, with which the folder can be read."""
-        index = TokenIndex(
-            **settings,
-            documents=sum(shard.documents for shard in self._shards),
-            tokens=sum(shard.tokens for shard in self._shards),
-            shards=tuple(self._shards),
-        )
-        write_index(self._folder, index)
-        (self._folder / PROGRESS).unlink(missing_ok=True)
-        for rest in self._folder.glob(".*.partial"):
-            rest.unlink()
-
-    def _write(self, parts: list[_Tokens], position: Any) -> None:
-        tokens = np.concatenate([tokens for tokens, _ in parts])
-        ends = np.cumsum(np.concatenate([lengths for _, lengths in parts]))
-        self._shards.append(write_shard(self._folder, len(self._shards), tokens, ends))
-        progress = {
-            "settings": self._settings,
-            "shards": [asdict(shard) for shard in self._shards],
-            "position": position,
-        }
-        write_json(self._folder / PROGRESS, progress)
-
-    def _check(self, there: dict[str, Any]) -> None:
-        for key, value in self._settings.items():
-            if there.get(key) != value:
-                raise UserError(
-                    f"The folder {self._folder} holds token files whose {key} is {there.get(key)!r}, not "
-                    f"{value!r}: name another folder, or delete that one."
-                )
+        _, urls, _ = files_of_split(source)
+        # Its files are about equally long, and each would be a request.
+        return len(urls) * count_rows(urls[0]) if all(url.endswith(".parquet") for url in urls) else None
+    if source.local_path is None:
+        return len(play_scenes())
+    counts = [_estimate(file, source.text_column) for file in find_files(source.local_path)]
+    return None if None in counts else sum(count for count in counts if count is not None)
 
 
-@dataclass(slots=True)
-class _Batch:
-    texts: list[str]
-    position: Any
-    """The stream's state behind these documents."""
+def _estimate(file: Path, text_column: str) -> int | None:
+    size = file.stat().st_size
+    if file.suffix == ".parquet":
+        from titan_async.data.parquet import count_rows
+
+        return count_rows(str(file))
+    if file.suffix == ".jsonl":
+        with file.open("rb") as opened:
+            beginning = opened.read(2**20)
+        lines = beginning.count(b"\n") + (not beginning.endswith(b"\n"))
+        return lines if len(beginning) == size else round(lines * size / len(beginning))
+    if file.suffix == ".txt":
+        # Cut into pieces of one length.
+        first = next(read_documents(file, text_column), "")
+        return max(1, round(size / max(len(first.encode()), 1)))
+    return None
 
 
-@dataclass(slots=True)
-class _Encoded:
-    tokens: _Tokens
-    position: Any
+def _write(
+    folder: Path,
+    settings: dict[str, Any],
+    shard_tokens: int,
+    stream: DocumentStream,
+    encoded: Iterator[tuple[_Tokens, Any]],
+    on_progress: Callable[[int, int], None],
+) -> None:
+    """Write all files that are not there yet, and the index, with which the folder can be read."""
+    progress = {"settings": settings | {"shard_tokens": shard_tokens}}
+    shards = _resume(folder, progress["settings"], stream)
+    for parts, position in _grouped(encoded, shard_tokens, _totals(shards), on_progress):
+        tokens, lengths = zip(*parts, strict=True)
+        ends = np.cumsum(np.concatenate(lengths))
+        shards.append(write_shard(folder, len(shards), np.concatenate(tokens), ends))
+        progress |= {"shards": [asdict(shard) for shard in shards], "position": position}
+        write_json(folder / PROGRESS, progress)
+    if not shards:
+        raise UserError("The text has no document, so that there is nothing to write: name other text.")
+    write_index(folder, TokenIndex(**settings, **_totals(shards), shards=tuple(shards)))
+    for left in (folder / PROGRESS, *folder.glob(".*.partial")):
+        left.unlink(missing_ok=True)
+
+
+def _resume(folder: Path, settings: dict[str, Any], stream: DocumentStream) -> list[Shard]:
+    """The files that an interrupted call has written; the stream goes to where the next one begins."""
+    if not (folder / PROGRESS).exists():
+        return []
+    try:
+        progress = read_json(folder / PROGRESS)
+        _check_settings(folder, progress["settings"], settings)
+        shards = shards_of(progress["shards"])
+        stream.load_state_dict(progress["position"])
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"The file {folder / PROGRESS} can't be read ({error}): delete the folder and start again."
+        ) from error
+    return list(shards)
+
+
+def _check_settings(folder: Path, there: dict[str, Any], settings: dict[str, Any]) -> None:
+    for key, value in settings.items():
+        if there.get(key) != value:
+            raise UserError(
+                f"The folder {folder} holds token files whose {key} is {there.get(key)!r}, not "
+                f"{value!r}: name another folder, or delete that one."
+            )
+
+
+def _totals(shards: list[Shard]) -> dict[str, int]:
+    return {key: sum(getattr(shard, key) for shard in shards) for key in ("documents", "tokens")}
+
+
+def _grouped(
+    encoded: Iterator[tuple[_Tokens, Any]],
+    shard_tokens: int,
+    done: dict[str, int],
+    on_progress: Callable[[int, int], None],
+) -> Iterator[tuple[list[_Tokens], Any]]:
+    """The batches of each file, with the position behind them."""
+    documents, tokens = done["documents"], done["tokens"]
+    on_progress(documents, tokens)
+    parts: list[_Tokens] = []
+    position = None
+    for part, position in encoded:
+        parts.append(part)
+        documents += part[1].size
+        tokens += part[0].size
+        on_progress(documents, tokens)
+        if sum(part[0].size for part in parts) >= shard_tokens:
+            yield parts, position
+            parts = []
+    if parts:
+        yield parts, position
 
 
 def _batches(stream: DocumentStream, shard_tokens: int) -> Iterator[_Batch]:
@@ -233,10 +257,39 @@ def _batches(stream: DocumentStream, shard_tokens: int) -> Iterator[_Batch]:
         texts.append(text)
         characters += len(text)
         if characters >= min(_BATCH_CHARACTERS, shard_tokens) or len(texts) == _BATCH_DOCUMENTS:
-            yield _Batch(texts, stream.state_dict())
+            yield texts, stream.state_dict()
             texts, characters = [], 0
     if texts:
-        yield _Batch(texts, stream.state_dict())
+        yield texts, stream.state_dict()
+
+
+def _encoded(
+    batches: Iterator[_Batch], folder: str | os.PathLike[str], encoder: DocumentEncoder, processes: int
+) -> Iterator[tuple[_Tokens, Any]]:
+    """The tokens of batches, in order, each with its position; in as many processes."""
+    if processes == 1:
+        for texts, position in batches:
+            yield _tokens_of(encoder, texts), position
+        return
+    context = multiprocessing.get_context("forkserver")
+    # Imported once instead of by each process.
+    context.set_forkserver_preload([__name__])
+    pool = ProcessPoolExecutor(processes, context, _start_worker, (str(folder),))
+    pending: deque[tuple[Future[_Tokens], Any]] = deque()
+    try:
+        for batch in itertools.chain(batches, [None]):
+            if batch is not None:
+                pending.append((pool.submit(_encode_in_worker, batch[0]), batch[1]))
+            while pending and (batch is None or len(pending) > processes * _BATCHES_AHEAD):
+                future, position = pending.popleft()
+                yield future.result(), position
+    except BrokenProcessPool as error:
+        raise UserError(
+            "A process that tokenizes has ended, perhaps for want of memory: start again with fewer "
+            "processes, and it goes on where it stopped."
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _tokens_of(encoder: DocumentEncoder, texts: list[str]) -> _Tokens:
@@ -245,41 +298,6 @@ def _tokens_of(encoder: DocumentEncoder, texts: list[str]) -> _Tokens:
     lengths = np.array([tokens.size for tokens in documents], dtype=np.int64)
     dtype = np.uint16 if token_dtype(encoder.vocab_size) == "U16" else np.uint32
     return np.concatenate(documents or [np.empty(0, dtype=np.uint32)]).astype(dtype), lengths
-
-
-@contextlib.contextmanager
-def _encoding(
-    folder: str | os.PathLike[str], encoder: DocumentEncoder, processes: int
-) -> Iterator[Callable[[Iterator[_Batch]], Iterator[_Encoded]]]:
-    """A function that tokenizes batches in order, in as many processes."""
-    if processes == 1:
-        yield lambda batches: (
-            _Encoded(_tokens_of(encoder, batch.texts), batch.position) for batch in batches
-        )
-        return
-    context = multiprocessing.get_context("forkserver")
-    # Imported once instead of by each process.
-    context.set_forkserver_preload([__name__])
-    pool = ProcessPoolExecutor(processes, context, _start_worker, (str(folder),))
-
-    def encode(batches: Iterator[_Batch]) -> Iterator[_Encoded]:
-        pending: deque[tuple[Future[_Tokens], Any]] = deque()
-        for batch in itertools.chain(batches, [None]):
-            if batch is not None:
-                pending.append((pool.submit(_encode_in_worker, batch.texts), batch.position))
-            while pending and (batch is None or len(pending) > processes * _BATCHES_AHEAD):
-                future, position = pending.popleft()
-                yield _Encoded(future.result(), position)
-
-    try:
-        yield encode
-    except BrokenProcessPool as error:
-        raise UserError(
-            "A process that tokenizes has ended, perhaps for want of memory: start again with fewer "
-            "processes, and it goes on where it stopped."
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 _encoder: DocumentEncoder | None = None
@@ -310,7 +328,10 @@ def _encode_in_worker(texts: list[str]) -> _Tokens:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, is_new: bool) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
+    """Make the folder, and lock it; one in which nothing was written is removed again."""
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
     # The lock is the open file's, and ends with the process however that ends.
     lock = folder / ".lock"
     with lock.open("w") as file:
@@ -323,7 +344,7 @@ def _locked(folder: Path, is_new: bool) -> Iterator[None]:
         try:
             yield
         finally:
-            if {file.name for file in folder.iterdir()} == {lock.name}:  # nothing came of it
+            if list(folder.iterdir()) == [lock]:
                 with contextlib.suppress(OSError):
                     lock.unlink()
                     if is_new:

@@ -1,36 +1,30 @@
 """Data layer: the documents a run trains on, as one stream whose position can be saved.
 
-`open_documents` turns a `TextSource` (what the user named) into a `DocumentStream`. Behind the stream
-stands a reader, of which there are five: plays in memory, local files, parquet files (local ones or those of
-the Hugging Face hub), other datasets of the hub, and functions of the user.
+`open_documents` turns a `TextSource` (what the user named) into a `DocumentStream` over a reader, of which
+there are five: plays in memory, local files, parquet files (local ones or those of the Hugging Face hub),
+other datasets of the hub, and functions of the user.
 """
 
 import functools
-import hashlib
-import zlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_async.data.empty_records import EmptyRecords
-from titan_async.data.files import find_files, size_of
-from titan_async.data.fingerprints import fingerprint_of, fingerprints_of_files
-from titan_async.data.own_source import FunctionReader
+from titan_async.data.files import find_files, read_documents, size_of
+from titan_async.data.fingerprints import fingerprint_of_texts, fingerprints_of_files, name_of_files
+from titan_async.data.function_source import FunctionReader
 from titan_async.data.plays import play_scenes
-from titan_async.data.readers import (
-    DocumentReader,
-    FilesReader,
-    MemoryReader,
-    Position,
-    is_validation,
-    order_of,
-    share_of_worker,
-    shuffled,
-)
-from titan_async.data.text_source import TextSource, check_split, identity_of
+from titan_async.data.readers import DocumentReader, Position, is_validation, order_of, share_of_worker
+from titan_async.data.records import EmptyRecords
+from titan_async.data.text_source import TextSource
 from titan_async.errors import UserError
 
-__all__ = ["DocumentStream", "name_of_files", "open_documents"]
+__all__ = ["DocumentStream", "open_documents"]
+
+_SHUFFLE_BLOCK = 1024
+"""Documents read ahead and shuffled together where there are too many to hold them all."""
 
 
 class DocumentStream:
@@ -106,56 +100,113 @@ def open_documents(source: TextSource, *, rank: int = 0, world_size: int = 1) ->
             f"The token files in {source.dataset_path} hold no text: name the text that they were made from."
         )
     empty = EmptyRecords()
-    if source.function is not None:
-        check_split(source)
-        shares = share_of_worker(rank, world_size)
-        whole = f"{source.shown}, {source.split} with validation_fraction {source.validation_fraction}"
-        return DocumentStream(FunctionReader(source, *shares), whole)
-    if source.local_path is None and source.dataset != "shakespeare":
+    reader: DocumentReader
+    if source.is_on_hub:
         from titan_async.data.hub import open_hub_reader
 
         reader, name = open_hub_reader(source, rank, world_size, empty)
-        return DocumentStream(shuffled(reader, source), identity_of(source, name), empty=empty)
-
-    check_split(source)
-    rank, world_size = share_of_worker(rank, world_size)
+        return DocumentStream(_shuffled(reader, source), source.identity(name), empty=empty)
+    source.check_split()
+    share = share_of_worker(rank, world_size)
+    if source.function is not None:
+        return DocumentStream(FunctionReader(source, *share), source.identity(source.shown))
     if source.local_path is None:
-        in_memory = MemoryReader(play_scenes(), source, rank, world_size)
-        return DocumentStream(in_memory, identity_of(source, "shakespeare"), _fingerprints_of_plays)
+        scenes = play_scenes()
+        fingerprint = functools.partial(fingerprint_of_texts, "shakespeare", scenes)
+        return DocumentStream(
+            MemoryReader(scenes, source, *share), source.identity("shakespeare"), fingerprint
+        )
     files = find_files(source.local_path)
+    sizes = [size_of(file) for file in files]
     # Paths may move between saving and loading, the files in them may not change.
-    name = name_of_files([file.name for file in files])
-    fingerprints = functools.partial(fingerprints_of_files, files, [size_of(file) for file in files])
-    files_reader = _open_files(files, source, rank, world_size, empty)
-    return DocumentStream(shuffled(files_reader, source), identity_of(source, name), fingerprints, empty)
+    identity = source.identity(name_of_files([file.name for file in files]))
+    if all(file.name.endswith(".parquet") for file in files):
+        from titan_async.data.parquet import ParquetReader
+
+        def is_wanted(index: int, row: int, text: str) -> bool:
+            return is_validation(index + row, source.validation_fraction) == (source.split == "validation")
+
+        reader = ParquetReader([str(file) for file in files], source, is_wanted, *share, empty)
+    else:
+        reader = FilesReader(files, sizes, source, *share, empty)
+    fingerprints = functools.partial(fingerprints_of_files, files, sizes)
+    return DocumentStream(_shuffled(reader, source), identity, fingerprints, empty)
 
 
-def _fingerprints_of_plays() -> list[str]:
-    text = "\0".join(play_scenes()).encode()
-    return [fingerprint_of("shakespeare", len(text), hashlib.blake2b(text, digest_size=8).hexdigest())]
+class MemoryReader:
+    """Documents in memory, of which each epoch takes a permutation. A position is the documents done."""
+
+    def __init__(self, documents: Sequence[str], source: TextSource, rank: int, world_size: int) -> None:
+        wanted = source.split == "validation"
+        self._documents = [
+            document
+            for index, document in enumerate(documents)
+            if is_validation(index, source.validation_fraction) == wanted
+        ]
+        self._source = source
+        self._rank, self._world_size = rank, world_size
+
+    def read(self, epoch: int, position: Position) -> Iterator[tuple[str, Position]]:
+        order = order_of(len(self._documents), self._source, epoch)[self._rank :: self._world_size]
+        for index in range(position or 0, len(order)):
+            yield self._documents[order[index]], index + 1
 
 
-def name_of_files(names: Sequence[str]) -> str:
-    """A short name that tells these files from others."""
-    return f"{len(names)} files {zlib.crc32(chr(10).join(names).encode()):08x}"
+@dataclass(slots=True)
+class FilesReader:
+    """Local files, in an order of their own in each epoch; their documents in the order they have.
+
+    A position is [files done, documents of the next file done, documents of the split so far].
+    """
+
+    files: list[Path]
+    sizes: list[int]
+    """In bytes, when the files were found."""
+    source: TextSource
+    rank: int
+    world_size: int
+    empty: EmptyRecords
+
+    def read(self, epoch: int, position: Position) -> Iterator[tuple[str, Position]]:
+        source = self.source
+        wanted = source.split == "validation"
+        # In data that have changed, it may be a position of `ParquetReader`, which means nothing here.
+        done, skip, count = position if position and len(position) == 3 else (0, 0, 0)
+        for number, index in enumerate(order_of(len(self.files), source, epoch)[done:], start=done):
+            documents = read_documents(self.files[index], source.text_column, self.sizes[index], self.empty)
+            # Counting from the file's own index spreads the choice over many short files, and
+            # makes it independent of the order in which an epoch reads them.
+            for document_index, document in enumerate(documents):
+                if document_index < skip or wanted != is_validation(
+                    int(index) + document_index, source.validation_fraction
+                ):
+                    continue
+                count += 1
+                if (count - 1) % self.world_size == self.rank:
+                    yield document, [number, document_index + 1, count]
+            skip = 0
 
 
-def _open_files(
-    files: list[Path], source: TextSource, rank: int, world_size: int, empty: EmptyRecords
-) -> DocumentReader:
-    if not all(file.name.endswith(".parquet") for file in files):
-        return FilesReader(files, source, rank, world_size, empty)
-    from titan_async.data.parquet import ParquetReader
+@dataclass(slots=True)
+class _BlockShuffledReader:
+    """Shuffles the documents of another reader within blocks of so many.
 
-    validation = source.split == "validation"
-    return ParquetReader(
-        [str(file) for file in files],
-        text_column=source.text_column,
-        order=lambda epoch: order_of(len(files), source, epoch),
-        is_wanted=lambda index, row, text: (
-            validation == is_validation(index + row, source.validation_fraction)
-        ),
-        rank=rank,
-        world_size=world_size,
-        empty=empty,
-    )
+    A position is [position of the block's start, blocks before it, documents of it done]. Loading
+    one reads the block again, so that, unlike a shuffle buffer, it loses nothing.
+    """
+
+    reader: DocumentReader
+    source: TextSource
+
+    def read(self, epoch: int, position: Position) -> Iterator[tuple[str, Position]]:
+        start, number, done = position or (None, 0, 0)
+        documents = self.reader.read(epoch, start)
+        while block := list(itertools.islice(documents, _SHUFFLE_BLOCK)):
+            order = order_of(len(block), self.source, epoch, number)
+            for index in range(done, len(block)):
+                yield block[order[index]][0], [start, number, index + 1]
+            start, number, done = block[-1][1], number + 1, 0
+
+
+def _shuffled(reader: DocumentReader, source: TextSource) -> DocumentReader:
+    return _BlockShuffledReader(reader, source) if source.shuffle else reader

@@ -10,7 +10,7 @@ from typing import Any
 from titan_async.data.files import ACCEPTED_ENDINGS
 from titan_async.errors import UserError
 
-__all__ = ["TextSource", "check_split", "identity_of"]
+__all__ = ["TextSource"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class TextSource:
 
     @property
     def shown(self) -> str:
-        """What a sentence calls the data."""
+        """The name of the data in messages."""
         if self.function is not None:
             module = getattr(self.function, "__module__", None)
             return f"dataloader.source {module}.{getattr(self.function, '__qualname__', self.function)}"
@@ -64,6 +64,32 @@ class TextSource:
     def local_path(self) -> str | None:
         """The path of local data; None for the plays and for hub datasets."""
         return self.dataset_path or None
+
+    @property
+    def is_on_hub(self) -> bool:
+        """Whether the data are a dataset of the Hugging Face hub."""
+        return self.function is None and not self.dataset_path and self.dataset != "shakespeare"
+
+    def check_split(self) -> None:
+        """Refuse a split that data without splits of their own do not have.
+
+        Raises:
+            UserError: It is neither training nor validation, or nothing is set apart for the latter.
+        """
+        if self.split not in ("train", "validation"):
+            raise UserError(
+                f'The split {self.split!r} does not exist here: set split to "train" or "validation".'
+            )
+        if self.split == "validation" and self.validation_fraction == 0:
+            raise UserError(
+                "The validation split is empty because validation_fraction is 0: set it to 0.05, for example."
+            )
+
+    def identity(self, name: str) -> str:
+        """Names the data and how they are read: a position means the same wherever this is the same."""
+        order = f"shuffled with seed {self.seed}" if self.shuffle else "not shuffled"
+        order = "" if self.function is not None else f", {order}"
+        return f"{name}, {self.split} with validation_fraction {self.validation_fraction}{order}"
 
     def __post_init__(self) -> None:
         """Refuse values that no source could use.
@@ -98,30 +124,8 @@ class TextSource:
                 f"Both the dataset {self.dataset!r} and the dataset_path {self.dataset_path!r} are set: "
                 'remove one of them, or set dataset to "files".'
             )
-        if not self.dataset_path and self.dataset != "shakespeare":
+        if self.is_on_hub:
             _check_hub_name(self.dataset)
-
-
-def check_split(source: TextSource) -> None:
-    """Refuse a split that data without splits of their own do not have.
-
-    Raises:
-        UserError: It is neither training nor validation, or nothing is set apart for the latter.
-    """
-    if source.split not in ("train", "validation"):
-        raise UserError(
-            f'The split {source.split!r} does not exist here: set split to "train" or "validation".'
-        )
-    if source.split == "validation" and source.validation_fraction == 0:
-        raise UserError(
-            "The validation split is empty because validation_fraction is 0: set it to 0.05, for example."
-        )
-
-
-def identity_of(source: TextSource, name: str) -> str:
-    """Names the data and how they are read: a position means the same wherever this is the same."""
-    order = f"shuffled with seed {source.seed}" if source.shuffle else "not shuffled"
-    return f"{name}, {source.split} with validation_fraction {source.validation_fraction}, {order}"
 
 
 def _check_hub_name(dataset: str) -> None:

@@ -8,20 +8,17 @@ A folder of token files has
                                index behind each document's last token
     tokens-00001.safetensors   ... as many as there are
 
-Files are of safetensors because one holds both tensors, says what they are, has its data aligned so that it
-can be mapped as it lies, is read by libraries of several languages, and can hold nothing but numbers. NumPy's
-own .npy would take two files a shard, which a killed process can leave apart. tensordict's memory-mapped
-tensors were looked at too: a `MemoryMappedTensor` is a bare file without type or shape, and
+Files are of safetensors because one holds both tensors, says what they are, is mapped into memory by its
+library, and can hold nothing but numbers. NumPy's own .npy would take two files a shard, which a killed
+process can leave apart; a `MemoryMappedTensor` of tensordict is a bare file without type or shape, and
 `TensorDict.load_memmap` may unpickle what lies beside it.
 
 Whoever opens a folder checks that each file is there and as long as it should be. `verify` reads all of them.
 """
 
 import hashlib
-import json
 import os
 import re
-import struct
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -29,6 +26,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import safetensors
+import safetensors.numpy
 
 from titan_async.errors import UserError
 from titan_async.whole_files import read_json, write_json, writing_whole
@@ -49,8 +48,8 @@ PROGRESS = "progress.json"
 
 FORMAT = "titan_async tokens 1"
 
-_MEND = "copy the folder again, or make it anew with tools/prepare_data.py"
-_DTYPES = {"U16": np.dtype("<u2"), "U32": np.dtype("<u4"), "I64": np.dtype("<i8")}
+_FIX = "copy the folder again, or make it anew with tools/prepare_data.py"
+_DTYPES = {"U16": np.dtype(np.uint16), "U32": np.dtype(np.uint32)}
 _NAME = re.compile(r"tokens-\d{5,}\.safetensors")
 
 
@@ -117,11 +116,11 @@ class TokenFiles:
         try:
             size = file.stat().st_size
         except FileNotFoundError:
-            raise UserError(f"The token file {file} is missing: {_MEND}.") from None
+            raise UserError(f"The token file {file} is missing: {_FIX}.") from None
         except OSError as error:
-            raise UserError(f"The token file {file} can't be read ({error.strerror}): {_MEND}.") from error
+            raise UserError(f"The token file {file} can't be read ({error.strerror}): {_FIX}.") from error
         if size != shard.bytes:
-            raise UserError(f"The token file {file} has {size} bytes instead of {shard.bytes}: {_MEND}.")
+            raise UserError(f"The token file {file} has {size} bytes instead of {shard.bytes}: {_FIX}.")
 
     def map(self, number: int) -> tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]:
         """The tokens of a shard, and where its documents end; read from the disk when they are used.
@@ -131,23 +130,14 @@ class TokenFiles:
         """
         shard, file = self.index.shards[number], self.folder / self.index.shards[number].name
         try:
-            header, start = _read_header(file)
-            tokens, ends = (
-                np.memmap(
-                    file,
-                    dtype=_DTYPES[header[name]["dtype"]],
-                    mode="r",
-                    offset=start + header[name]["data_offsets"][0],
-                    shape=(header[name]["shape"][0],),
-                )
-                for name in ("tokens", "ends")
-            )
-        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-            raise UserError(f"The token file {file} can't be read ({error}): {_MEND}.") from error
-        there = (header["tokens"]["dtype"], tokens.size, ends.size)
-        promised = (self.index.dtype, shard.tokens, shard.documents)
+            with safetensors.safe_open(file, "pt") as opened:
+                tokens, ends = (opened.get_tensor(name).numpy() for name in ("tokens", "ends"))
+        except (OSError, safetensors.SafetensorError) as error:
+            raise UserError(f"The token file {file} can't be read ({error}): {_FIX}.") from error
+        there = (tokens.dtype, tokens.shape, ends.dtype, ends.shape)
+        promised = (_DTYPES[self.index.dtype], (shard.tokens,), np.int64, (shard.documents,))
         if there != promised or (np.diff(ends, prepend=0) < 1).any() or ends[-1] != tokens.size:
-            raise UserError(f"The token file {file} is not the one that the index names: {_MEND}.")
+            raise UserError(f"The token file {file} is not the one that the index names: {_FIX}.")
         return tokens, ends
 
     def verify(self, on_shard: Callable[[Shard], None] = lambda shard: None) -> None:
@@ -167,7 +157,7 @@ class TokenFiles:
             on_shard(shard)
         if corrupt:
             raise UserError(
-                f"In {self.folder} the SHA-256 of {', '.join(corrupt)} is not that of the index: {_MEND}."
+                f"In {self.folder} the SHA-256 of {', '.join(corrupt)} is not that of the index: {_FIX}."
             )
 
 
@@ -175,8 +165,6 @@ def write_shard(
     folder: Path, number: int, tokens: npt.NDArray[np.unsignedinteger], ends: npt.NDArray[np.int64]
 ) -> Shard:
     """Write a file of tokens, which appears whole or not at all."""
-    import safetensors.numpy
-
     name = f"tokens-{number:05}.safetensors"
     content = safetensors.numpy.save({"tokens": tokens, "ends": ends})
     with writing_whole(folder / name) as partial:
@@ -221,7 +209,7 @@ def _read_index(folder: Path) -> TokenIndex:
             "dataset_path to a folder made by it."
         ) from None
     except (OSError, ValueError) as error:
-        raise UserError(f"The index {file} can't be read ({error}): {_MEND}.") from error
+        raise UserError(f"The index {file} can't be read ({error}): {_FIX}.") from error
     try:
         if values["format"] != FORMAT:
             raise UserError(
@@ -233,13 +221,4 @@ def _read_index(folder: Path) -> TokenIndex:
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"The index {file} is not one of token files ({error}): {_MEND}.") from error
-
-
-def _read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """The description of the tensors in a file of safetensors, and where their data begin."""
-    with file.open("rb") as opened:
-        (length,) = struct.unpack("<Q", opened.read(8))
-        if length > 2**20:
-            raise ValueError("it is no file of safetensors")
-        return json.loads(opened.read(length)), 8 + length
+        raise UserError(f"The index {file} is not one of token files ({error}): {_FIX}.") from error

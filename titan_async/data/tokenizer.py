@@ -2,7 +2,7 @@
 
 The folders written here are Hugging Face tokenizer folders. The end-of-text token begins and ends
 every document, as in GPT-2. `assets/shakespeare_bpe2048` is what `train_tokenizer` gives on the
-training split of the plays; `train_shakespeare_tokenizer` writes it.
+training split of the plays.
 """
 
 import itertools
@@ -27,7 +27,6 @@ __all__ = [
     "load_tokenizer",
     "save_tokenizer",
     "shakespeare_tokenizer_folder",
-    "train_shakespeare_tokenizer",
     "train_tokenizer",
     "unigram_cross_entropy",
     "unigram_entropy",
@@ -131,12 +130,6 @@ def ensure_tokenizer(folder: str | os.PathLike[str], source: TextSource, vocab_s
     if not (Path(folder) / "tokenizer.json").exists():
         save_tokenizer(train_tokenizer(open_documents(source), vocab_size), folder)
     return load_tokenizer(folder)
-
-
-def train_shakespeare_tokenizer(folder: str | os.PathLike[str]) -> None:
-    """Write the tokenizer that this package ships, trained anew, to a folder."""
-    source = TextSource(dataset="shakespeare", shuffle=False)
-    save_tokenizer(train_tokenizer(open_documents(source)), folder)
 
 
 def count_tokens(documents: Iterable[str], tokenizer: Tokenizer) -> npt.NDArray[np.int64]:

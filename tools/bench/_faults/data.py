@@ -246,8 +246,7 @@ def _chain(
 
 def _harm(fault: Fault | None, data: Path) -> dict[str, Any]:
     """Put what is wrong before the start into the data; the options of what goes wrong later."""
-    # Token files are read so little ahead that a short run meets what is wrong with them.
-    options: dict[str, Any] = {"kind": "data", "pairs_at_once": 1024, "hub": str(data)}
+    options: dict[str, Any] = {"kind": "data", "hub": str(data)}
     if fault is None:
         return options
     if fault.wrong:

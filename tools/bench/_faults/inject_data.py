@@ -9,7 +9,6 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
-from titan_async.data import token_batches
 from titan_async.training.trainer import AsyncTrainer
 
 
@@ -19,7 +18,6 @@ def install(
     cut: str | None = None,
     unlink: str | None = None,
     kill_loader: bool = False,
-    pairs_at_once: int | None = None,
     break_at: int | None = None,
 ) -> None:
     """Do harm between two steps, from rank 0, or to what all ranks read.
@@ -30,11 +28,8 @@ def install(
         cut: a file of which half is to be left.
         unlink: a file that is to vanish.
         kill_loader: whether the process that loads this rank's data is to be killed.
-        pairs_at_once: what token files are read ahead, on all ranks.
         break_at: the document of each iterator of `datasets` in whose place the connection is lost, from 1.
     """
-    if pairs_at_once is not None:
-        token_batches._PAIRS_AT_ONCE = pairs_at_once
     if break_at is not None:
         _break_streams(break_at)
     if rank or after is None:

@@ -33,33 +33,29 @@ class FunctionReader:
     def __init__(self, source: TextSource, rank: int, world_size: int) -> None:
         assert source.function is not None
         self._source, self._function = source, source.function
-        self._share = rank, world_size
+        self._rank, self._world_size = rank, world_size
         self._takes = inspect.signature(source.function).parameters.keys()
 
     def read(self, epoch: int, position: Position) -> Iterator[tuple[Any, Position]]:
-        source, (rank, world_size) = self._source, self._share
+        source, rank, world_size = self._source, self._rank, self._world_size
         values = {"epoch": epoch, "split": source.split, "rank": rank, "world_size": world_size}
-        wanted = source.split == "validation"
         done, kept, state = position or (0, 0, None)
-        documents = self._guarded(
-            lambda: self._function(**{k: v for k, v in values.items() if k in self._takes})
-        )
+        documents = self._call(self._function, **{k: v for k, v in values.items() if k in self._takes})
         if not hasattr(documents, "__iter__"):
             raise UserError(
                 f"{source.shown} returns a {type(documents).__name__}: return an iterable of documents"
             )
         if state is not None and hasattr(documents, "load_state_dict"):
-            self._guarded(lambda: documents.load_state_dict(state))
-        iterator = self._guarded(lambda: iter(documents))
-        keeper = next((each for each in (iterator, documents) if hasattr(each, "state_dict")), None)
+            self._call(documents.load_state_dict, state)
+        iterator = self._call(iter, documents)
+        stateful = next((each for each in (iterator, documents) if hasattr(each, "state_dict")), None)
         if state is None:
-            # Counted, not remembered, by what has no state.
             for _ in range(done):
-                self._guarded(lambda: next(iterator, _END))
+                self._call(next, iterator, _END)
         elif not hasattr(documents, "load_state_dict"):
-            self._guarded(lambda: iterator.load_state_dict(state))
+            self._call(iterator.load_state_dict, state)
         for index in itertools.count(done):
-            document = self._guarded(lambda: next(iterator, _END))
+            document = self._call(next, iterator, _END)
             if document is _END:
                 if index == 0:
                     raise UserError(
@@ -67,19 +63,20 @@ class FunctionReader:
                         f"{rank} of {world_size}: give more, and return a new iterable at each call"
                     )
                 return
-            if "split" not in self._takes and wanted != is_validation(index, source.validation_fraction):
+            is_in_split = is_validation(index, source.validation_fraction) == (source.split == "validation")
+            if "split" not in self._takes and not is_in_split:
                 continue
             kept += 1
             if "rank" not in self._takes and (kept - 1) % world_size != rank:
                 continue
             checked = self._checked(document, index)
             if len(checked):
-                yield checked, [index + 1, kept, self._state_of(keeper)]
+                yield checked, [index + 1, kept, self._state_of(stateful)]
 
-    def _guarded(self, call: Callable[[], Any]) -> Any:
-        """The result of the user's code, whose failures are told in a sentence."""
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the user's code, with a sentence if it fails."""
         try:
-            return call()
+            return function(*args, **kwargs)
         except UserError:
             raise
         except Exception as error:
@@ -100,10 +97,10 @@ class FunctionReader:
             "the tokens of each document as a list or an array of whole numbers"
         )
 
-    def _state_of(self, keeper: Any) -> Any:
-        if keeper is None:
+    def _state_of(self, stateful: Any) -> Any:
+        if stateful is None:
             return None
-        state = self._guarded(keeper.state_dict)
+        state = self._call(stateful.state_dict)
         try:
             return json.loads(json.dumps(state))
         except (TypeError, ValueError) as error:
