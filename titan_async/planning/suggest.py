@@ -2,9 +2,9 @@
 
 Tried are all degrees of pipeline, shard, replicate and expert parallelism that multiply to the same ranks,
 three sizes of microbatches, lookahead, and overlapped pairs where tokens travel between experts; tensor
-parallelism stays as it is. A quick bound sorts them out: a step takes at least what the slowest rank computes,
-plus, where the pipeline empties, the time of filling it. Those that may be faster are simulated, the most
-promising first, and of those that are the first that fits wins.
+parallelism stays as it is. A quick bound sorts them out: a step takes at least what the slowest rank
+computes, plus, where the pipeline empties, the time of filling it. Those that may be faster are simulated,
+the most promising first, and of those that are the first that fits wins.
 """
 
 import dataclasses
@@ -182,9 +182,7 @@ def _least_seconds(layout: Layout, costs: list[StageCost]) -> float:
     return slowest + min(sum(cost.forward for cost in own) for own in ranks) / len(ranks[0])
 
 
-def _changes(
-    before: Trainer.Config, after: Trainer.Config
-) -> dict[str, tuple[int | bool, int | bool]]:
+def _changes(before: Trainer.Config, after: Trainer.Config) -> dict[str, tuple[int | bool, int | bool]]:
     changes = {}
     for section in ("parallelism", "training", "pipeline"):
         old, new = getattr(before, section, None), getattr(after, section, None)
