@@ -19,8 +19,8 @@ def dense_135m() -> AsyncTrainer.Config:
     - Peak learning rate 1.5e-3, by the law in `_training.on_gpus`; not swept.
     - The head does the work of six layers (by multiplications, not measured), so that 30 layers and it
       split evenly over 2, 3, 4 and 6 stages. `pipeline.balance = "measured"` does without that estimate.
-    - On 8 GPUs four stages with microbatches of eight are planned to take 173 ms a step, their twin 236 ms, and
-      one stage 171 ms.
+    - Four stages with microbatches of eight. On 8 GPUs planned are 173 ms a step, 236 ms for the twin's
+      schedule, and 171 ms for one stage.
     """
     return _135m("135M-untied", name="dense_135m", steps=12_423)
 
@@ -34,8 +34,8 @@ def dense_360m() -> AsyncTrainer.Config:
     - Peak learning rate 1.2e-3, by the law in `_training.on_gpus`; not swept.
     - The head does the work of four layers (by multiplications, not measured), so that 32 layers and it
       split evenly over 2, 3, 4, 6 and 9 stages.
-    - On 8 GPUs four stages with microbatches of eight are planned to take 426 ms a step, their twin 547 ms, and
-      one stage 433 ms.
+    - Four stages with microbatches of eight. On 8 GPUs planned are 426 ms a step, 547 ms for the twin's
+      schedule, and 433 ms for one stage.
     """
     return _360m("360M-untied", name="dense_360m", steps=24_965)
 

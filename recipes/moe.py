@@ -67,9 +67,9 @@ def moe_10b_200b() -> AsyncTrainer.Config:
       and it split evenly over 4 and 8 stages.
     - Experts over the eight data-parallel ranks of a stage, so that their exchange stays inside a node, and
       overlapped pairs, which hide it.
-    - 32 GPUs: planned are 3.03 s a step, 4.20 s for the twin, which hides nothing, and 2.96 s for one stage; 64
-      GPUs, on eight stages: 1.53 s, and 1.49 s for one stage; 128 GPUs, with microbatches of two: 0.79 s for
-      either. Microbatches of eight on 32 GPUs gain 1 % and leave next to no memory.
+    - 32 GPUs: planned are 3.03 s a step, 4.20 s for the twin, which hides nothing, and 2.96 s for one stage;
+      64 GPUs, on eight stages: 1.53 s, and 1.49 s for one stage; 128 GPUs, with microbatches of two: 0.79 s
+      for either. Microbatches of eight on 32 GPUs gain 1 % and leave next to no memory.
     """
     return on_gpus(
         moe_spec(
