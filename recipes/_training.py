@@ -105,9 +105,9 @@ def on_gpus(
     - FineWeb-Edu, as in arXiv 2606.30634, streamed from the hub. 5 % of its documents are left for
       validation: more than needed, but finding fewer would mean reading more of the others.
     - Documents are packed, and attention does not cross from one to the next.
-    - The layout is the fastest pipeline that `titan-async plan` finds on H100s; of microbatches that differ by
-      less than 2 %, the smallest (docs/recipes.md). Nothing has been timed. A pass of the pipeline is a whole
-      batch on the most GPUs with these stages, so that the synchronous twin drains once an update.
+    - The layout is the fastest pipeline that `titan-async plan` finds on H100s; of microbatches that differ
+      by less than 2 %, the smallest (docs/recipes.md). Nothing has been timed. A pass of the pipeline is a
+      whole batch on the most GPUs with these stages, so that the synchronous twin drains once an update.
 
     Args:
         spec: the model.
