@@ -22,6 +22,7 @@ from titan_async.training.lr_scheduler import AsyncLRSchedulers
 from titan_async.training.metrics import AsyncMetrics
 from titan_async.training.optimizer import AsyncOptimizers
 from titan_async.training.optimizer_config import AdamWConfig, MuonConfig
+from titan_async.training.pipeline_config import PipelineConfig
 from titan_async.training.trainer import AsyncTrainer
 from titan_async.training.validator import AsyncValidator
 
@@ -89,6 +90,7 @@ def on_gpus(
     local_sequences: int,
     microbatch: int,
     experts_over: int = 1,
+    overlap: bool = False,
     subset: str,
 ) -> AsyncTrainer.Config:
     """Trains a model of SmolLM2's vocabulary on FineWeb-Edu: bfloat16, compiled, selective checkpointing.
@@ -103,8 +105,9 @@ def on_gpus(
     - FineWeb-Edu, as in arXiv 2606.30634, streamed from the hub. 5 % of its documents are left for
       validation: more than needed, but finding fewer would mean reading more of the others.
     - Documents are packed, and attention does not cross from one to the next.
-    - On the largest number of GPUs that a recipe names, a pass of the pipeline is a whole batch, so that the
-      synchronous twin drains once for each update; on half of them, twice.
+    - The layout is the fastest pipeline that `titan-async plan` finds on H100s; of microbatches that differ
+      by less than 2 %, the smallest (docs/recipes.md). Nothing has been timed. A pass of the pipeline is a
+      whole batch on the most GPUs with these stages, so that the synchronous twin drains once an update.
 
     Args:
         spec: the model.
@@ -119,6 +122,7 @@ def on_gpus(
         local_sequences: of a batch on each of them, all in one pass of the pipeline.
         microbatch: sequences of a microbatch.
         experts_over: ranks over which the experts are spread.
+        overlap: whether stages compute overlapped pairs (docs/overlap.md).
         subset: of FineWeb-Edu.
     """
     config = _config(
@@ -148,7 +152,10 @@ def on_gpus(
         checkpoint={"interval": 1000, "async_mode": "async"},
     )
     return dataclasses.replace(
-        config, compile=CompileConfig(enable=True), activation_checkpoint=SelectiveAC.Config()
+        config,
+        compile=CompileConfig(enable=True),
+        activation_checkpoint=SelectiveAC.Config(),
+        pipeline=PipelineConfig(overlap=overlap),
     )
 
 

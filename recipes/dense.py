@@ -19,6 +19,8 @@ def dense_135m() -> AsyncTrainer.Config:
     - Peak learning rate 1.5e-3, by the law in `_training.on_gpus`; not swept.
     - The head does the work of six layers (by multiplications, not measured), so that 30 layers and it
       split evenly over 2, 3, 4 and 6 stages. `pipeline.balance = "measured"` does without that estimate.
+    - Four stages with microbatches of eight. On 8 GPUs planned are 173 ms a step, 236 ms for the twin's
+      schedule, and 171 ms for one stage.
     """
     return _135m("135M-untied", name="dense_135m", steps=12_423)
 
@@ -32,6 +34,8 @@ def dense_360m() -> AsyncTrainer.Config:
     - Peak learning rate 1.2e-3, by the law in `_training.on_gpus`; not swept.
     - The head does the work of four layers (by multiplications, not measured), so that 32 layers and it
       split evenly over 2, 3, 4, 6 and 9 stages.
+    - Four stages with microbatches of eight. On 8 GPUs planned are 426 ms a step, 547 ms for the twin's
+      schedule, and 433 ms for one stage.
     """
     return _360m("360M-untied", name="dense_360m", steps=24_965)
 
@@ -67,6 +71,8 @@ def dense_1b() -> AsyncTrainer.Config:
     - Peak learning rate 9e-4, by that law; not swept.
     - Two stages: the head does the work of one and a half layers and counts as two, so that each stage has
       nine. For four, which whole layers fill unevenly, `pipeline.balance = "measured"` finds the best split.
+    - Two stages with microbatches of four: planned are 1.42 s a step, 1.57 s for the twin, and 1.36 s for one
+      stage, which is the fastest here. Microbatches of sixteen gain less than 2 %.
     """
     return on_gpus(
         dense_spec(
@@ -90,7 +96,7 @@ def dense_1b() -> AsyncTrainer.Config:
         head_layers=2,
         shards=4,
         local_sequences=32,
-        microbatch=2,
+        microbatch=4,
         subset="sample-100BT",
     )
 
@@ -118,7 +124,7 @@ def _135m(flavor: str, *, name: str, steps: int, tied: bool = False) -> AsyncTra
         stages=4,
         head_layers=6,
         local_sequences=64,
-        microbatch=4,
+        microbatch=8,
         subset="sample-10BT",
     )
 
@@ -146,6 +152,6 @@ def _360m(flavor: str, *, name: str, steps: int, tied: bool = False) -> AsyncTra
         stages=4,
         head_layers=4,
         local_sequences=80,
-        microbatch=4,
+        microbatch=8,
         subset="sample-10BT",
     )

@@ -103,7 +103,7 @@ def scale(make: Callable[[], Trainer.Config], gpu: str) -> list[Row]:
 
 
 def _words(config: Trainer.Config) -> str:
-    """Stages x replicas x shards, experts' ranks, sequences of a microbatch, lookahead."""
+    """Stages x replicas x shards, experts' ranks, sequences of a microbatch, lookahead, overlapped pairs."""
     parallelism = config.parallelism
     degrees = [
         parallelism.pipeline_parallel_degree,
@@ -114,6 +114,7 @@ def _words(config: Trainer.Config) -> str:
     return (
         f"{'x'.join(map(str, degrees))}, {parallelism.expert_parallel_degree}, "
         f"{parallelism.pipeline_parallel_microbatch_size}{f', +{lookahead}' if lookahead else ''}"
+        f"{', pairs' if config.pipeline.overlap else ''}"
     )
 
 

@@ -1,5 +1,6 @@
 """`titan-async plan`: every recipe file, the JSON, and what users do wrong."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from tests.support.selection import slow
 from titan_async.cli import main
 from titan_async.config.recipe_file import resolve
 from titan_async.planning import measured, plan
+from titan_async.planning.hardware import cluster_of
+from titan_async.planning.scale import on_own_ranks
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.name for path in (ROOT / "toml_configs").glob("*.toml"))
@@ -77,6 +80,21 @@ def test_every_recipe_file_has_a_plan(run, name):
     twice = model.enable_weight_tying and len(record["stages"]) > 1
     apart = sum(stage["parameters"] for stage in record["stages"])
     assert apart - record["model"]["parameters"] == twice * model.vocab_size * model.dim
+
+
+@pytest.mark.parametrize(
+    "name", ["dense_135m", *(slow(name) for name in ("dense_360m", "dense_1b", "moe_2b", "moe_10b_200b"))]
+)
+def test_no_pipeline_is_faster_than_that_of_a_recipe(name):
+    planner = plan.Planner(cluster_of("h100-80gb"))
+    config = on_own_ranks(resolve([f"toml_configs/{name}.toml"]), planner.cluster.per_node)
+    own = planner.time(config)
+    searcher = dataclasses.replace(planner.searcher, fits=lambda *run: run[1].pp > 1 and planner._fits(*run))
+    found = searcher.suggest(config, own)
+    if found is not None:  # by the times of a microbatch of another size, in proportion
+        planner.parts_of(found.config)
+        found = searcher.suggest(config, own)
+    assert found is None, found.changes
 
 
 def test_a_tied_model_has_a_plan_under_async2bw_alone(run, tmp_path):

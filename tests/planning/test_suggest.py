@@ -1,13 +1,17 @@
 """Suggestions for the laptop recipe with hand-made parts, on hardware where one thing is scarce."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
 from tests.support.planning import ROUND, make_parts
+from titan_async.config.recipe_file import resolve
 from titan_async.errors import UserError
 from titan_async.planning.layout import layout_of
 from titan_async.planning.measured import AS_ASSUMED
+from titan_async.planning.plan import Planner
+from titan_async.planning.report import _suggestion
 from titan_async.planning.scale import (
     Degrees,
     at_degrees,
@@ -45,6 +49,22 @@ def heavy(config):
     """The same with 67 M weights each: to gather them is dear, to orthogonalize such a long matrix is not."""
     tflops = config.parallelism.pipeline_parallel_microbatch_size / 2
     return make_parts(6, tflops=tflops, shape=(65_536, 1024))
+
+
+SPREAD = (
+    *("debug_moe_cpu.toml", "--parallelism.data_parallel_shard_degree", "2"),
+    *("--parallelism.expert_parallel_degree", "2", "--training.local_batch_size", "16"),
+    *("--training.global_batch_size", "32"),
+)
+"""Two stages, each with its experts over two ranks; eight microbatches of two sequences."""
+
+
+def travelling(config):
+    """Six layers of eight experts, whose tokens travel as long as a forward computes. A sequence keeps 1 GB
+    of each."""
+    size = config.parallelism.pipeline_parallel_microbatch_size
+    sizes = {"dispatched_bytes": size * 4 * 10**8, "message_bytes": size * 10**6, "saved_bytes": size * 10**9}
+    return make_parts(6, tflops=size / 2, shape=(8, 64, 64), expert=True, **sizes)
 
 
 def look(config, parts_of, cluster=ROUND, fits=lambda *_: True):
@@ -143,6 +163,63 @@ def test_lookahead_is_suggested_where_it_hides_what_messages_take(per_node, bloc
     assert not suggested or found.changes == {"pipeline.lookahead": (0, 1)}
 
 
+def of_two_stages(_, layout, __):
+    return (layout.pp, layout.dp_shard, layout.microbatch_size, layout.lookahead) == (2, 2, 2, 0)
+
+
+def of_spread_experts(_, layout, __):
+    return of_two_stages(_, layout, __) and layout.ep == 2
+
+
+def test_overlapped_pairs_are_suggested_where_tokens_travel():
+    config = resolve([*SPREAD])
+    found, now = look(config, travelling, fits=of_spread_experts)
+    assert found is not None and found.changes == {"pipeline.overlap": (False, True)}
+    assert found.gain > 0.2 and found.time.bubble < 0.01
+    again, now = look(found.config, travelling, fits=of_spread_experts)
+    assert now.step_seconds == found.time.step_seconds and again is None
+
+
+def test_pairs_that_do_not_fit_are_not_suggested():
+    """The first of two stages holds two microbatches of 6 GB, and four with pairs."""
+    config = resolve([*SPREAD])
+    for memory, suggested in ((30e9, True), (20e9, False)):
+        cluster = dataclasses.replace(
+            ROUND, accelerator=dataclasses.replace(ROUND.accelerator, memory=int(memory))
+        )
+        planner = Planner(cluster)
+        found, _ = look(
+            config,
+            travelling,
+            cluster,
+            lambda *run, fits=planner._fits: of_spread_experts(*run) and fits(*run),
+        )
+        assert planner._fits(config, layout_of(config, 4), travelling(config))
+        assert (found is not None) == suggested
+
+
+def test_pairs_are_given_up_where_nothing_travels():
+    config = resolve([*SPREAD, "--pipeline.overlap"])
+    slow = dataclasses.replace(ROUND, link_bandwidth=1e9)
+    found, _ = look(config, travelling, slow, of_two_stages)
+    assert found is not None
+    assert found.changes == {
+        "parallelism.expert_parallel_degree": (2, 1),
+        "pipeline.overlap": (True, False),
+    }
+
+
+@pytest.mark.parametrize("flags", [[], ["--pipeline.overlap"]])
+def test_what_is_printed_makes_the_suggested_layout(flags):
+    config = resolve([*SPREAD, *flags])
+    cluster = dataclasses.replace(ROUND, link_bandwidth=1e9 if flags else 100e9)
+    found, _ = look(config, travelling, cluster, of_two_stages if flags else of_spread_experts)
+    _, *lines = _suggestion(SimpleNamespace(suggestion=found))
+    words = [word for line in lines for word in line.partition("#")[0].split()]
+    assert "overlap" in " ".join(words)
+    assert layout_of(resolve([*SPREAD, *flags, *words]), 4) == layout_of(found.config, 4)
+
+
 @pytest.mark.parametrize("schedule", ["1F1B", "Async2BW"])
 def test_no_layout_is_faster_than_the_fastest(schedule):
     config = config_of(2, 2, sequences=16, microbatch=4, schedule=schedule)
@@ -158,6 +235,16 @@ def test_no_layout_is_faster_than_the_fastest(schedule):
         assert min(seconds)[1] > min(time for _, time in seconds)
     found = searcher.fastest(config, 4)
     assert found is not None and found[0].step_seconds == min(time for _, time in seconds)
+
+
+def test_no_pairs_are_faster_than_their_bound():
+    config = resolve([*SPREAD])
+    searcher = Searcher(ROUND, AS_ASSUMED, travelling, lambda *_: True)
+    paired = [candidate for candidate in searcher._candidates(config, 4) if candidate.layout.overlap]
+    assert {candidate.layout.lookahead for candidate in paired} == {0, 1}
+    for candidate in paired:
+        time = step_time(candidate.config, candidate.layout, candidate.parts, ROUND)
+        assert candidate.bound <= time.step_seconds * (1 + 1e-9)
 
 
 def test_of_what_is_suggested_nothing_better_is_suggested():

@@ -25,6 +25,8 @@ from titan_async.training import preflight
 ROOT = Path(__file__).parents[2]
 
 WORLD, STAGES = 64, 4
+MICROBATCHES = 2 * STAGES - 1
+"""As few as overlapped pairs, which the recipe has, allow."""
 DIVISOR = 16
 """At 32 a rank holds one row of the keys' matrix, which its peers repeat: a key that its norm makes ones."""
 DIVISOR_OF_ALL = 32
@@ -43,10 +45,9 @@ def of_recipe(shards: int, experts: int) -> Trainer.Config:
             "--parallelism.pipeline_parallel_degree", str(STAGES),
             "--parallelism.data_parallel_shard_degree", str(shards),
             "--parallelism.expert_parallel_degree", str(experts),
-            # As few microbatches as there may be.
             "--parallelism.pipeline_parallel_microbatch_size", "1",
-            "--training.local_batch_size", str(STAGES),
-            "--training.global_batch_size", str(STAGES * shards),
+            "--training.local_batch_size", str(MICROBATCHES),
+            "--training.global_batch_size", str(MICROBATCHES * shards),
             "--optimizer.muon.compute_dtype", "float32",
         ]
     )  # fmt: skip

@@ -245,8 +245,16 @@ def _suggestion(plan: Plan) -> list[str]:
         f"A layout that fits and is predicted to be {plan.suggestion.gain:.0%} faster "
         f"({_seconds(plan.suggestion.time.step_seconds)} a step, {plan.suggestion.time.days:.1f} days):"
     ]
-    lines += [f"  --{key} {new}   # not {old}" for key, (old, new) in plan.suggestion.changes.items()]
+    lines += [f"  {_flag(key, new)}   # not {old}" for key, (old, new) in plan.suggestion.changes.items()]
     return lines
+
+
+def _flag(key: str, value: int | bool) -> str:
+    """What sets a field on the command line."""
+    if not isinstance(value, bool):
+        return f"--{key} {value}"
+    section, _, name = key.rpartition(".")
+    return f"--{key}" if value else f"--{section}.no-{name}"
 
 
 def _seconds(seconds: float) -> str:

@@ -36,6 +36,7 @@ class Degrees:
     ep: int
     microbatch_size: int
     lookahead: int
+    overlap: bool = False
 
 
 def on_own_ranks(config: Trainer.Config, per_node: int) -> Trainer.Config:
@@ -84,12 +85,11 @@ def at_degrees(config: Trainer.Config, degrees: Degrees) -> Trainer.Config:
         expert_parallel_degree=degrees.ep,
         pipeline_parallel_microbatch_size=degrees.microbatch_size,
     )
-    pipeline = dataclasses.replace(config.pipeline, lookahead=0)
+    pipeline = dataclasses.replace(config.pipeline, lookahead=0, overlap=False)
     config = dataclasses.replace(config, pipeline=pipeline)
     config = _with_batch(config, parallelism, _sequences(config, own), data_parallel)
-    if degrees.lookahead:
-        pipeline = dataclasses.replace(config.pipeline, lookahead=degrees.lookahead)
-        config = _replaced(config, pipeline=pipeline)
+    pipeline = dataclasses.replace(pipeline, lookahead=degrees.lookahead, overlap=degrees.overlap)
+    config = _replaced(config, pipeline=pipeline)
     check_layout(config, world_size=degrees.pp * data_parallel * parallelism.tensor_parallel_degree)
     return config
 

@@ -1,10 +1,10 @@
 """Looks for a faster layout on the same ranks, for the same batch.
 
 Tried are all degrees of pipeline, shard, replicate and expert parallelism that multiply to the same ranks,
-three sizes of microbatches, and lookahead; tensor parallelism stays as it is. A quick bound sorts them out:
-a step takes at least what the slowest rank computes, plus, where the pipeline empties, the time of filling
-it. Those that may be faster are simulated, the most promising first, and of those that are the first that
-fits wins.
+three sizes of microbatches, lookahead, and overlapped pairs where tokens travel between experts; tensor
+parallelism stays as it is. A quick bound sorts them out: a step takes at least what the slowest rank
+computes, plus, where the pipeline empties, the time of filling it. Those that may be faster are simulated,
+the most promising first, and of those that are the first that fits wins.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from titan_async.planning.parts import Part
 from titan_async.planning.scale import Degrees, at_degrees, sequences_of
 from titan_async.planning.stage_cost import StageCost
 from titan_async.planning.step_time import StepTime, stage_costs, step_time
-from titan_async.training.pipeline import delays_gradients
+from titan_async.training.pipeline import is_async
 
 __all__ = ["LEAST_GAIN", "Searcher", "Suggestion"]
 
@@ -38,7 +38,7 @@ _MOST_SIMULATED = 12
 class Suggestion:
     """A layout that is predicted to be faster."""
 
-    changes: dict[str, tuple[int, int]]
+    changes: dict[str, tuple[int | bool, int | bool]]
     """What to set, by its key in a recipe, with the value of now and the suggested one."""
     time: StepTime
     gain: float
@@ -116,6 +116,7 @@ class Searcher:
         return Suggestion(_changes(config, changed), time, now.step_seconds / time.step_seconds - 1, changed)
 
     def _candidates(self, config: Trainer.Config, world_size: int) -> Iterator[_Candidate]:
+        known: dict[Degrees, list[StageCost]] = {}
         for degrees in _choices(config, world_size):
             try:
                 changed = at_degrees(config, degrees)
@@ -123,13 +124,17 @@ class Searcher:
             except (UserError, ValueError):
                 continue
             parts = self.parts_of(changed)
-            costs = self.calibration.apply(stage_costs(changed, layout, parts, self.cluster))
-            yield _Candidate(_least_seconds(layout, costs), changed, layout, parts, costs)
+            # Of what a stage takes, nothing depends on the order of its work.
+            key = dataclasses.replace(degrees, lookahead=0, overlap=False)
+            if key not in known:
+                known[key] = self.calibration.apply(stage_costs(changed, layout, parts, self.cluster))
+            yield _Candidate(_least_seconds(layout, known[key]), changed, layout, parts, known[key])
 
 
 def _choices(config: Trainer.Config, world_size: int) -> Iterator[Degrees]:
     """All degrees that multiply to the ranks, except those that cannot share out the batch or the experts."""
     parallelism = config.parallelism
+    delayed = is_async(parallelism)
     rest = world_size // parallelism.tensor_parallel_degree
     own, experts = parallelism.pipeline_parallel_microbatch_size, _experts(config)
     sequences = sequences_of(config)
@@ -140,14 +145,17 @@ def _choices(config: Trainer.Config, world_size: int) -> Iterator[Degrees]:
         for shard in _divisors(data_parallel):
             ranks = shard * parallelism.tensor_parallel_degree
             for ep in [n for n in _divisors(ranks) if experts % n == 0] if experts else [1]:
-                for lookahead in {0, pp - 1} if delays_gradients(parallelism) else {0}:
+                lookaheads = sorted({0, pp - 1}) if delayed else [0]
+                overlaps = [False, True] if delayed and pp > 1 and ep > 1 else [False]  # else nothing travels
+                for lookahead, overlap in itertools.product(lookaheads, overlaps):
                     yield Degrees(
                         pp=pp,
                         dp_replicate=data_parallel // shard,
                         dp_shard=shard,
                         ep=ep,
                         microbatch_size=microbatch,
-                        lookahead=lookahead if pp > 1 else 0,
+                        lookahead=lookahead,
+                        overlap=overlap,
                     )
 
 
@@ -174,7 +182,7 @@ def _least_seconds(layout: Layout, costs: list[StageCost]) -> float:
     return slowest + min(sum(cost.forward for cost in own) for own in ranks) / len(ranks[0])
 
 
-def _changes(before: Trainer.Config, after: Trainer.Config) -> dict[str, tuple[int, int]]:
+def _changes(before: Trainer.Config, after: Trainer.Config) -> dict[str, tuple[int | bool, int | bool]]:
     changes = {}
     for section in ("parallelism", "training", "pipeline"):
         old, new = getattr(before, section, None), getattr(after, section, None)
