@@ -10,7 +10,7 @@ fits wins.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,11 @@ class Searcher:
     """Whether a layout fits into memory."""
 
     def fastest(
-        self, config: Trainer.Config, world_size: int, limit: float = math.inf
+        self,
+        config: Trainer.Config,
+        world_size: int,
+        limit: float = math.inf,
+        stages: Container[int] | None = None,
     ) -> tuple[StepTime, Trainer.Config] | None:
         """The fastest layout that fits and takes less than `limit` seconds a step; None if there is none.
 
@@ -81,8 +85,9 @@ class Searcher:
             config: the run on whatever ranks, with a number as its shard degree.
             world_size: ranks to use.
             limit: seconds.
+            stages: numbers of them to look at; None for all.
         """
-        candidates = [c for c in self._candidates(config, world_size) if c.bound < limit]
+        candidates = [c for c in self._candidates(config, world_size, stages) if c.bound < limit]
         candidates.sort(key=lambda candidate: candidate.bound)
         best: tuple[StepTime, Trainer.Config] | None = None
         simulated = 0
@@ -115,8 +120,12 @@ class Searcher:
         time, changed = found
         return Suggestion(_changes(config, changed), time, now.step_seconds / time.step_seconds - 1, changed)
 
-    def _candidates(self, config: Trainer.Config, world_size: int) -> Iterator[_Candidate]:
+    def _candidates(
+        self, config: Trainer.Config, world_size: int, stages: Container[int] | None = None
+    ) -> Iterator[_Candidate]:
         for degrees in _choices(config, world_size):
+            if stages is not None and degrees.pp not in stages:
+                continue
             try:
                 changed = at_degrees(config, degrees)
                 layout = layout_of(changed, world_size)
