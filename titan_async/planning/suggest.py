@@ -10,7 +10,7 @@ fits wins.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +77,7 @@ class Searcher:
         config: Trainer.Config,
         world_size: int,
         limit: float = math.inf,
-        stages: Container[int] | None = None,
+        only: Callable[[Layout], bool] = lambda _: True,
     ) -> tuple[StepTime, Trainer.Config] | None:
         """The fastest layout that fits and takes less than `limit` seconds a step; None if there is none.
 
@@ -85,9 +85,9 @@ class Searcher:
             config: the run on whatever ranks, with a number as its shard degree.
             world_size: ranks to use.
             limit: seconds.
-            stages: numbers of them to look at; None for all.
+            only: whether to look at a layout.
         """
-        candidates = [c for c in self._candidates(config, world_size, stages) if c.bound < limit]
+        candidates = [c for c in self._candidates(config, world_size, only) if c.bound < limit]
         candidates.sort(key=lambda candidate: candidate.bound)
         best: tuple[StepTime, Trainer.Config] | None = None
         simulated = 0
@@ -121,15 +121,15 @@ class Searcher:
         return Suggestion(_changes(config, changed), time, now.step_seconds / time.step_seconds - 1, changed)
 
     def _candidates(
-        self, config: Trainer.Config, world_size: int, stages: Container[int] | None = None
+        self, config: Trainer.Config, world_size: int, only: Callable[[Layout], bool] = lambda _: True
     ) -> Iterator[_Candidate]:
         for degrees in _choices(config, world_size):
-            if stages is not None and degrees.pp not in stages:
-                continue
             try:
                 changed = at_degrees(config, degrees)
                 layout = layout_of(changed, world_size)
             except (UserError, ValueError):
+                continue
+            if not only(layout):
                 continue
             parts = self.parts_of(changed)
             costs = self.calibration.apply(stage_costs(changed, layout, parts, self.cluster))

@@ -178,9 +178,10 @@ def verdict_of(
     if searches:
         world_size, is_one = world_size_of(config), [each.layout.pp == 1 for each in found]
         if not any(is_one):
-            found += _fastest(searcher, config, range(1, 2))
+            found += _fastest(searcher, config, lambda layout: layout.pp == 1)
         if world_size > 1 and (all(is_one) or not is_async(config.parallelism)):
-            found += _fastest(searcher, with_schedule(config, ASYNC_SCHEDULE), range(2, world_size + 1))
+            delayed = with_schedule(config, ASYNC_SCHEDULE)
+            found += _fastest(searcher, delayed, lambda layout: layout.delayed)
     asynchronous = _first([each for each in found if each.layout.delayed])
     synchronous = _first([each for each in found if not each.layout.delayed])
     if asynchronous and synchronous and _close(asynchronous, synchronous):
@@ -237,8 +238,8 @@ def _contender(config: Trainer.Config, time: StepTime) -> Contender:
     return Contender(config, layout_of(config, time.world_size), time.step_seconds)
 
 
-def _fastest(searcher: Searcher, config: Trainer.Config, stages: range) -> list[Contender]:
-    found = searcher.fastest(config, world_size_of(config), stages=stages)
+def _fastest(searcher: Searcher, config: Trainer.Config, only: Callable[[Layout], bool]) -> list[Contender]:
+    found = searcher.fastest(config, world_size_of(config), only=only)
     if found is None:
         return []
     time, changed = found
