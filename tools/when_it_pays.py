@@ -95,12 +95,11 @@ class Family:
     holds: Callable[[Layout], bool]
     overlap: bool = False
 
-    def of(self, config: Trainer.Config) -> Trainer.Config:
+    def of(self, config: Trainer.Config, receives: Receives) -> Trainer.Config:
         """A recipe under this family's schedule."""
         config = with_schedule(config, self.schedule)
-        return dataclasses.replace(
-            config, pipeline=dataclasses.replace(config.pipeline, overlap=self.overlap)
-        )
+        pipeline = dataclasses.replace(config.pipeline, overlap=self.overlap, early_receives=receives)
+        return dataclasses.replace(config, pipeline=pipeline)
 
 
 FAMILIES = (
