@@ -94,7 +94,7 @@ def scale(make: Callable[[], Trainer.Config], gpu: str) -> list[Row]:
             found = planner.searcher.fastest(config, world_size)
             if found is not None:
                 time, best = found
-                rows.append(Row(world_size, schedule, _words(best), time))
+                rows.append(Row(world_size, schedule, words_of(best), time))
                 print(
                     f"{schedule} on {world_size}: {rows[-1].layout}, {time.step_seconds:.2f} s",
                     file=sys.stderr,
@@ -102,7 +102,7 @@ def scale(make: Callable[[], Trainer.Config], gpu: str) -> list[Row]:
     return rows
 
 
-def _words(config: Trainer.Config) -> str:
+def words_of(config: Trainer.Config) -> str:
     """Stages x replicas x shards, experts' ranks, sequences of a microbatch, lookahead, overlapped pairs."""
     parallelism = config.parallelism
     degrees = [
@@ -137,9 +137,9 @@ def _figures(time: StepTime) -> str:
     return f"{time.step_seconds:.2f} s; {time.mfu:.1%}; {time.bubble:.1%}; {days}"
 
 
-def _write(path: Path, name: str, text: str) -> None:
-    """Put a table between its two marks."""
-    begin, end = f"<!-- scaling {name} -->", f"<!-- end of scaling {name} -->"
+def write_table(path: Path, name: str, text: str) -> None:
+    """Put a table between the two marks that have its name."""
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
     document = path.read_text(encoding="utf-8")
     if not pattern.search(document):
@@ -165,7 +165,7 @@ def main() -> None:
         print(table(rows))
         record[name] = [dataclasses.asdict(row) for row in rows]
         if arguments.write:
-            _write(arguments.write, name, table(rows))
+            write_table(arguments.write, f"scaling {name}", table(rows))
     if arguments.json:
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -107,6 +107,11 @@ def test_a_tied_model_has_a_plan_under_async2bw_alone(run, tmp_path):
     assert others and all("embedding and head are one weight" in entry["reason"] for entry in others)
     stages, tied = [stage["parameters"] for stage in record["stages"]], 2048 * 32
     assert sum(stages) - record["model"]["parameters"] == tied
+    assert record["verdict"]["synchronous"]["pp"] == 1
+    alone = json.loads(
+        run(f"{tmp_path}/x.toml", "--module", "tests.support.recipes", "--json", "--no-suggest")[1]
+    )
+    assert alone["verdict"]["outcome"] == "only Async2BW" and alone["verdict"]["synchronous"] is None
 
 
 def test_the_json_says_everything_in_numbers(run):
@@ -114,7 +119,7 @@ def test_the_json_says_everything_in_numbers(run):
     record = json.loads(out)
     keys = (
         "recipe model hardware layout stages memory usable_memory schedules receives overlap suggestion "
-        "interruptions"
+        "verdict interruptions"
     )
     assert list(record) == keys.split()
     assert record["model"]["tokens"] == 300 * record["model"]["tokens_per_step"]
@@ -153,6 +158,24 @@ def test_it_is_printed_as_tables_or_written_to_a_file(run, tmp_path):
         "NCCL's buffers",
     ):
         assert words in out
+
+
+def test_a_plan_ends_in_whether_async2bw_pays(run, tmp_path):
+    file = tmp_path / "plan.json"
+    _, out, _ = run(f"toml_configs/{RECIPE}", "--json", str(file), "--no-suggest")
+    record = json.loads(file.read_text())
+    verdict, schedules = record["verdict"], record["schedules"]
+    assert " ".join(out.split()).endswith(verdict["sentence"])  # lines end where the terminal does
+    assert verdict["asynchronous"]["step_seconds"] == schedules[0]["step_seconds"]
+    best = min(entry["step_seconds"] for entry in schedules[1:])
+    assert verdict["synchronous"]["step_seconds"] == best
+    assert verdict["gain"] == pytest.approx(best / schedules[0]["step_seconds"] - 1)
+    assert verdict["second_version"] == record["memory"][0]["items"]["second version"] > 0
+    assert not verdict["searched"] and verdict["outcome"] == "pays"
+    searched = json.loads(run(f"toml_configs/{RECIPE}", "--json")[1])
+    assert searched["verdict"]["searched"] and searched["verdict"]["synchronous"]["pp"] == 1
+    suggested = searched["suggestion"]["time"]["step_seconds"]
+    assert searched["verdict"]["synchronous"]["step_seconds"] == suggested
 
 
 def test_nodes_take_more_shards_and_the_same_batch(run):

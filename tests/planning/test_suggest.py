@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.planning import ROUND, make_parts
+from tests.support.planning import FREE, ROUND, config_of, light, make_parts
 from titan_async.config.recipe_file import resolve
 from titan_async.errors import UserError
 from titan_async.planning.layout import layout_of
@@ -22,27 +22,6 @@ from titan_async.planning.scale import (
 )
 from titan_async.planning.step_time import step_time
 from titan_async.planning.suggest import LEAST_GAIN, Searcher
-from titan_async.recipes.debug import debug
-
-
-def config_of(pp, shards, *, sequences=32, microbatch=2, schedule="Async2BW"):
-    config = debug()
-    parallelism = dataclasses.replace(
-        config.parallelism,
-        pipeline_parallel_degree=pp,
-        data_parallel_shard_degree=shards,
-        pipeline_parallel_schedule=schedule,
-        pipeline_parallel_microbatch_size=microbatch,
-    )
-    training = dataclasses.replace(
-        config.training, local_batch_size=sequences // shards, global_batch_size=sequences
-    )
-    return dataclasses.replace(config, parallelism=parallelism, training=training)
-
-
-def light(config):
-    """Six layers whose cost grows with the microbatch, and with next to no weights."""
-    return make_parts(6, tflops=config.parallelism.pipeline_parallel_microbatch_size / 2)
 
 
 def heavy(config):
@@ -74,7 +53,6 @@ def look(config, parts_of, cluster=ROUND, fits=lambda *_: True):
 
 
 SLOW = dataclasses.replace(ROUND, link_bandwidth=2e9, network_bandwidth=1e9)
-FREE = dataclasses.replace(ROUND, link_bandwidth=1e30, network_bandwidth=1e30)
 
 
 def test_the_batch_stays_whatever_changes():

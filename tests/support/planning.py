@@ -5,6 +5,7 @@ import dataclasses
 from titan_async.planning.hardware import Accelerator, Cluster
 from titan_async.planning.layout import Layout
 from titan_async.planning.parts import Part, Weight
+from titan_async.recipes.debug import debug
 
 GIB = 2**30
 
@@ -31,6 +32,8 @@ ROUND = Cluster(
 )
 """100 TFLOP/s reached; memory so fast that it does not count; no latency; 80 and 8 GB/s reached, by messages
 that take no processors."""
+
+FREE = dataclasses.replace(ROUND, link_bandwidth=1e30, network_bandwidth=1e30)
 
 
 def make_part(name, *, tflops=1.0, shape=(64, 64), expert=False, **others):
@@ -79,3 +82,24 @@ def make_layout(layers, **changes):
     stages[0].insert(0, "tok_embeddings")
     stages[-1].append("head")
     return Layout(**values, stages=tuple(map(tuple, stages)))
+
+
+def config_of(pp, shards, *, sequences=32, microbatch=2, schedule="Async2BW"):
+    """The laptop recipe in another layout."""
+    config = debug()
+    parallelism = dataclasses.replace(
+        config.parallelism,
+        pipeline_parallel_degree=pp,
+        data_parallel_shard_degree=shards,
+        pipeline_parallel_schedule=schedule,
+        pipeline_parallel_microbatch_size=microbatch,
+    )
+    training = dataclasses.replace(
+        config.training, local_batch_size=sequences // shards, global_batch_size=sequences
+    )
+    return dataclasses.replace(config, parallelism=parallelism, training=training)
+
+
+def light(config):
+    """Six layers whose cost grows with the microbatch, and with next to no weights."""
+    return make_parts(6, tflops=config.parallelism.pipeline_parallel_microbatch_size / 2)

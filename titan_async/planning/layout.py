@@ -77,6 +77,18 @@ class Layout:
         """Whether gradients come one update late."""
         return self.schedule == ASYNC_SCHEDULE and self.pp > 1
 
+    @property
+    def degrees(self) -> str:
+        """Those above one, in words."""
+        degrees = {
+            "stages": self.pp,
+            "replicas": self.dp_replicate,
+            "shards": self.dp_shard,
+            "tensor": self.tp,
+        }
+        words = " x ".join(f"{size} {name}" for name, size in degrees.items() if size > 1) or "one rank"
+        return f"{words}, experts over {self.ep}" if self.ep > 1 else words
+
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
         """The indices of the stages on a rank of the pipeline, from the first to the last of the model."""
         if len(self.stages) == self.pp:

@@ -25,12 +25,10 @@ from titan_async.planning.step_time import (
     step_time,
 )
 from titan_async.planning.suggest import Searcher, Suggestion
+from titan_async.planning.verdict import COMPARED, Verdict, verdict_of
 from titan_async.training.layout_preflight import check_layout
 
-__all__ = ["COMPARED", "Overlapped", "Plan", "Planner", "Refused"]
-
-COMPARED = ("Async2BW", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
-"""The schedules that every plan shows, besides its own."""
+__all__ = ["Overlapped", "Plan", "Planner", "Refused"]
 
 _MOST_TASKS = 2**15
 """Microbatches times stages: some seconds of simulation under each schedule."""
@@ -79,6 +77,8 @@ class Plan:
     """What overlapped pairs (true) would change; empty where no tokens travel between experts. Without them
     alone if there are too few microbatches."""
     suggestion: Suggestion | None
+    verdict: Verdict
+    """Whether Async2BW pays."""
     interruptions: Interruptions | None
     """What saves and failures add, where it is known how often something fails."""
 
@@ -165,6 +165,7 @@ class Plan:
                 str(overlap).lower(): dataclasses.asdict(entry) for overlap, entry in self.by_overlap.items()
             },
             "suggestion": None if self.suggestion is None else self.suggestion.to_json(),
+            "verdict": self.verdict.to_json(),
             "interruptions": self.interruptions and dataclasses.asdict(self.interruptions),
         }
 
@@ -235,6 +236,10 @@ class Planner:
             interruptions = interruptions_of(config, layout, own, saved, self.cluster.per_node, mtbf)
         if suggests:
             found = self._suggest(config, own)
+        timed = {each.schedule: each for each in (own, *others) if isinstance(each, StepTime)}
+        verdict = verdict_of(
+            config, self.searcher, self.time, timed, found and found.config, searches=suggests
+        )
         return Plan(
             recipe=recipe,
             cluster=self.cluster,
@@ -248,6 +253,7 @@ class Planner:
             seconds_by_receives=seconds_by_receives(config, layout, costs, self.cluster),
             by_overlap=self._by_overlap(config, layout, parts, costs, own, memory),
             suggestion=found,
+            verdict=verdict,
             interruptions=interruptions,
         )
 

@@ -11,6 +11,7 @@ from titan_async.planning.interruptions import NODE_SAVES, RESTART_SECONDS
 from titan_async.planning.network import Network
 from titan_async.planning.plan import Plan, Refused
 from titan_async.planning.step_time import StepTime, receives_ahead
+from titan_async.planning.verdict import in_seconds
 
 __all__ = ["print_plan"]
 
@@ -24,21 +25,13 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         console.print(line, markup=False)
     for table in (_stages(plan), _memory(plan), _schedules(plan), _traffic(plan)):
         console.print(table)
-    for line in _suggestion(plan):
+    for line in [*_suggestion(plan), plan.verdict.sentence]:
         console.print(line, markup=False)
 
 
 def _headlines(plan: Plan) -> list[str]:
     layout, cluster, time = plan.layout, plan.cluster, plan.time
     nodes = -(-layout.world_size // cluster.per_node)
-    degrees = {
-        "stages": layout.pp,
-        "replicas": layout.dp_replicate,
-        "shards": layout.dp_shard,
-        "tensor": layout.tp,
-    }
-    words = " x ".join(f"{size} {name}" for name, size in degrees.items() if size > 1) or "one rank"
-    experts = f", experts over {layout.ep}" if layout.ep > 1 else ""
     lookahead = f", lookahead {layout.lookahead}" if layout.lookahead else ""
     pairs = ", overlapped pairs" if layout.overlap else ""
     how = f"{plan.cluster.accelerator.achievable:.0%} of the peak assumed"
@@ -53,9 +46,9 @@ def _headlines(plan: Plan) -> list[str]:
         f"{_count(layout.tokens_per_step * layout.steps)} tokens in {layout.steps:,} steps of "
         f"{layout.tokens_per_step:,}; {3 * plan.forward_flops_per_token / 1e9:.3g} GFLOPs a token",
         f"{layout.world_size} x {cluster.accelerator.name} on {nodes} node(s), {how}",
-        f"{words}{experts}; {layout.microbatches} microbatches of {layout.microbatch_size} x "
+        f"{layout.degrees}; {layout.microbatches} microbatches of {layout.microbatch_size} x "
         f"{layout.seq_len}{lookahead}{pairs}",
-        f"{layout.schedule}: {_seconds(time.step_seconds)} a step, {time.tokens_per_second:,.0f} tokens/s, "
+        f"{layout.schedule}: {in_seconds(time.step_seconds)} a step, {time.tokens_per_second:,.0f} tokens/s, "
         f"MFU {time.mfu:.1%}: {time.days:.1f} days, {hours} GPU hours",
         *_synchronous_start(plan),
         _interruptions(plan),
@@ -66,7 +59,7 @@ def _headlines(plan: Plan) -> list[str]:
 
 def _synchronous_start(plan: Plan) -> list[str]:
     steps, seconds = plan.layout.synchronous_steps, plan.time.synchronous_step_seconds
-    return [f"  the first {steps:,} steps are synchronous: {_seconds(seconds)} each"] if steps else []
+    return [f"  the first {steps:,} steps are synchronous: {in_seconds(seconds)} each"] if steps else []
 
 
 def _interruptions(plan: Plan) -> str:
@@ -76,7 +69,7 @@ def _interruptions(plan: Plan) -> str:
     beside = "" if found.blocking else " beside training"
     return (
         f"  with a failure every {found.mtbf_hours:g} hours {found.days:.1f} days: {found.saves:,} saves of "
-        f"{_seconds(found.save_seconds)}{beside} ({NODE_SAVES / 1e9:g} GB/s a node), {found.failures:.3g} "
+        f"{in_seconds(found.save_seconds)}{beside} ({NODE_SAVES / 1e9:g} GB/s a node), {found.failures:.3g} "
         f"failures of {found.lost_seconds / 60:.0f} minutes each ({RESTART_SECONDS / 60:.0f} to restart)"
     )
 
@@ -99,7 +92,7 @@ def _receives(plan: Plan) -> list[str]:
             blocks = f"{network.message_blocks(*edge)} of {plan.cluster.accelerator.processors} SMs"
             links.append(f"posted {_WHEN[ahead]} {where} ({blocks} while one waits)")
     own = seconds.pop(plan.receives)
-    others = [f"{_seconds(s)} with {receives}" for receives, s in seconds.items() if s != own]
+    others = [f"{in_seconds(s)} with {receives}" for receives, s in seconds.items() if s != own]
     lines = [f"receives: {', '.join(links)}"]
     if others:
         lines.append(f"  --pipeline.early_receives: a step takes {', '.join(others)}")
@@ -119,7 +112,7 @@ def _overlap(plan: Plan) -> list[str]:
         least = least_microbatches(layout.pp, layout.lookahead, overlap=True)
         return [line, f"  pipeline.overlap needs at least {least} microbatches here"]
     words = [
-        f"{_seconds(entry.step_seconds)} a step and {entry.most_memory / 1e9:.1f} GB"
+        f"{in_seconds(entry.step_seconds)} a step and {entry.most_memory / 1e9:.1f} GB"
         f"{'' if entry.fits else ', too many,'} {'with' if overlap else 'without'}"
         for overlap, entry in plan.by_overlap.items()
     ]
@@ -212,7 +205,7 @@ def _schedules(plan: Plan) -> Table:
         else:
             table.add_row(
                 entry.schedule,
-                _seconds(entry.step_seconds),
+                in_seconds(entry.step_seconds),
                 f"{entry.tokens_per_second:,.0f}",
                 f"{entry.tokens_per_second / plan.time.tokens_per_second:.2f}",
                 f"{entry.mfu:.1%}",
@@ -243,7 +236,7 @@ def _suggestion(plan: Plan) -> list[str]:
         return []
     lines = [
         f"A layout that fits and is predicted to be {plan.suggestion.gain:.0%} faster "
-        f"({_seconds(plan.suggestion.time.step_seconds)} a step, {plan.suggestion.time.days:.1f} days):"
+        f"({in_seconds(plan.suggestion.time.step_seconds)} a step, {plan.suggestion.time.days:.1f} days):"
     ]
     lines += [f"  {_flag(key, new)}   # not {old}" for key, (old, new) in plan.suggestion.changes.items()]
     return lines
@@ -255,10 +248,6 @@ def _flag(key: str, value: int | bool) -> str:
         return f"--{key} {value}"
     section, _, name = key.rpartition(".")
     return f"--{key}" if value else f"--{section}.no-{name}"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.0f} ms"
 
 
 def _count(number: float) -> str:

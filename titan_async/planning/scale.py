@@ -104,7 +104,10 @@ def with_schedule(config: Trainer.Config, schedule: str) -> Trainer.Config:
     """
     own = config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
     parallelism = dataclasses.replace(config.parallelism, pipeline_parallel_schedule=schedule)
-    if not takes_stages(parallelism, len(split_of(parallelism, len(config.model_spec.model.layers)))):
+    of_its_own = parallelism.pipeline_parallel_layers_per_stage or parallelism.module_fqns_per_model_part
+    if of_its_own and not takes_stages(
+        parallelism, len(split_of(parallelism, len(config.model_spec.model.layers)))
+    ):
         parallelism = dataclasses.replace(
             parallelism, pipeline_parallel_layers_per_stage=None, module_fqns_per_model_part=None
         )

@@ -73,7 +73,11 @@ class Searcher:
     """Whether a layout fits into memory."""
 
     def fastest(
-        self, config: Trainer.Config, world_size: int, limit: float = math.inf
+        self,
+        config: Trainer.Config,
+        world_size: int,
+        limit: float = math.inf,
+        only: Callable[[Layout], bool] = lambda _: True,
     ) -> tuple[StepTime, Trainer.Config] | None:
         """The fastest layout that fits and takes less than `limit` seconds a step; None if there is none.
 
@@ -81,8 +85,9 @@ class Searcher:
             config: the run on whatever ranks, with a number as its shard degree.
             world_size: ranks to use.
             limit: seconds.
+            only: whether to look at a layout.
         """
-        candidates = [c for c in self._candidates(config, world_size) if c.bound < limit]
+        candidates = [c for c in self._candidates(config, world_size, only) if c.bound < limit]
         candidates.sort(key=lambda candidate: candidate.bound)
         best: tuple[StepTime, Trainer.Config] | None = None
         simulated = 0
@@ -115,13 +120,17 @@ class Searcher:
         time, changed = found
         return Suggestion(_changes(config, changed), time, now.step_seconds / time.step_seconds - 1, changed)
 
-    def _candidates(self, config: Trainer.Config, world_size: int) -> Iterator[_Candidate]:
+    def _candidates(
+        self, config: Trainer.Config, world_size: int, only: Callable[[Layout], bool] = lambda _: True
+    ) -> Iterator[_Candidate]:
         known: dict[Degrees, list[StageCost]] = {}
         for degrees in _choices(config, world_size):
             try:
                 changed = at_degrees(config, degrees)
                 layout = layout_of(changed, world_size)
             except (UserError, ValueError):
+                continue
+            if not only(layout):
                 continue
             parts = self.parts_of(changed)
             # Of what a stage takes, nothing depends on the order of its work.

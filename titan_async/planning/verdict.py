@@ -1,0 +1,254 @@
+"""Whether Async2BW pays: the fastest layout under it that a plan knows, against the fastest synchronous one.
+
+Both have the same ranks and the same batch. Compared are the layouts of the recipe and of the plan's
+suggestion, each under Async2BW and under torch's schedules; the fastest layout of one stage; and, where the
+recipe asks for another schedule, the fastest pipeline under Async2BW. Only what can run and fits counts.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torchtitan.trainer import Trainer
+
+from titan_async.planning.layout import Layout, layout_of
+from titan_async.planning.memory import memory_of
+from titan_async.planning.scale import with_schedule, world_size_of
+from titan_async.planning.step_time import StepTime
+from titan_async.planning.suggest import LEAST_GAIN, Searcher
+from titan_async.training.pipeline import ASYNC_SCHEDULE, is_async
+
+__all__ = ["COMPARED", "Contender", "Outcome", "Verdict", "in_seconds", "verdict_of"]
+
+COMPARED = (ASYNC_SCHEDULE, "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+"""The schedules that every plan shows, besides its own."""
+
+Outcome = Literal["pays", "no difference", "does not pay", "only Async2BW", "only synchronous", "nothing"]
+"""Of the two which one is faster by `LEAST_GAIN`, or the only one that runs and fits."""
+
+_FOUND = "the fastest synchronous layout found"
+
+_CLOSE = 2 * LEAST_GAIN
+"""Of a step: what parts in proportion may be off by."""
+
+_UNCOMPILED = ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV")
+"""Schedules that torch does not run with compiled stages."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A layout that runs and fits."""
+
+    config: Trainer.Config
+    layout: Layout
+    step_seconds: float
+
+    @property
+    def seconds(self) -> str:
+        """Of a step, with their unit."""
+        return in_seconds(self.step_seconds)
+
+    def __str__(self) -> str:
+        """Its layout and, of a synchronous pipeline, its schedule."""
+        layout = self.layout
+        if layout.pp == 1:
+            return f"one stage of {layout.degrees}"
+        words = layout.degrees
+        if layout.lookahead:
+            words += f", lookahead {layout.lookahead}"
+        if layout.overlap:
+            words += ", overlapped pairs"
+        if layout.delayed:
+            return words
+        if layout.schedule in _UNCOMPILED and self.config.compile.enable:
+            words += ", not compiled"
+        return f"{layout.schedule} on {words}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Its layout, without the parts of its stages, and the seconds of a step."""
+        values = dataclasses.asdict(self.layout)
+        del values["stages"], values["steps"]
+        return values | {"step_seconds": self.step_seconds}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Whether Async2BW pays for a recipe on its ranks, and what it costs."""
+
+    asynchronous: Contender | None
+    """The fastest under Async2BW; None if none runs and fits."""
+    synchronous: Contender | None
+    """The fastest without a delay."""
+    second_version: int
+    """Bytes that Async2BW's second version of the weights takes, on the rank where it takes most."""
+    searched: bool
+    """Whether layouts other than the recipe's were looked for."""
+
+    @property
+    def gain(self) -> float | None:
+        """Steps that Async2BW makes more in the same time, as a share; None without one of the two."""
+        if self.asynchronous is None or self.synchronous is None:
+            return None
+        return self.synchronous.step_seconds / self.asynchronous.step_seconds - 1
+
+    @property
+    def outcome(self) -> Outcome:
+        if self.gain is None:
+            if self.asynchronous is not None:
+                return "only Async2BW"
+            return "nothing" if self.synchronous is None else "only synchronous"
+        if self.gain >= LEAST_GAIN:
+            return "pays"
+        return "no difference" if 1 / (1 + self.gain) - 1 < LEAST_GAIN else "does not pay"
+
+    @property
+    def sentence(self) -> str:
+        """All of it in one sentence."""
+        text = self._sentence()
+        return text if self.searched else f"{text[:-1]}; other layouts were not looked for (--no-suggest)."
+
+    def _sentence(self) -> str:
+        fast, plain = self.asynchronous, self.synchronous
+        if fast is None and plain is None:
+            return "Nothing fits here, neither under Async2BW nor without a delay."
+        if fast is None:
+            assert plain is not None
+            if plain.layout.world_size == 1:
+                return "On one rank there is no pipeline, and nothing for Async2BW to win."
+            if plain.layout.pp == 1 and not self.searched:
+                return "One stage has no bubble for Async2BW to take away."
+            return f"Async2BW has no layout here that runs and fits: {plain} takes {plain.seconds} a step."
+        copy = f"{self.second_version / 1e9:.1f} GB a rank for a second version of the weights"
+        cost = f"for one update of delay and up to {copy}"
+        if plain is None:
+            return f"Async2BW alone runs and fits here: {fast.seconds} a step ({fast}), {cost}."
+        against = f"{fast.seconds} a step ({fast}) against {plain.seconds} for {_FOUND} ({plain})"
+        if self.outcome == "pays":
+            return f"Async2BW pays: {against}, {self.gain:.0%} faster, {cost}."
+        if self.outcome == "no difference":
+            unknown = f"within the {LEAST_GAIN:.0%} that plans do not know"
+            return f"Async2BW makes no difference here: {against}, {unknown}."
+        who = "No pipeline pays" if plain.layout.pp == 1 else "Async2BW does not pay"
+        return f"{who} here: {plain} takes {plain.seconds} a step, Async2BW {fast.seconds} ({fast})."
+
+    def to_json(self) -> dict[str, Any]:
+        """Numbers and names: seconds, bytes."""
+        return {
+            "outcome": self.outcome,
+            "asynchronous": self.asynchronous and self.asynchronous.to_json(),
+            "synchronous": self.synchronous and self.synchronous.to_json(),
+            "gain": self.gain,
+            "second_version": self.second_version,
+            "searched": self.searched,
+            "sentence": self.sentence,
+        }
+
+
+def in_seconds(seconds: float) -> str:
+    """A time with its unit."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{1e3 * seconds:.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
+
+
+def verdict_of(
+    config: Trainer.Config,
+    searcher: Searcher,
+    time: Callable[[Trainer.Config], StepTime],
+    known: Mapping[str, StepTime],
+    suggested: Trainer.Config | None,
+    *,
+    searches: bool,
+) -> Verdict:
+    """Compare what runs and fits on the ranks of a configuration, for its batch.
+
+    Args:
+        config: the recipe's, with a number as its shard degree.
+        searcher: of the plan.
+        time: a step of a configuration, its model traced for microbatches of its size.
+        known: steps of the recipe's layout that have been simulated, by schedule.
+        suggested: a faster layout that the plan has found.
+        searches: whether to look for layouts of one stage and, if the recipe asks for another schedule, for
+            pipelines under Async2BW.
+    """
+    found = list(_contenders(config, searcher, time, known))
+    if suggested is not None:
+        found += _contenders(suggested, searcher, time, {})
+    if searches:
+        world_size, is_one = world_size_of(config), [each.layout.pp == 1 for each in found]
+        if not any(is_one):
+            found += _fastest(searcher, config, lambda layout: layout.pp == 1)
+        if world_size > 1 and (all(is_one) or not is_async(config.parallelism)):
+            delayed = with_schedule(config, ASYNC_SCHEDULE)
+            found += _fastest(searcher, delayed, lambda layout: layout.delayed)
+    asynchronous = _first([each for each in found if each.layout.delayed])
+    synchronous = _first([each for each in found if not each.layout.delayed])
+    if asynchronous and synchronous and _close(asynchronous, synchronous):
+        # The search takes the parts of sizes that were not traced in proportion, which may turn the outcome.
+        asynchronous, synchronous = _again(asynchronous, time), _again(synchronous, time)
+    return Verdict(
+        asynchronous=asynchronous,
+        synchronous=synchronous,
+        second_version=_second_version(asynchronous, searcher) if asynchronous else 0,
+        searched=searches,
+    )
+
+
+def _close(one: Contender, other: Contender) -> bool:
+    return abs(one.step_seconds / other.step_seconds - 1) < _CLOSE
+
+
+def _again(contender: Contender, time: Callable[[Trainer.Config], StepTime]) -> Contender:
+    return dataclasses.replace(contender, step_seconds=time(contender.config).step_seconds)
+
+
+def _first(contenders: Sequence[Contender]) -> Contender | None:
+    return min(contenders, key=lambda contender: contender.step_seconds, default=None)
+
+
+def _contenders(
+    config: Trainer.Config,
+    searcher: Searcher,
+    time: Callable[[Trainer.Config], StepTime],
+    known: Mapping[str, StepTime],
+) -> Iterator[Contender]:
+    """A layout under every schedule, all of a batch in one pass, and with overlapped pairs."""
+    layout = layout_of(config, world_size_of(config))
+    for schedule in COMPARED if layout.pp > 1 else [layout.schedule]:
+        of_layout = known.get(schedule) if layout.passes == 1 or schedule != layout.schedule else None
+        try:
+            changed = with_schedule(config, schedule)
+            if _fits(changed, searcher):
+                yield _contender(changed, of_layout or time(changed))
+            if schedule == ASYNC_SCHEDULE and layout.pp > 1 and layout.ep > 1:
+                pipeline = dataclasses.replace(changed.pipeline, overlap=not changed.pipeline.overlap)
+                changed = dataclasses.replace(changed, pipeline=pipeline)
+                if _fits(changed, searcher):
+                    yield _contender(changed, time(changed))
+        except ValueError:  # a UserError is one
+            continue
+
+
+def _fits(config: Trainer.Config, searcher: Searcher) -> bool:
+    return searcher.fits(config, layout_of(config, world_size_of(config)), searcher.parts_of(config))
+
+
+def _contender(config: Trainer.Config, time: StepTime) -> Contender:
+    return Contender(config, layout_of(config, time.world_size), time.step_seconds)
+
+
+def _fastest(searcher: Searcher, config: Trainer.Config, only: Callable[[Layout], bool]) -> list[Contender]:
+    found = searcher.fastest(config, world_size_of(config), only=only)
+    if found is None:
+        return []
+    time, changed = found
+    return [_contender(changed, time)]
+
+
+def _second_version(contender: Contender, searcher: Searcher) -> int:
+    """Bytes of it, on the rank where it takes most."""
+    config, layout = contender.config, contender.layout
+    parts = searcher.parts_of(config)
+    memory = [memory_of(config, layout, parts, rank) for rank in range(layout.pp)]
+    return max(of_rank.items.get("second version", 0) for of_rank in memory)
