@@ -1,6 +1,8 @@
 """What a device reaches is found on machines of known speed, whose clocks go by the work that they do."""
 
+import json
 import os
+import subprocess
 import types
 
 import pytest
@@ -155,9 +157,51 @@ def test_elementwise_operations_of_a_layer_leave_what_products_and_they_make(mon
     assert made < left < made + 2 * 4 * 6 * (3 * 12)
 
 
-def exchange(rank, group):
+def seconds_of_a_message(rank, group):
     return message_timing._seconds(rank, 2**10)
 
 
 def test_messages_are_timed_there_and_back(pools):
-    assert all(0 < seconds < 10 for seconds in pools(2).run(2, exchange))
+    assert all(0 < seconds < 10 for seconds in pools(2).run(2, seconds_of_a_message))
+
+
+class Rank:
+    """Stands in for one of the two processes."""
+
+    def __init__(self, out="", err="", returncode=0):
+        self.answer, self.returncode, self.killed = (out, err), returncode, False
+
+    def communicate(self, timeout=None):
+        if self.answer is None and timeout is not None:
+            raise subprocess.TimeoutExpired("python", timeout)
+        return self.answer
+
+    def kill(self):
+        self.killed = True
+
+
+def test_messages_have_a_latency_and_a_bandwidth(monkeypatch):
+    sizes = message_timing.SIZES
+    ranks = [Rank(json.dumps([40e-6 + size / 3e9 for size in sizes])), Rank()]
+    left = iter(ranks)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: next(left))
+    link = message_timing.time_messages()
+    assert (link.latency, link.bandwidth) == pytest.approx((40e-6, 3e9), rel=1e-4)
+    assert [message.size for message in link.messages] == list(sizes)
+    assert all(rank.killed for rank in ranks)
+
+
+@pytest.mark.parametrize("reason", ["no answer in 120 seconds", "RuntimeError: no interface"])
+def test_messages_that_do_not_get_through_are_one_sentence(reason, monkeypatch):
+    failed = Rank(err=f"Traceback\n{reason}\n", returncode=1)
+    if reason.startswith("no answer"):
+        failed.answer = None
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: failed)
+    with pytest.raises(UserError, match=rf"over gloo \({reason}\): GLOO_SOCKET_IFNAME chooses"):
+        message_timing.time_messages()
+
+
+@pytest.mark.slow
+def test_two_processes_of_this_machine_answer():
+    link = message_timing.time_messages()
+    assert 0 < link.latency < 1 and link.bandwidth > 1e6
