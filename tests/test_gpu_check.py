@@ -48,7 +48,7 @@ def test_all_that_needs_no_gpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     verdicts = {row["check"]: row["verdict"] for row in json.loads(path.read_text())}
     assert all(name[:30] in done.stdout for name in verdicts)
-    for name in ("clock", "gemm", "waits", "host in step", "host in Muon, error feedback"):
+    for name in ("clock", "gemm", "calibrate", "waits", "host in step", "host in Muon, error feedback"):
         assert verdicts[name] == "not checked"
     for name in ("Muon, plain", "utilization, Async2BW, receives late"):
         assert verdicts[name] == "noted"  # times are nobody's concern here
@@ -147,6 +147,9 @@ def test_figures_are_judged() -> None:
         (kernels.judge_gemm, [132, 700.0, losses | {"4": 0.06}], "differs"),
         (kernels.judge_gemm, [28, 70.0, losses | {"4": 0.2}], "noted"),
         (kernels.judge_gemm, "no kernel that waits: none", "not checked"),
+        (kernels.judge_calibrate, [1.3, 1.1, 700.0, 400.0, 3.0, 2.7], "ok"),
+        (kernels.judge_calibrate, [1.6, 1.1, 700.0, 400.0, 3.0, 2.7], "differs"),
+        (kernels.judge_calibrate, "ImportError: no pydantic", "not checked"),
         (kernels.judge_call, [True, True, 4.0], "ok"),
         (kernels.judge_call, [False, True, 4.0], "differs"),
         (kernels.judge_call, [None, True, 4.0], "noted"),

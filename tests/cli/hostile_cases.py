@@ -302,6 +302,20 @@ FLAGS = [
         written("measured.json", "[" * 100_000),
     ),
     Case(
+        "plan-calibration-pipe",
+        "plan RECIPE --calibration x.json",
+        ["x.json", "pipe or a device", "calibrate anew"],
+        fifo("x.json"),
+    ),
+    Case(
+        "plan-calibration-escape-code",
+        "plan RECIPE --calibration x.json",
+        ["x.json", "\\x1b[31m", "calibrate anew"],
+        written("x.json", '{"format": "titan-async calibration", "version": "\\u001b[31m"}'),
+    ),
+    Case("calibrate-word", "calibrate h100.json", ["flags alone, not h100.json", "give --out"]),
+    Case("calibrate-device", ["calibrate", "--device", "\x1b[31m"], ["--device must be", "not \\x1b[31m"]),
+    Case(
         "rehearse-steps",
         "rehearse RECIPE --steps 999999999999999999",
         ["--steps is 999999999999999999", "at most"],

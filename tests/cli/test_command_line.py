@@ -16,7 +16,7 @@ from titan_async.errors import UserError
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("verb", ["convert", "import", "sample"])
+@pytest.mark.parametrize("verb", ["calibrate", "convert", "import", "sample"])
 def test_help_imports_no_torch(verb: str) -> None:
     program = (
         "import sys; from titan_async.cli.main import main; status = main(sys.argv[1:])\n"

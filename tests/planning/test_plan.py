@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.calibrations import CORES, H100, make_profile
 from tests.support.selection import slow
 from titan_async.cli import main
 from titan_async.config.recipe_file import resolve
 from titan_async.planning import measured, plan
+from titan_async.planning.device_profile import write_profile
 from titan_async.planning.hardware import cluster_of
 from titan_async.planning.scale import on_own_ranks
 
@@ -33,12 +35,12 @@ def _traced_once(monkeypatch, request):
     known = request.config.stash.setdefault(_TRACED, {})
     trace = plan.trace_parts
 
-    def once(config):
+    def once(config, *, on_cpu=False):
         spec, training, parallelism = config.model_spec, config.training, config.parallelism
         size = (training.local_batch_size, parallelism.pipeline_parallel_microbatch_size)
-        key = spec.flavor, training.seq_len, size[parallelism.pipeline_parallel_degree > 1]
+        key = spec.flavor, training.seq_len, size[parallelism.pipeline_parallel_degree > 1], on_cpu
         if key not in known:
-            known[key] = trace(config)
+            known[key] = trace(config, on_cpu=on_cpu)
         return known[key]
 
     monkeypatch.setattr(plan, "trace_parts", once)
@@ -261,6 +263,72 @@ def test_measured_times_take_the_place_of_assumed_ones(run, tmp_path):
     assert "another model" in mistake(run, f"toml_configs/{RECIPE}", "--measured", str(tmp_path))
     (tmp_path / "measured.json").write_text("{}")
     assert "run anew" in mistake(run, f"toml_configs/{RECIPE}", "--measured", str(tmp_path))
+
+
+def calibrated(run, tmp_path, device, *flags, faster=1.0):
+    file = tmp_path / f"{faster}.json"
+    write_profile(file, make_profile(device, faster=faster))
+    status, out, err = run(
+        f"toml_configs/{RECIPE}", "--calibration", str(file), "--json", "--no-suggest", *flags
+    )
+    assert (status, err) == (0, "")
+    return json.loads(out)
+
+
+def test_a_device_of_twice_the_rates_takes_half_the_time(run, tmp_path):
+    once, twice = (calibrated(run, tmp_path, H100, faster=faster) for faster in (1.0, 2.0))
+    for slow_stage, fast_stage in zip(once["stages"], twice["stages"], strict=True):
+        for kind in ("forward", "input_gradient", "weight_gradient", "update"):
+            assert slow_stage["seconds"][kind] == pytest.approx(2 * fast_stage["seconds"][kind])
+    hardware = once["hardware"]
+    assert hardware["accelerator"]["calibrated_on"] == H100.name
+    assert hardware["accelerator"]["measured"]["float32"]["products"] == 50e12
+    assert hardware["link_bandwidth"] == 450e9
+
+
+def test_a_plan_for_cores_counts_what_runs_on_them(run, tmp_path):
+    """The whole of attention's scores and no NCCL; ranks without GPUs have no open shards."""
+    record = calibrated(run, tmp_path, CORES)
+    assert record["layout"]["world_size"] == 2 and record["hardware"]["nodes"] == 1
+    assert not any("NCCL's buffers" in entry["items"] for entry in record["memory"])
+    assert record["memory"][0]["items"]["attention masks"] > 0
+    assert record["receives"]["step_seconds"] == {}  # messages take no processors
+    on_gpu = calibrated(run, tmp_path, H100)
+    flops = [each["model"]["forward_flops_per_token"] for each in (record, on_gpu)]
+    assert flops[0] > 1.02 * flops[1]  # on GPUs half of the scores counts
+    alone = calibrated(run, tmp_path, CORES, "--parallelism.pipeline_parallel_degree", "1")
+    assert alone["layout"]["world_size"] == 1
+
+
+def test_a_calibration_is_named_and_goes_together_with_measured_times(run, tmp_path):
+    record = calibrated(run, tmp_path, H100)
+    stages = [
+        {"stage": s["stage"], "parts": s["parts"], "forward": 2 * s["seconds"]["forward"], "backward": 1.0}
+        for s in record["stages"]
+    ]
+    numbers = {key: record["layout"][key] for key in measured._NUMBERS}
+    (tmp_path / "measured.json").write_text(json.dumps({**numbers, "schedule": "1F1B", "stages": stages}))
+    both = calibrated(run, tmp_path, H100, "--measured", str(tmp_path))
+    assert both["hardware"]["calibration"]["forward"] == pytest.approx(2)
+    _, out, _ = run(f"toml_configs/{RECIPE}", "--calibration", str(tmp_path / "1.0.json"), "--no-suggest")
+    assert "8 x H100 SXM 80 GB on 1 node(s), calibrated on NVIDIA H100 80GB HBM3\n" in out
+    assert "assumed" not in out and "GPU hours" in out
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "words"),
+    [
+        (H100, ("--achievable", "0.5"), "--achievable and --calibration both say what products reach"),
+        (H100, ("--gpu", "a100-80gb"), "which is h100-80gb and not a100-80gb"),
+        (H100, ("--gpu", "h100"), "did you mean h100-80gb?"),
+        (CORES, ("--gpu", "h100-80gb"), "measured on a CPU"),
+        (CORES, ("--nodes", "2"), "the plan is for 4 ranks, and the calibration of a machine with 2 cores"),
+    ],
+)
+def test_a_calibration_that_does_not_fit_is_a_mistake(run, tmp_path, device, flags, words):
+    file = tmp_path / "device.json"
+    write_profile(file, make_profile(device))
+    assert words in mistake(run, f"toml_configs/{RECIPE}", "--calibration", str(file), "--no-suggest", *flags)
 
 
 @pytest.mark.parametrize(

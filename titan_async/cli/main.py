@@ -19,6 +19,7 @@ __all__ = ["MODULES", "VERBS", "main"]
 VERBS = {
     "train": "train a model with a recipe file",
     "plan": "say what a run will need: time, memory, traffic",
+    "calibrate": "measure this machine's GPU or CPU, for plans",
     "rehearse": "try a run of many GPUs on this machine's CPU, rank by rank",
     "watch": "show a run while it trains: its stages, who waits for whom, its loss",
     "trace": "write what a run's ranks did as a file for Perfetto",

@@ -7,9 +7,13 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titan_async.cli.command_line import CommandLine, parse
 from titan_async.errors import UserError
+
+if TYPE_CHECKING:
+    from titan_async.planning.hardware import Cluster
 
 __all__ = ["run"]
 
@@ -27,6 +31,9 @@ flags:
                           leave, and the batch stays as it is (default: the ranks that the recipe asks for)
   --schedule NAME         short for --parallelism.pipeline_parallel_schedule
   --achievable X          share of the peak that large matrix products reach (default: by GPU, 0.5 to 0.75)
+  --calibration FILE      what titan-async calibrate measured, in place of the GPU's figures; the network is
+                          that of --gpu, by default of the kind that was measured. Of a CPU: plan for the
+                          cores of that machine
   --measured RUN_DIR      scale forward and backward to what a run measured; RUN_DIR is its dump_folder
   --mtbf HOURS            mean time between failures of the whole job: the days then count saves, restarts and
                           what is trained again
@@ -44,7 +51,7 @@ examples:
 
 
 _MOST_NODES = 10_000
-_FLAGS = ("gpu", "nodes", "schedule", "achievable", "measured", "mtbf")
+_FLAGS = ("gpu", "nodes", "schedule", "achievable", "calibration", "measured", "mtbf")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -69,11 +76,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _plan(line: CommandLine, nodes: int | None, achievable: float | None, mtbf: float | None) -> None:
-    from titan_async.planning.hardware import cluster_of
-
-    cluster = cluster_of(line.value("gpu") or "h100-80gb")
-    if achievable is not None:
-        cluster = cluster.reaching(achievable)
+    cluster = _cluster(line, achievable)
 
     from titan_async.config.recipe_file import resolve_recipe
 
@@ -84,12 +87,15 @@ def _plan(line: CommandLine, nodes: int | None, achievable: float | None, mtbf: 
 
     from titan_async.planning.plan import Planner
     from titan_async.planning.report import print_plan
-    from titan_async.planning.scale import on_nodes, on_own_ranks
+    from titan_async.planning.scale import on_nodes, on_own_ranks, world_size_of
 
     if nodes is None:
-        config = on_own_ranks(config, cluster.per_node)
+        # Without GPUs an open shard degree is 1, as for titan-async train.
+        config = on_own_ranks(config, 1 if cluster.accelerator.on_cpu else cluster.per_node)
     else:
         config = on_nodes(config, nodes, cluster.per_node)
+    if cluster.accelerator.on_cpu:
+        _check_cores(world_size_of(config), cluster.per_node)
     planner = Planner(cluster)
     measured = line.value("measured")
     if measured is not None:
@@ -109,6 +115,31 @@ def _plan(line: CommandLine, nodes: int | None, achievable: float | None, mtbf: 
         with writing_output(Path(file), "--json") as partial:
             partial.write_text(text, encoding="utf-8")
         print_plan(plan)
+
+
+def _cluster(line: CommandLine, achievable: float | None) -> Cluster:
+    from titan_async.planning.hardware import cluster_of
+
+    gpu, file = line.value("gpu"), line.value("calibration")
+    if file is None:
+        cluster = cluster_of(gpu or "h100-80gb")
+        return cluster if achievable is None else cluster.reaching(achievable)
+    if achievable is not None:
+        raise UserError("--achievable and --calibration both say what products reach: give one of them")
+    if gpu is not None:
+        cluster_of(gpu)  # a name that is none is a mistake of its own
+
+    from titan_async.planning.device_profile import calibrated_cluster, read_profile
+
+    return calibrated_cluster(read_profile(Path(file)), gpu, file)
+
+
+def _check_cores(ranks: int, cores: int) -> None:
+    if ranks > cores:
+        raise UserError(
+            f"the plan is for {ranks} ranks, and the calibration of a machine with {cores} cores: lower the "
+            "degrees of [parallelism] or --nodes; ranks that share a core are not planned"
+        )
 
 
 def _number(line: CommandLine, flag: str, what: str, fits: Callable[[float], bool]) -> float | None:

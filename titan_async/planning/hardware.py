@@ -7,8 +7,10 @@ in proportion to the fastest products that were found on either (80.3 % and 77.6
 compute/accelerator); those of L40S and RTX 4090 are assumed. `attention` is FlexAttention's and
 FlashAttention-2's share: 378 and 335 of 989 TFLOP/s on H100 (arXiv 2407.08608), the middle of 50 to 73 % on
 A100 (arXiv 2307.08691), assumed for the others. What NCCL takes is read and not measured.
+`titan-async calibrate` measures the rates of one accelerator; `device_profile` puts them in place of these.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from titan_async.config.edit import unknown_name
@@ -22,6 +24,7 @@ __all__ = [
     "LANE_BLOCKS",
     "Accelerator",
     "Cluster",
+    "Rates",
     "cluster_of",
 ]
 
@@ -63,8 +66,22 @@ LL, LL128 and Simple (`DEFAULT_LL_BUFFSIZE`, `DEFAULT_LL128_BUFFSIZE`, `DEFAULT_
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What an accelerator reaches in one dtype."""
+
+    products: float
+    """FLOP/s of matrix products, if moving their operands does not count."""
+    operands: float
+    """Bytes a second at which the operands and results of products move."""
+    attention: float
+    """FLOP/s of attention over long sequences, forward and backward together."""
+    attention_ramp: float
+    """Tokens of a sequence at which attention reaches half of that."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """One GPU."""
+    """One GPU, or one core of a CPU."""
 
     name: str
     memory: int
@@ -80,15 +97,41 @@ class Accelerator:
     achievable: float
     """Of a peak, what matrix products reach in training, at the clock that is left to them, if moving their
     operands does not count: fitted to published runs (docs/planning.md). `--achievable` sets another,
-    `--measured` takes the whole of a layer's time from a run."""
+    `--calibration` takes measured rates instead, `--measured` the whole of a layer's time from a run."""
     attention: float
     """Of a peak, what attention reaches over long sequences."""
     watts: float
-    """Power limit of the data sheet."""
+    """Power limit of the data sheet; 0 if it is not known."""
+    forward_passes: float = FORWARD_PASSES
+    backward_passes: float = BACKWARD_PASSES
+    calibrated_on: str = ""
+    """The device on which `titan-async calibrate` measured; empty if the numbers are those of this module."""
+    measured: Mapping[str, Rates] | None = None
+    """By dtype what was measured there. `achievable` and `attention` are then not used."""
+    measured_bandwidth: float | None = None
+    """Bytes a second of a large elementwise operation, as measured there."""
+    on_cpu: bool = False
+    """Whether it is a core of a CPU: attention computes all of its scores there, and there is no NCCL."""
 
     def peak(self, dtype: str) -> float:
         """FLOP/s for the dtype of `training.mixed_precision_param`."""
         return self.matrix_peak if dtype in ("bfloat16", "float16") else self.float32_peak
+
+    @property
+    def moved_bandwidth(self) -> float:
+        """Bytes a second that elementwise operations move through memory."""
+        return self.measured_bandwidth or self.memory_bandwidth * ACHIEVABLE_BANDWIDTH
+
+    def rates(self, dtype: str) -> Rates:
+        """What it reaches in a dtype, measured if it was calibrated."""
+        if self.measured is not None:
+            return self.measured["bfloat16" if dtype == "float16" else dtype]
+        return Rates(
+            products=self.peak(dtype) * self.achievable,
+            operands=self.moved_bandwidth,
+            attention=self.peak(dtype) * self.attention,
+            attention_ramp=ATTENTION_RAMP,
+        )
 
     def product_share(self, dtype: str, m: float, n: float, k: float) -> float:
         """Of the peak, what a product of m x k and k x n reaches: its operations take their time, and so do
@@ -96,13 +139,14 @@ class Accelerator:
         Most products in the tables of DeepGEMM's first README, of 64 to 8192 rows a group, are within a
         third."""
         each = 2 if dtype in ("bfloat16", "float16") else 4
-        peak, operations = self.peak(dtype), 2.0 * m * n * k
-        moved = each * (m * k + k * n + m * n) / (self.memory_bandwidth * ACHIEVABLE_BANDWIDTH)
-        return operations / peak / (operations / (peak * self.achievable) + moved)
+        rates, operations = self.rates(dtype), 2.0 * m * n * k
+        moved = each * (m * k + k * n + m * n) / rates.operands
+        return operations / self.peak(dtype) / (operations / rates.products + moved)
 
-    def attention_share(self, seq_len: int) -> float:
+    def attention_share(self, seq_len: int, dtype: str = "bfloat16") -> float:
         """Of the peak, what causal attention over sequences of that length reaches."""
-        return self.attention / (1 + ATTENTION_RAMP / seq_len)
+        rates = self.rates(dtype)
+        return rates.attention / self.peak(dtype) / (1 + rates.attention_ramp / seq_len)
 
     def limited_to(self, watts: float) -> "Accelerator":
         """This accelerator with another power limit: what the arithmetic takes goes about with the cube of

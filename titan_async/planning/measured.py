@@ -71,7 +71,7 @@ def calibrate(config: Trainer.Config, cluster: Cluster, folder: str) -> Calibrat
             f"{Path(folder) / MEASURED_FILE} is not what a run of this version writes ({error!r}): run anew"
         ) from error
     config = _of_run(config, layout)
-    parts = trace_parts(config)
+    parts = trace_parts(config, on_cpu=cluster.accelerator.on_cpu)
     if [name for stage in layout.stages for name in stage] != list(parts):
         raise UserError(
             f"--measured {folder} is a run of another model: its stages hold "

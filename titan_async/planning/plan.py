@@ -229,7 +229,7 @@ class Planner:
         own = self.time(config)
         others = [self._other(config, name) for name in COMPARED if name != layout.schedule and layout.pp > 1]
         found = None
-        memory = [memory_of(config, layout, parts, rank) for rank in range(layout.pp)]
+        memory = [self._memory(config, layout, parts, rank) for rank in range(layout.pp)]
         interruptions = None
         if mtbf is not None:
             saved = sum(of_rank.saved for of_rank in memory) * layout.dp_shard * layout.tp
@@ -289,7 +289,7 @@ class Planner:
             if overlap != layout.overlap:
                 other = dataclasses.replace(layout, overlap=overlap)
                 time = step_time(config, other, parts, self.cluster, costs=costs)
-                of_ranks = [memory_of(config, other, parts, rank) for rank in range(layout.pp)]
+                of_ranks = [self._memory(config, other, parts, rank) for rank in range(layout.pp)]
             most = max(of_rank.total for of_rank in of_ranks)
             found[overlap] = Overlapped(time.step_seconds, most, most <= usable_memory(self.cluster))
         return found
@@ -303,7 +303,7 @@ class Planner:
         key = _microbatch(config)
         if key not in self._parts:
             try:
-                self._parts[key] = trace_parts(config)
+                self._parts[key] = trace_parts(config, on_cpu=self.cluster.accelerator.on_cpu)
             except (ValueError, NotImplementedError) as error:
                 raise UserError(f"the model: {' '.join(str(error).split())}") from error
         return self._parts[key]
@@ -333,6 +333,9 @@ class Planner:
         except ValueError as error:  # a UserError is one
             return Refused(schedule, " ".join(str(error).split()))
 
+    def _memory(self, config: Trainer.Config, layout: Layout, parts: dict[str, Part], rank: int) -> Memory:
+        return memory_of(config, layout, parts, rank, on_cpu=self.cluster.accelerator.on_cpu)
+
     def _fits(self, config: Trainer.Config, layout: Layout, parts: dict[str, Part]) -> bool:
         most = usable_memory(self.cluster)
         for rank in range(layout.pp):
@@ -343,7 +346,7 @@ class Planner:
         # What is held does not grow with the microbatches once the pipeline is full.
         few = min(layout.microbatches, 4 * layout.pp)
         layout = dataclasses.replace(layout, microbatches=few, passes=1)
-        return all(memory_of(config, layout, parts, rank).total <= most for rank in range(layout.pp))
+        return all(self._memory(config, layout, parts, rank).total <= most for rank in range(layout.pp))
 
 
 def _microbatch(config: Trainer.Config) -> tuple[int, int]:

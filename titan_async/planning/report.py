@@ -34,13 +34,15 @@ def _headlines(plan: Plan) -> list[str]:
     nodes = -(-layout.world_size // cluster.per_node)
     lookahead = f", lookahead {layout.lookahead}" if layout.lookahead else ""
     pairs = ", overlapped pairs" if layout.overlap else ""
-    how = f"{plan.cluster.accelerator.achievable:.0%} of the peak assumed"
+    how = f"{cluster.accelerator.achievable:.0%} of the peak assumed"
+    if cluster.accelerator.calibrated_on:
+        how = f"calibrated on {cluster.accelerator.calibrated_on}"
     if plan.calibration.forward != 1.0 or plan.calibration.backward != 1.0:
         how += (
             f"; as measured, forward takes {plan.calibration.forward:.2f} and backward "
             f"{plan.calibration.backward:.2f} times as long"
         )
-    hours = f"{time.accelerator_hours:,.0f}"
+    hours = f"{time.accelerator_hours:,.0f} {'core' if cluster.accelerator.on_cpu else 'GPU'} hours"
     return [
         f"{plan.recipe}: {_count(plan.parameters)} parameters, {_count(plan.active_parameters)} active, "
         f"{_count(layout.tokens_per_step * layout.steps)} tokens in {layout.steps:,} steps of "
@@ -49,7 +51,7 @@ def _headlines(plan: Plan) -> list[str]:
         f"{layout.degrees}; {layout.microbatches} microbatches of {layout.microbatch_size} x "
         f"{layout.seq_len}{lookahead}{pairs}",
         f"{layout.schedule}: {in_seconds(time.step_seconds)} a step, {time.tokens_per_second:,.0f} tokens/s, "
-        f"MFU {time.mfu:.1%}: {time.days:.1f} days, {hours} GPU hours",
+        f"MFU {time.mfu:.1%}: {time.days:.1f} days, {hours}",
         *_synchronous_start(plan),
         _interruptions(plan),
         *_receives(plan),

@@ -25,10 +25,7 @@ from torchtitan.trainer import Trainer
 
 from titan_async.pipelining.simulation import Half, pair_seconds
 from titan_async.planning.hardware import (
-    ACHIEVABLE_BANDWIDTH,
-    BACKWARD_PASSES,
     EXPERT_IMBALANCE,
-    FORWARD_PASSES,
     TENSOR_HIDDEN,
     Accelerator,
 )
@@ -141,8 +138,8 @@ class _PartTimes:
         even = layout.ep == 1 or config.debug.moe_force_load_balance
         imbalance = 1.0 if even else EXPERT_IMBALANCE
         speed = accelerator.peak(dtype) * _product_share(config, layout, part, accelerator, imbalance)
-        attends = accelerator.peak(dtype) * accelerator.attention_share(layout.seq_len)
-        memory = accelerator.memory_bandwidth * ACHIEVABLE_BANDWIDTH
+        attends = accelerator.peak(dtype) * accelerator.attention_share(layout.seq_len, dtype)
+        memory = accelerator.moved_bandwidth
         each = TORCH_DTYPE_MAP[dtype].itemsize
         local = part.dense / tp + part.experts / layout.ep
         products, attention = part.forward_flops - part.attention_flops, part.attention_flops
@@ -167,14 +164,16 @@ class _PartTimes:
             return (products / speed + attention / attends + passed / memory) / tp
 
         self.forward = (
-            seconds(products, attention, FORWARD_PASSES * part.passed_bytes) + self.exchange + inside
+            seconds(products, attention, accelerator.forward_passes * part.passed_bytes)
+            + self.exchange
+            + inside
         )
         again = part.passed_bytes > part.saved_bytes
         self.input_gradient = (
             seconds(
                 products + part.recompute_flops - attention_again,
                 part.input_flops - products + attention_again,
-                (BACKWARD_PASSES + again * FORWARD_PASSES) * part.passed_bytes,
+                (accelerator.backward_passes + again * accelerator.forward_passes) * part.passed_bytes,
             )
             + (self.exchange + inside) * self.repeats
         )

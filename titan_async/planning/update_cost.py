@@ -16,7 +16,6 @@ from torchtitan.trainer import Trainer
 from titan_async.optim.coefficients import resolve_coefficients
 from titan_async.optim.muon_options import DTYPES
 from titan_async.optim.orthogonalization import orthogonalization_cost
-from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH
 from titan_async.planning.layout import Layout
 from titan_async.planning.network import Network
 from titan_async.planning.optimizer_groups import feeds_back, group_of, groups_of
@@ -72,7 +71,7 @@ def update_cost(
     travelling += network.exchange_seconds(network.groups.expert_holders, sent[True])
     # While one bucket is computed the next is on its way, so that the longer of the two counts.
     longer = max(products * most / total if total else 0.0, travelling)
-    passes = moved / (accelerator.memory_bandwidth * ACHIEVABLE_BANDWIDTH)
+    passes = moved / accelerator.moved_bandwidth
     return UpdateCost(longer + passes, most, sent[False] + sent[True])
 
 

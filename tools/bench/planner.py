@@ -1,11 +1,14 @@
 """Compares what the planner predicts with what is measured here. Run by hand:
 
-    python tools/bench/planner.py [--only time,memory] [--json results.json]
+    python tools/bench/planner.py [--only time,memory,rates] [--json results.json]
 
 "time": steps of every schedule with stages that sleep 20 ms forward and 40 ms backward, as in schedule.py,
 against the simulation of the same.
 
 "memory": the most bytes of live tensors that ranks of the debug recipes hold in four steps, against the plan.
+
+"rates": processor time of forwards, backwards and steps of the debug recipes, against plans that
+were made with a calibration of this machine, as by titan-async calibrate.
 
 Each part is measured in one run. They take four minutes each on two idle cores.
 """
@@ -24,6 +27,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import _planned_memory
+import _planned_rates
 import _planned_time
 from _pool import Pool
 from rich.console import Console
@@ -65,9 +69,21 @@ def _memory(quick: bool) -> tuple[dict[str, Any], list[Table]]:
     return {"peaks": [{**asdict(p), "error": p.error} for p in peaks]}, [table]
 
 
+def _rates(quick: bool) -> tuple[dict[str, Any], list[Table]]:
+    found = _planned_rates.compare(_planned_rates.CASES[: 1 if quick else None], repeats=1 if quick else 3)
+    table = Table("recipe", "stages", "flags", "what", "measured ms", "planned ms", "error",
+                  title="Processor time with a calibration of this machine")  # fmt: skip
+    for s in found:
+        flags = " ".join(s.case.flags[1::2])
+        table.add_row(s.case.recipe, str(s.case.stages), flags, s.what, f"{1e3 * s.measured:.1f}",
+                      f"{1e3 * s.predicted:.1f}", f"{s.error:+.0%}")  # fmt: skip
+    return {"seconds": [{**asdict(s), "error": s.error} for s in found]}, [table]
+
+
 PARTS: dict[str, Callable[[bool], tuple[dict[str, Any], list[Table]]]] = {
     "time": _time,
     "memory": _memory,
+    "rates": _rates,
 }
 
 

@@ -14,8 +14,8 @@ import torch
 from _checks import DIFFERS, NOTED, OK, WRONG, Place, Row, not_checked
 
 __all__ = [
-    "CALLS", "clock", "device", "gemm", "judge_call", "judge_clock", "judge_device", "judge_gemm",
-    "waiting_call",
+    "CALLS", "calibrate", "clock", "device", "gemm", "judge_calibrate", "judge_call", "judge_clock",
+    "judge_device", "judge_gemm", "waiting_call",
 ]  # fmt: skip
 
 _SOURCE = r"""
@@ -77,6 +77,36 @@ def device(place: Place) -> Iterator[tuple[str, str]]:
 
 def judge_device(name: str, values: list[Any], place: Place) -> Row:
     return Row(name, "-", values[0], NOTED)
+
+
+def calibrate(place: Place) -> Iterator[tuple[str, Any]]:
+    """What `titan-async calibrate` finds in bfloat16, and how well so few numbers describe what it timed."""
+    try:
+        from titan_async.planning.device_timing import profile_device
+    except ImportError as error:  # it needs more than torch
+        yield "calibration", f"{type(error).__name__}: {error}"
+        return
+    profile = profile_device("cuda")
+    found, moved = profile.bfloat16, profile.elementwise.bandwidth
+    rates = found.rates
+    yield "calibration", [
+        found.product_error.worst, found.attention_error.worst,
+        *(rate / 1e12 for rate in (rates.products, rates.attention, rates.operands, moved)),
+    ]  # fmt: skip
+
+
+def judge_calibrate(name: str, values: list[Any], place: Place) -> Row:
+    if isinstance(values[0], str):
+        return not_checked(name, values[0])
+    of_products, of_attention, products, attention, operands, moved = values[0]
+    found = (
+        f"{of_products:.2f} and {of_attention:.2f}; products {products:.0f} TFLOP/s and {operands:.2f} TB/s, "
+    )
+    found += f"attention {attention:.0f} TFLOP/s, memory {moved:.2f} TB/s"
+    verdict = OK if of_products <= 1.5 and of_attention <= 1.3 else DIFFERS
+    return Row(
+        name, "fitted seconds within a factor of 1.5 for products and 1.3 for attention", found, verdict
+    )
 
 
 def gemm(place: Place) -> Iterator[tuple[str, Any]]:

@@ -72,6 +72,10 @@ def all_checks() -> dict[str, Check]:
             "what matrix products lose beside blocks that wait",
             kernels.gemm, kernels.judge_gemm, 60, on_cpu=False,
         ),
+        "calibrate": Check(
+            "titan-async calibrate, and whether two numbers describe what it times",
+            kernels.calibrate, kernels.judge_calibrate, 120, on_cpu=False,
+        ),
         "waits": Check(
             "which calls wait for a kernel that waits",
             kernels.waiting_call, kernels.judge_call, 100, lambda gpus: len(kernels.CALLS), on_cpu=False,

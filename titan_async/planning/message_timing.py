@@ -1,0 +1,89 @@
+"""Times messages between two processes of this machine over gloo, as stages on a CPU send them."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from titan_async.errors import UserError
+from titan_async.planning.device_profile import Link, MessageTiming
+from titan_async.planning.rate_fit import fit_terms
+
+__all__ = ["exchange", "time_messages"]
+
+SIZES = (8, 2**14, 2**18, 2**20, 2**22)
+"""Bytes of the messages."""
+_TURNS = 50
+_LIMIT = 120.0
+"""Seconds that both processes get, to start and to end."""
+_PROGRAM = f"import sys; from {__name__} import exchange; exchange(int(sys.argv[1]), sys.argv[2])"
+
+
+def time_messages() -> Link:
+    """Let two processes send messages of several sizes to and fro.
+
+    Raises:
+        UserError: if they do not get through.
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder, "store"))
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(rank), store],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            out, err = ranks[0].communicate(timeout=_LIMIT)
+            reason = "" if ranks[0].returncode == 0 else (err.strip().splitlines() or ["no reason given"])[-1]
+        except subprocess.TimeoutExpired:
+            reason = f"no answer in {_LIMIT:g} seconds"
+        finally:
+            for process in ranks:
+                process.kill()
+                process.communicate()
+    if reason:
+        raise UserError(
+            f"two processes of this machine could not send messages over gloo ({reason[:200]}): "
+            "GLOO_SOCKET_IFNAME chooses the network interface"
+        )
+    found = json.loads(out)
+    fit = fit_terms([(1.0, float(size)) for size in SIZES], found)
+    messages = [MessageTiming(size=size, seconds=s) for size, s in zip(SIZES, found, strict=True)]
+    return Link(latency=fit.costs[0], bandwidth=1 / fit.costs[1], messages=messages)
+
+
+def exchange(rank: int, store: str) -> None:
+    """One of the two processes; the first prints the seconds of each size as JSON."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    found = [_seconds(rank, size) for size in SIZES]
+    if rank == 0:
+        print(json.dumps(found), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _seconds(rank: int, size: int) -> float:
+    """Of one message: half of the shortest way there and back, for others may use the cores in between."""
+    message, times = torch.zeros(size, dtype=torch.uint8), []
+    for _ in range(_TURNS):
+        begin = time.perf_counter()
+        for sends in (rank == 0, rank == 1):
+            if sends:
+                dist.send(message, 1 - rank)
+            else:
+                dist.recv(message, 1 - rank)
+        times.append((time.perf_counter() - begin) / 2)
+    return min(times)
