@@ -15,12 +15,12 @@ from matplotlib.patches import PathPatch
 
 from tests.support.events import write_run
 from titan_async.cli.main import main
-from titan_async.monitor.colours import COLOURS, mixed
 from titan_async.monitor.curves import Curve, gap, read_losses, read_utilization, smoothed
 from titan_async.monitor.events import RankReader, ring_path, summary_path
 from titan_async.monitor.figures import draw_losses, draw_timelines, draw_utilizations, style
 from titan_async.monitor.gantt import tint_of
 from titan_async.monitor.journal import journal_path
+from titan_async.monitor.kinds import KINDS
 from titan_async.monitor.spans import cut, load_spans
 from titan_async.pipelining.programs import schedule_programs
 from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
@@ -212,6 +212,14 @@ def boxes_drawn(axes) -> dict[str, set[tuple[float, float, float]]]:
     return found
 
 
+def tinted(colour: str, tint: float) -> str:
+    """Towards white, or with a negative tint towards black."""
+    share, target = abs(tint), 255 if tint > 0 else 0
+    return "#" + "".join(
+        f"{round((1 - share) * int(colour[i : i + 2], 16) + share * target):02x}" for i in (1, 3, 5)
+    )
+
+
 @pytest.mark.parametrize("schedule", ["Async2BW", "ZBVZeroBubble"])
 def test_the_timeline_shows_every_record_of_its_steps(schedule: str, tmp_path: Path) -> None:
     folder = write_run(tmp_path, schedule=schedule, stages=3, microbatches=6, steps=5)
@@ -236,10 +244,10 @@ def test_the_timeline_shows_every_record_of_its_steps(schedule: str, tmp_path: P
             kind = Kind(record["kind"])
             if kind == Kind.STEP or record["start"] < begin or record["end"] > end:
                 continue
-            colour = COLOURS[kind]
+            colour = KINDS[kind].colour
             if kind in COMPUTE_KINDS:
                 tint = tint_of(int(record["batch"]), int(record["stage"] >= 3))
-                colour = mixed(colour, "#ffffff" if tint > 0 else "#000000", abs(tint))
+                colour = tinted(colour, tint)
                 numbers.append(str(record["microbatch"]))
             box = (rank, (record["start"] - origin) / 1e9, (record["end"] - origin) / 1e9)
             wanted.setdefault(colour, set()).add(box)
@@ -346,7 +354,7 @@ def lab(colour: str, matrix: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("form", DICHROMACY)
 def test_colours_of_compute_and_waiting_are_told_apart(form: str) -> None:
     matrix = np.array(DICHROMACY[form])
-    seen = [lab(COLOURS[kind], matrix) for kind in (*COMPUTE_KINDS, Kind.RECEIVE, Kind.IDLE)]
+    seen = [lab(KINDS[kind].colour, matrix) for kind in (*COMPUTE_KINDS, Kind.RECEIVE, Kind.IDLE)]
     for i, one in enumerate(seen):
         for other in seen[:i]:
             assert np.linalg.norm(one - other) > 15

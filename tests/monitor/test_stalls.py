@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from titan_async.monitor.events import RECORD, RankState
+from titan_async.monitor.formatting import approximate_duration
 from titan_async.monitor.view.stages import RankFigures
-from titan_async.monitor.view.stalls import RankNow, describe, duration, find_culprits, find_stalls
+from titan_async.monitor.view.stalls import RankNow, describe, find_culprits, find_stalls
 from titan_async.pipelining.recording import Kind
 
 START = int(time.mktime((2026, 1, 2, 14, 3, 12, 0, 0, -1))) * 10**9
@@ -164,7 +165,7 @@ def test_ranks_that_share_a_stage_are_told_apart() -> None:
 
 
 def test_durations() -> None:
-    assert [duration(s) for s in (0.4, 99, 125, 5400, 7500, 200_000)] == [
+    assert [approximate_duration(s) for s in (0.4, 99, 125, 5400, 7500, 200_000)] == [
         "0 s", "99 s", "2 min", "90 min", "2 h 5 min", "2 d 7 h",
     ]  # fmt: skip
 

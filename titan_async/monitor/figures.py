@@ -6,6 +6,7 @@ matplotlib, and no display.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import PercentFormatter
 
-from titan_async.monitor.colours import RUN_COLOURS
 from titan_async.monitor.curves import Curve, Utilization, gap, smoothed
+from titan_async.monitor.formatting import name_stages
 from titan_async.monitor.gantt import Box, Chart, Mark, draw_charts, tint_of
 from titan_async.monitor.output_files import writing_output
 from titan_async.monitor.spans import RankSpans, RunSpans, split_pairs
-from titan_async.monitor.words import name_stages
 from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
 
 __all__ = ["draw_losses", "draw_timelines", "draw_utilizations", "save", "style"]
 
+_RUN_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999933")
 _FEW = 50  # points, up to which a curve is drawn as it is
 _MOST_NAMED = 8  # ranks in a legend
 _SEVERAL = "; of a rank's stages the later are darker"
@@ -91,7 +92,7 @@ def draw_losses(figure: Figure | SubFigure, runs: Sequence[tuple[str, Curve, Cur
 
 
 def _colours(count: int) -> list[str]:
-    return [RUN_COLOURS[i % len(RUN_COLOURS)] for i in range(count)]
+    return list(islice(cycle(_RUN_COLOURS), count))
 
 
 def _draw_curve(axes: Axes, curve: Curve, colour: str, label: str) -> Curve:
@@ -105,7 +106,7 @@ def _draw_curve(axes: Axes, curve: Curve, colour: str, label: str) -> Curve:
 
 def _draw_gaps(axes: Axes, runs: Sequence[tuple[str, Curve, Curve]]) -> None:
     base_label, base, base_validation = runs[0]
-    axes.axhline(0, color=RUN_COLOURS[0], linewidth=0.8)
+    axes.axhline(0, color=_RUN_COLOURS[0], linewidth=0.8)
     shown = [np.zeros(1)]
     for (label, training, validation), colour in zip(runs[1:], _colours(len(runs))[1:], strict=True):
         drawn = _draw_curve(axes, gap(training, base), colour, label)

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from titan_async.monitor.events import RankReader, RankState
+from titan_async.monitor.formatting import approximate_duration
 from titan_async.monitor.journal import JournalReader
 from titan_async.monitor.run_folder import RunInfo, read_info
 from titan_async.monitor.view.bubble import simulated_bubble, stage_seconds
 from titan_async.monitor.view.history import History
 from titan_async.monitor.view.processes import has_gone, is_here
 from titan_async.monitor.view.stages import RankFigures, StepSpans
-from titan_async.monitor.view.stalls import SILENCE, RankNow, Stall, duration, find_culprits, find_stalls
+from titan_async.monitor.view.stalls import SILENCE, RankNow, Stall, find_culprits, find_stalls
 from titan_async.pipelining.recording import COMPUTE_KINDS, FORWARD_KINDS, Kind
 
 __all__ = ["RunWatch", "Snapshot", "StageRow"]
@@ -184,7 +185,7 @@ class RunWatch:
             return "starting"
         silence = min(now.silent for now in going)
         if silence > SILENCE:
-            return f"not heard of for {duration(silence)}"
+            return f"not heard of for {approximate_duration(silence)}"
         kinds = {now.kind for now in going}
         if Kind.SAVE in kinds:
             return "saving"

@@ -11,44 +11,23 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from titan_async.monitor.colours import COLOURS
+from titan_async.monitor.kinds import KINDS, Activity
 from titan_async.monitor.view.snapshot import StageRow
-from titan_async.monitor.view.strip import Doing, strip
+from titan_async.monitor.view.strip import strip
 from titan_async.pipelining.recording import FORWARD_KINDS, Kind
 
 __all__ = ["StageTable", "sorted_rows"]
 
 # Those of other pictures where they can be told from a dark screen.
-_COLOURS = {
-    Doing.WAIT: "#444444",
-    Doing.FORWARD: COLOURS[Kind.FORWARD],
-    Doing.BACKWARD: COLOURS[Kind.BACKWARD],
-    Doing.UPDATE: "#cc79a7",
-    Doing.PAIR: COLOURS[Kind.OVERLAP],
+_STRIP_COLOURS = {
+    Activity.WAIT: "#444444",
+    Activity.FORWARD: KINDS[Kind.FORWARD].colour,
+    Activity.BACKWARD: KINDS[Kind.BACKWARD].colour,
+    Activity.UPDATE: "#cc79a7",
+    Activity.PAIR: KINDS[Kind.OVERLAP].colour,
 }
-_ORDER = (Doing.FORWARD, Doing.BACKWARD, Doing.PAIR, Doing.UPDATE, Doing.WAIT)
-_LETTERS = {doing: doing.name[0] for doing in Doing} | {Doing.WAIT: "."}
-
-_DOING = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "backward",
-    Kind.BACKWARD_WEIGHT: "weights",
-    Kind.RECEIVE: "waits",
-    Kind.SEND: "sends",
-    Kind.SWAP: "swaps",
-    Kind.GATHER: "gathers",
-    Kind.REDUCE: "reduces",
-    Kind.CLIP: "clips",
-    Kind.OPTIMIZER: "update",
-    Kind.DATA: "data",
-    Kind.SAVE: "saves",
-    Kind.VALIDATE: "validates",
-    Kind.GARBAGE_COLLECTION: "collects",
-    Kind.OVERLAP: "pair",
-}
-
-_LEAST_STRIP = 8  # characters
+_ORDER = (Activity.FORWARD, Activity.BACKWARD, Activity.PAIR, Activity.UPDATE, Activity.WAIT)
+_LETTERS = {doing: doing.name[0] for doing in Activity} | {Activity.WAIT: "."}
 
 
 @dataclass(frozen=True)
@@ -149,7 +128,7 @@ def _steps_shown(rows: Sequence[StageRow], looks: int) -> int:
 
 def _fields(row: StageRow) -> dict[str, Text | str]:
     mark = "!" if row.stalled else " "
-    does = _DOING.get(row.doing, "") if row.doing is not None else ""
+    does = KINDS[row.doing].now if row.doing is not None else ""
     return {
         "stage": f"{mark}{row.stage}",
         "last": _share(row.utilization),
@@ -191,7 +170,7 @@ def _rest(rows: Sequence[StageRow], by_slowest: bool) -> str:
 def _legend(rows: Sequence[StageRow], cells: int, steps: int, colours: bool) -> Text:
     """The strip's title, which says what its colours or letters mean."""
     pairs = any(Kind.OVERLAP in span.records["kind"] for row in rows for span in row.spans)
-    names = {doing: f"{doing.name.lower()} " for doing in _ORDER if pairs or doing is not Doing.PAIR}
+    names = {doing: f"{doing.name.lower()} " for doing in _ORDER if pairs or doing is not Activity.PAIR}
     if not colours:
         names = {doing: name.capitalize() if doing else ".wait" for doing, name in names.items()}
     legend = Text(f"last {steps} steps: " if steps > 1 else "last step: ")
@@ -200,20 +179,20 @@ def _legend(rows: Sequence[StageRow], cells: int, steps: int, colours: bool) -> 
     if sum(map(len, names.values())) > cells:
         names = {doing: f"{_LETTERS[doing]} " for doing in names}
     for doing, name in names.items():
-        legend.append(name, Style(color=_COLOURS[doing]) if doing else Style(dim=True))
+        legend.append(name, Style(color=_STRIP_COLOURS[doing]) if doing else Style(dim=True))
     return legend
 
 
-def _in_halves(doing: Sequence[Doing]) -> list[Segment]:
+def _in_halves(doing: Sequence[Activity]) -> list[Segment]:
     """Two cells a character: its left half in the foreground's colour, the right one in the background's."""
     return [
-        Segment("▌", Style(color=_COLOURS[left], bgcolor=_COLOURS[right]))
+        Segment("▌", Style(color=_STRIP_COLOURS[left], bgcolor=_STRIP_COLOURS[right]))
         for left, right in zip(doing[::2], doing[1::2], strict=True)
     ]
 
 
-def _in_letters(doing: Sequence[Doing], colours: bool) -> list[Segment]:
-    return [Segment(_LETTERS[each], Style(color=_COLOURS[each]) if colours else None) for each in doing]
+def _in_letters(doing: Sequence[Activity], colours: bool) -> list[Segment]:
+    return [Segment(_LETTERS[each], Style(color=_STRIP_COLOURS[each]) if colours else None) for each in doing]
 
 
 def _joined(segments: Sequence[Segment]) -> list[Segment]:

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titan_async.monitor.events import RankState
+from titan_async.monitor.formatting import approximate_duration, name_stages
+from titan_async.monitor.kinds import KINDS
 from titan_async.monitor.view.stages import RankFigures
-from titan_async.monitor.words import name_stages
 from titan_async.pipelining.recording import Kind
 
-__all__ = ["SILENCE", "RankNow", "Stall", "describe", "duration", "find_culprits", "find_stalls"]
+__all__ = ["SILENCE", "RankNow", "Stall", "describe", "find_culprits", "find_stalls"]
 
 SILENCE = 10.0
 """Seconds after which a rank, which writes several times a second, is taken to be stopped or dead."""
@@ -20,23 +21,6 @@ _FIRST_STEP = 300.0  # before any step has ended, when models compile
 
 _HELD_UP = (Kind.RECEIVE, Kind.SEND, Kind.CLIP, Kind.GATHER, Kind.REDUCE)
 """Kinds that take long where others do not come."""
-
-_DOES = {
-    Kind.FORWARD: "computes the forward of {which}",
-    Kind.BACKWARD: "computes the backward of {which}",
-    Kind.BACKWARD_INPUT: "computes the backward of {which}",
-    Kind.BACKWARD_WEIGHT: "computes the weights' gradients of {which}",
-    Kind.SWAP: "puts the weights of {which} in place",
-    Kind.GATHER: "waits for the other copies' weights of {which}",
-    Kind.REDUCE: "waits for the other copies' gradients of {which}",
-    Kind.CLIP: "waits for the gradient's norm of {which} from all stages",
-    Kind.OPTIMIZER: "is in the update of {which}",
-    Kind.DATA: "waits for the texts of {which}",
-    Kind.SAVE: "saves a checkpoint",
-    Kind.VALIDATE: "validates",
-    Kind.GARBAGE_COLLECTION: "collects garbage before {which}",
-    Kind.OVERLAP: "computes the forward of {which} in an overlapped pair",
-}
 
 
 @dataclass(frozen=True)
@@ -144,23 +128,12 @@ def describe(now: RankNow, total_stages: int) -> str:
     batch, microbatch = int(current["batch"]), int(current["microbatch"])
     which = f"step {batch}" if microbatch < 0 else f"microbatch {microbatch} of step {batch}"
     if kind not in (Kind.RECEIVE, Kind.SEND):
-        return _DOES.get(kind, f"is in {which}").format(which=which)
+        return KINDS[kind].sentence.format(which=which)
     held, other = now.holds, now.neighbour
     if kind is Kind.SEND:
         return f"waits to send {which} to stage {other}"
     source = f" from stage {other}" if 0 <= other < total_stages else ""
     return f"waits for the {'gradient' if held else 'input'} of {which}{source}"
-
-
-def duration(seconds: float) -> str:
-    """12 s, 3 min, 2 h 5 min or 4 d 2 h."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 100:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
 def _on_their_own(ranks: Sequence[RankNow], seconds: float) -> list[RankNow]:
@@ -173,14 +146,14 @@ def _name(now: RankNow) -> str:
 
 
 def _silence(now: RankNow) -> str:
-    return f"{_name(now)} has not been heard of for {duration(now.silent)}"
+    return f"{_name(now)} has not been heard of for {approximate_duration(now.silent)}"
 
 
 def _since(now: RankNow) -> str:
     if now.kind is None:
         return ""
     clock = time.strftime("%H:%M:%S", time.localtime(int(now.state.current["start"]) / 1e9))
-    return f", since {clock} ({duration(now.seconds)})"
+    return f", since {clock} ({approximate_duration(now.seconds)})"
 
 
 def _stall(now: RankNow, total_stages: int) -> Stall:

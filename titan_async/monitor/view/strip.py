@@ -1,39 +1,21 @@
 """The last steps of a stage as a strip of cells, each of what took most of its time."""
 
 from collections.abc import Sequence
-from enum import IntEnum
 
 import numpy as np
 
+from titan_async.monitor.kinds import KINDS, Activity
 from titan_async.monitor.view.stages import StepSpans
-from titan_async.pipelining.recording import BACKWARD_KINDS, Kind
+from titan_async.pipelining.recording import Kind
 
-__all__ = ["Doing", "strip"]
-
-
-class Doing(IntEnum):
-    """What a cell shows."""
-
-    WAIT = 0
-    """Also for the stage's neighbours on the same rank."""
-    FORWARD = 1
-    BACKWARD = 2
-    UPDATE = 3
-    """The optimizer, and what is done with gradients and weights around it."""
-    PAIR = 4
-    """A forward and a backward, overlapped."""
+__all__ = ["strip"]
 
 
-_DOING = np.zeros(len(Kind), np.int64)
-_DOING[Kind.FORWARD] = Doing.FORWARD
-_DOING[list(BACKWARD_KINDS)] = Doing.BACKWARD
-_DOING[Kind.OVERLAP] = Doing.PAIR
-_DOING[[Kind.OPTIMIZER, Kind.REDUCE, Kind.GATHER, Kind.SWAP]] = Doing.UPDATE
-
+_ACTIVITY = np.array([KINDS[kind].activity for kind in Kind])
 _LOOKS = 16  # at each cell
 
 
-def strip(steps: Sequence[StepSpans], cells: int) -> tuple[Doing, ...]:
+def strip(steps: Sequence[StepSpans], cells: int) -> tuple[Activity, ...]:
     """What took most of the time of each cell.
 
     Each cell is looked at 16 times, so that a part of it shorter than 1/16 may go unseen.
@@ -56,7 +38,7 @@ def strip(steps: Sequence[StepSpans], cells: int) -> tuple[Doing, ...]:
     records = np.concatenate([step.records for step in steps])
     records = records[np.argsort(records["start"], kind="stable")]
     first, last = np.searchsorted(times, records["start"]), np.searchsorted(times, records["end"])
-    for begin, end, doing in zip(first, last, _DOING[records["kind"]], strict=True):
+    for begin, end, doing in zip(first, last, _ACTIVITY[records["kind"]], strict=True):
         seen[begin:end] = doing
-    counts = np.stack([(seen.reshape(cells, _LOOKS) == doing).sum(axis=1) for doing in Doing])
-    return tuple(Doing(doing) for doing in counts.argmax(axis=0))
+    counts = np.stack([(seen.reshape(cells, _LOOKS) == doing).sum(axis=1) for doing in Activity])
+    return tuple(Activity(doing) for doing in counts.argmax(axis=0))
