@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from tests.support.waiting import until
-from titan_async.monitor import clocks
-from titan_async.monitor.clocks import HostClock, StreamClock
-from titan_async.monitor.event_files import EventWriter
-from titan_async.monitor.events import CAPACITY, RankReader, RankState
-from titan_async.monitor.recorder import EventRecorder
+from titan_async.monitor import recorder as recording
+from titan_async.monitor.events import CAPACITY, EventWriter, RankReader, RankState
+from titan_async.monitor.recorder import EventRecorder, HostClock, StreamClock
 from titan_async.pipelining.recording import Kind
 
 
@@ -201,9 +199,9 @@ class Stream:
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     stream = Stream()
-    monkeypatch.setattr(clocks.torch, "Event", stream.event)
-    monkeypatch.setattr(clocks.torch.accelerator, "synchronize", lambda device: None)
-    monkeypatch.setattr(clocks.torch.accelerator, "current_stream", lambda device: None)
+    monkeypatch.setattr(recording.torch, "Event", stream.event)
+    monkeypatch.setattr(recording.torch.accelerator, "synchronize", lambda device: None)
+    monkeypatch.setattr(recording.torch.accelerator, "current_stream", lambda device: None)
     return stream
 
 

@@ -15,8 +15,7 @@ import pytest
 from tests.support.events import write_run
 from titan_async.cli.main import main
 from titan_async.errors import UserError
-from titan_async.monitor.event_files import EventWriter
-from titan_async.monitor.events import BURST, CAPACITY, RECORD, RankReader, ring_path
+from titan_async.monitor.events import BURST, CAPACITY, RECORD, EventWriter, RankReader, ring_path
 from titan_async.monitor.run_folder import read_info, write_info
 from titan_async.monitor.spans import cut, folder_of, load_spans
 from titan_async.monitor.trace import trace_of

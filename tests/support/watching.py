@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.support.events import write_run
-from titan_async.monitor.event_files import EventWriter
-from titan_async.monitor.events import RECORD, RankReader, ring_path
+from titan_async.monitor.events import RECORD, EventWriter, RankReader, ring_path
 from titan_async.pipelining.recording import Kind
 
 __all__ = ["change_info", "going_on", "with_copies", "write_now"]
