@@ -12,10 +12,9 @@ from rich.console import Console
 
 from tests.support.events import write_run
 from tests.support.watching import going_on, with_copies, write_now
-from titan_async.monitor.journal import Journal
+from titan_async.monitor.journal import History, Journal
+from titan_async.monitor.snapshot import RunWatch, Snapshot
 from titan_async.monitor.view.frame import Frame, Shown, clean
-from titan_async.monitor.view.history import History
-from titan_async.monitor.view.snapshot import RunWatch, Snapshot
 from titan_async.pipelining.recording import Kind
 
 SIZES = [(80, 24), (100, 30), (200, 60), (40, 10), (120, 40), (80, 12), (20, 5), (10, 3), (5, 2), (1, 1)]

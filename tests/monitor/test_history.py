@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from titan_async.monitor.view.history import History, Series
+from titan_async.monitor.journal import History, Series
 from titan_async.monitor.view.plot import curve
 
 

@@ -12,12 +12,12 @@ from tests.monitor.test_stages import FORWARD, figures_of, timing
 from tests.monitor.test_trace import arrows, check_format, names_of_tracks, slices, traced
 from tests.support.events import kind_of, write_run
 from tests.support.watching import going_on, write_now
+from titan_async.monitor import snapshot
 from titan_async.monitor.events import RECORD, EventWriter, RankReader, ring_path, utilization_of
 from titan_async.monitor.figures import draw_timelines, style
 from titan_async.monitor.run_folder import read_info
 from titan_async.monitor.spans import cut, folder_of, load_spans, split_pairs
-from titan_async.monitor.view import snapshot
-from titan_async.monitor.view.bubble import StageSeconds, simulated_bubble, stage_seconds
+from titan_async.monitor.stages import StageSeconds, simulated_bubble, stage_seconds
 from titan_async.pipelining.programs import async_programs, schedule_programs
 from titan_async.pipelining.recording import Kind
 from titan_async.pipelining.simulation import Timing, simulate

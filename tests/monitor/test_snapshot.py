@@ -11,11 +11,10 @@ import pytest
 from tests.support.events import write_run
 from tests.support.watching import change_info, going_on, with_copies, write_now
 from titan_async.errors import UserError
-from titan_async.monitor import events
+from titan_async.monitor import events, snapshot
 from titan_async.monitor.events import RECORD, EventWriter, ring_path
 from titan_async.monitor.journal import journal_path
-from titan_async.monitor.view import snapshot
-from titan_async.monitor.view.snapshot import RunWatch, Snapshot
+from titan_async.monitor.snapshot import RunWatch, Snapshot
 from titan_async.pipelining.programs import schedule_programs
 from titan_async.pipelining.recording import Kind
 from titan_async.pipelining.simulation import Timing, simulate

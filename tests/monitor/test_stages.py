@@ -10,8 +10,7 @@ from tests.support.events import write_run
 from titan_async.monitor.events import RECORD, RankReader
 from titan_async.monitor.kinds import Activity
 from titan_async.monitor.run_folder import RunShape
-from titan_async.monitor.view.bubble import StageSeconds, simulated_bubble, stage_seconds
-from titan_async.monitor.view.stages import RankFigures, own_seconds
+from titan_async.monitor.stages import RankFigures, StageSeconds, own_seconds, simulated_bubble, stage_seconds
 from titan_async.monitor.view.strip import strip
 from titan_async.pipelining.programs import schedule_programs
 from titan_async.pipelining.recording import Kind

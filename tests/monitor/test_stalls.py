@@ -7,8 +7,8 @@ import pytest
 
 from titan_async.monitor.events import RECORD, RankState
 from titan_async.monitor.formatting import approximate_duration
-from titan_async.monitor.view.stages import RankFigures
-from titan_async.monitor.view.stalls import RankNow, describe, find_culprits, find_stalls
+from titan_async.monitor.stages import RankFigures
+from titan_async.monitor.stalls import RankNow, describe, find_culprits, find_stalls
 from titan_async.pipelining.recording import Kind
 
 START = int(time.mktime((2026, 1, 2, 14, 3, 12, 0, 0, -1))) * 10**9

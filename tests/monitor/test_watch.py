@@ -31,8 +31,8 @@ COMMAND = [sys.executable, "-m", "titan_async.cli", "watch"]
 PATIENT = """
 import sys
 from titan_async.cli.main import main
-from titan_async.monitor.view import following
-following._AFTER_FAILURE = 600
+from titan_async.monitor import processes
+processes._AFTER_FAILURE = 600
 sys.exit(main())
 """
 """The command, but after a failure it waits for good for the run to start again."""

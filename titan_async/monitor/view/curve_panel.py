@@ -5,7 +5,7 @@ from rich.layout import Layout
 from rich.style import Style
 from rich.text import Text
 
-from titan_async.monitor.view.history import History, Series
+from titan_async.monitor.journal import History, Series
 from titan_async.monitor.view.plot import curve
 
 __all__ = ["draw_curves"]

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from titan_async.monitor.formatting import format_duration
+from titan_async.monitor.journal import History, LogLine
+from titan_async.monitor.snapshot import Snapshot
 from titan_async.monitor.view.curve_panel import draw_curves
-from titan_async.monitor.view.history import History, LogLine
-from titan_async.monitor.view.snapshot import Snapshot
 from titan_async.monitor.view.stage_table import StageTable, sorted_rows
 
 __all__ = ["Frame", "Shown", "clean"]

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from titan_async.monitor.journal import JournalReader
+from titan_async.monitor.processes import Launched, has_gone
 from titan_async.monitor.run_folder import RunInfo, read_info
-from titan_async.monitor.view.following import Launched
 from titan_async.monitor.view.frame import clean
-from titan_async.monitor.view.processes import has_gone
 from titan_async.monitor.view.signals import Interrupts
 
 __all__ = ["print_lines"]

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from titan_async.monitor.kinds import KINDS, Activity
-from titan_async.monitor.view.snapshot import StageRow
+from titan_async.monitor.snapshot import StageRow
 from titan_async.monitor.view.strip import strip
 from titan_async.pipelining.recording import FORWARD_KINDS, Kind
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from titan_async.monitor.kinds import KINDS, Activity
-from titan_async.monitor.view.stages import StepSpans
+from titan_async.monitor.stages import StepSpans
 from titan_async.pipelining.recording import Kind
 
 __all__ = ["strip"]

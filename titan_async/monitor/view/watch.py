@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from titan_async.monitor.view.following import Launched
+from titan_async.monitor.processes import Launched
+from titan_async.monitor.snapshot import RunWatch, Snapshot
 from titan_async.monitor.view.frame import Frame, Shown
 from titan_async.monitor.view.keys import Keys
 from titan_async.monitor.view.signals import Interrupts
-from titan_async.monitor.view.snapshot import RunWatch, Snapshot
 
 __all__ = ["STOPPING", "picture", "watch"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from titan_async.monitor.events import RankState
 from titan_async.monitor.formatting import approximate_duration, name_stages
 from titan_async.monitor.kinds import KINDS
-from titan_async.monitor.view.stages import RankFigures
+from titan_async.monitor.stages import RankFigures
 from titan_async.pipelining.recording import Kind
 
 __all__ = ["SILENCE", "RankNow", "Stall", "describe", "find_culprits", "find_stalls"]

@@ -8,13 +8,11 @@ from pathlib import Path
 
 from titan_async.monitor.events import RankReader, RankState
 from titan_async.monitor.formatting import approximate_duration
-from titan_async.monitor.journal import JournalReader
+from titan_async.monitor.journal import History, JournalReader
+from titan_async.monitor.processes import has_gone, is_here
 from titan_async.monitor.run_folder import RunInfo, read_info
-from titan_async.monitor.view.bubble import simulated_bubble, stage_seconds
-from titan_async.monitor.view.history import History
-from titan_async.monitor.view.processes import has_gone, is_here
-from titan_async.monitor.view.stages import RankFigures, StepSpans
-from titan_async.monitor.view.stalls import SILENCE, RankNow, Stall, find_culprits, find_stalls
+from titan_async.monitor.stages import RankFigures, StepSpans, simulated_bubble, stage_seconds
+from titan_async.monitor.stalls import SILENCE, RankNow, Stall, find_culprits, find_stalls
 from titan_async.pipelining.recording import COMPUTE_KINDS, FORWARD_KINDS, Kind
 
 __all__ = ["RunWatch", "Snapshot", "StageRow"]
