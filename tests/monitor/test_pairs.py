@@ -19,7 +19,7 @@ from titan_async.monitor.run_folder import read_info
 from titan_async.monitor.spans import cut, folder_of, load_spans, split_pairs
 from titan_async.monitor.stages import StageSeconds, simulated_bubble, stage_seconds
 from titan_async.pipelining.programs import async_programs, schedule_programs
-from titan_async.pipelining.recording import Kind
+from titan_async.pipelining.recording import FORWARD_KINDS, GRADIENT_KINDS, Kind
 from titan_async.pipelining.simulation import Timing, simulate
 
 STAGES, MICROBATCHES, STEPS = 3, 6, 5
@@ -82,8 +82,8 @@ def test_a_pair_is_busy_once(run_dir: Path) -> None:
         assert utilization_of(RankReader(folder, rank).summaries())[rank] == pytest.approx(share, abs=1e-4)
         stage = figures_of(folder, rank, (rank,)).stages[rank]
         assert stage.average_utilization == pytest.approx(share, abs=1e-4)
-        assert sum(step.forwards for step in stage.steps) == MICROBATCHES * STEPS
-        assert sum(step.backwards for step in stage.steps) == MICROBATCHES * STEPS
+        assert sum(step.count(FORWARD_KINDS) for step in stage.steps) == MICROBATCHES * STEPS
+        assert sum(step.count(GRADIENT_KINDS) for step in stage.steps) == MICROBATCHES * STEPS
 
 
 def test_a_pair_takes_as_long_as_its_forward_and_its_backward(run_dir: Path) -> None:

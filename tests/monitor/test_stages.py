@@ -11,7 +11,7 @@ from titan_async.monitor.events import RECORD, RankReader
 from titan_async.monitor.kinds import Activity
 from titan_async.monitor.run_folder import RunShape
 from titan_async.monitor.stages import RankFigures, StageSeconds, own_seconds, simulated_bubble, stage_seconds
-from titan_async.monitor.view.strip import strip
+from titan_async.monitor.view.stage_table import strip
 from titan_async.pipelining.programs import schedule_programs
 from titan_async.pipelining.recording import Kind
 from titan_async.pipelining.simulation import COMPUTE, Timing, simulate
@@ -176,7 +176,7 @@ def test_a_strip_shows_what_took_most_of_each_cell(tmp_path: Path, cells: int) -
         Kind.OPTIMIZER: Activity.UPDATE,
     }
     for rank in range(3):
-        steps = list(figures_of(folder, rank, (rank,)).stages[rank].spans)[-2:]
+        steps = list(figures_of(folder, rank, (rank,)).stages[rank].steps)[-2:]
         drawn = strip(steps, cells)
         assert len(drawn) == cells
         begin, end = steps[0].start, steps[-1].end
@@ -208,8 +208,8 @@ def test_a_strip_leaves_out_what_lies_between_steps() -> None:
             (99, 100, 2, -1, -1, 0, Kind.STEP, 0),
         )
     )
-    assert strip(list(figures.stages[0].spans), 4) == (Activity.FORWARD,) * 2 + (Activity.UPDATE,) * 2
-    assert strip([], 4) == () and strip(list(figures.stages[0].spans), 0) == ()
+    assert strip(list(figures.stages[0].steps), 4) == (Activity.FORWARD,) * 2 + (Activity.UPDATE,) * 2
+    assert strip([], 4) == () and strip(list(figures.stages[0].steps), 0) == ()
 
 
 @pytest.mark.parametrize(("schedule", "least", "most"), [("1F1B", 0.3, 0.5), ("Async2BW", 0.2, 0.3)])

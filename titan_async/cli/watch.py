@@ -78,7 +78,7 @@ def run(argv: Sequence[str]) -> int:
     # A terminal that lacks a character shows a question mark.
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     if not sys.stdout.isatty() or os.environ.get("TERM", "") in ("", "dumb", "unknown"):
-        from titan_async.monitor.view.plain import print_lines
+        from titan_async.monitor.view.watch import print_lines
 
         return print_lines(sys.stdout, source)
 

@@ -16,16 +16,16 @@ import contextlib
 import json
 import math
 import time
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 __all__ = ["History", "Journal", "JournalReader", "LogLine", "Series", "journal_path"]
 
 _MOST_LINES = 500
-_PACE_ENTRIES = 20  # over which the pace is taken
+_PACE_ENTRIES = 20
 
 
 def journal_path(folder: Path) -> Path:
@@ -125,9 +125,9 @@ class Series:
             self._every *= 2
 
     @property
-    def points(self) -> list[tuple[int, float]]:
+    def points(self) -> tuple[tuple[int, float], ...]:
         """Steps and values in order, up to the last that was added."""
-        return self._points + ([_merged(self._open)] if self._open else [])
+        return (*self._points, *([_merged(self._open)] if self._open else []))
 
 
 def _merged(points: Sequence[tuple[int, float]]) -> tuple[int, float]:
@@ -142,31 +142,32 @@ class LogLine:
     warns: bool = False
 
 
-@dataclass
 class History:
-    """The journal's entries in short: see `titan_async.monitor.journal` for what they are."""
+    """What the entries have told so far, in bounded memory however long the run."""
 
-    loss: Series = field(default_factory=Series)
-    learning_rate: Series = field(default_factory=Series)
-    lines: deque[LogLine] = field(default_factory=lambda: deque(maxlen=_MOST_LINES))
-    step: int = 0
-    """The last in the journal."""
-    last_loss: float | None = None
-    last_learning_rate: float | None = None
-    tokens_per_second: float | None = None
-    mfu: float | None = None
-    skipped: int = 0
-    validation: tuple[int, float] | None = None
-    """Step and loss of the last."""
-    checkpoint: int | None = None
-    """The step of the last."""
-    checkpoints: int = 0
-    warnings: int = 0
-    end: str | None = None
-    """Why the run is over."""
-    last_time: float = 0.0
-    """Of the last entry, by the clock of rank 0."""
-    _paced: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_PACE_ENTRIES))
+    def __init__(self) -> None:
+        self.loss, self.learning_rate = Series(), Series()
+        self.lines: deque[LogLine] = deque(maxlen=_MOST_LINES)
+        self.counts: Counter[str] = Counter()
+        """Entries of each kind."""
+        self.last_time = 0.0
+        """Of the last entry, by the clock of rank 0."""
+        self._last: dict[str, dict[str, Any]] = {}  # of each kind
+        self._paced: deque[tuple[int, float]] = deque(maxlen=_PACE_ENTRIES)
+
+    def last(self, kind: str, field: str) -> Any:
+        """A field of the last entry of a kind; None if there is none, or it is null."""
+        return self._last.get(kind, {}).get(field)
+
+    @property
+    def step(self) -> int:
+        """The last in the journal; 0 before the first."""
+        return self.last("step", "step") or 0
+
+    @property
+    def end(self) -> str | None:
+        """Why the run is over; None if it goes on."""
+        return self.last("end", "reason")
 
     @property
     def step_seconds(self) -> float | None:
@@ -178,39 +179,32 @@ class History:
 
     def add(self, entry: dict[str, Any]) -> None:
         """Take note of an entry. Those of kinds that are not known, or are not whole, count for nothing."""
+        kind = entry["kind"]
         try:
-            self._add(entry["kind"], entry)
-            self.last_time = float(entry["time"])
+            known = {field: _TYPES[field](entry[field]) for field in ("time", *_NEEDED[kind])}
+            known |= {field: None if entry.get(field) is None else float(entry[field]) for field in _NUMBERS}
         except (KeyError, TypeError, ValueError):
-            pass
-
-    def _add(self, kind: str, entry: dict[str, Any]) -> None:
+            return
+        self.last_time = known["time"]
+        self.counts[kind] += 1
+        self._last[kind] = known
         if kind == "step":
-            self._add_step(entry)
-        elif kind == "validation":
-            self.validation = int(entry["step"]), _number(entry["loss"], float("nan"))
-        elif kind == "checkpoint":
-            self.checkpoint, self.checkpoints = int(entry["step"]), self.checkpoints + 1
-        elif kind in ("log", "warning"):
-            self.lines.append(LogLine(str(entry["text"]), warns=kind == "warning"))
-            self.warnings += kind == "warning"
-        elif kind == "end":
-            self.end = str(entry["reason"])
-
-    def _add_step(self, entry: dict[str, Any]) -> None:
-        step = int(entry["step"])
-        self._paced.append((step, float(entry["time"])))
-        self.step = step
-        self.tokens_per_second = _number(entry.get("tokens_per_second"))
-        self.mfu = _number(entry.get("mfu"))
-        self.skipped = int(entry.get("skipped") or 0)
-        self.last_loss = _number(entry.get("loss"))
-        self.last_learning_rate = _number(entry.get("learning_rate"))
-        if self.last_loss is not None:
-            self.loss.add(step, self.last_loss)
-        if self.last_learning_rate is not None:
-            self.learning_rate.add(step, self.last_learning_rate)
+            self._paced.append((known["step"], known["time"]))
+            for series, value in ((self.loss, known["loss"]), (self.learning_rate, known["learning_rate"])):
+                if value is not None:
+                    series.add(known["step"], value)
+        elif "text" in known:
+            self.lines.append(LogLine(known["text"], warns=kind == "warning"))
 
 
-def _number(value: Any, missing: float | None = None) -> Any:
-    return missing if value is None else float(value)
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "step": ("step",),
+    "validation": ("step",),
+    "checkpoint": ("step",),
+    "log": ("text",),
+    "warning": ("text",),
+    "end": ("reason",),
+}
+_TYPES: dict[str, Callable[[Any], Any]] = {"time": float, "step": int, "text": str, "reason": str}
+_NUMBERS = ("loss", "learning_rate", "tokens_per_second", "mfu", "skipped")
+"""Those that may be null, or missing."""

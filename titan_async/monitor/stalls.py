@@ -8,7 +8,7 @@ from titan_async.monitor.events import RankState
 from titan_async.monitor.formatting import approximate_duration, name_stages
 from titan_async.monitor.kinds import KINDS
 from titan_async.monitor.stages import RankFigures
-from titan_async.pipelining.recording import Kind
+from titan_async.pipelining.recording import FORWARD_KINDS, Kind
 
 __all__ = ["SILENCE", "RankNow", "Stall", "describe", "find_culprits", "find_stalls"]
 
@@ -40,18 +40,31 @@ class RankNow:
         return Kind(int(current["kind"])) if current["start"] else None
 
     @property
+    def stage(self) -> int:
+        """Which of its stages that is about; between steps its first."""
+        return int(self.state.current["stage"]) if self.kind is not None else min(self.figures.stages)
+
+    @property
+    def microbatch(self) -> int:
+        """Which microbatch; -1 if it is about a whole batch."""
+        return int(self.state.current["microbatch"])
+
+    @property
     def holds(self) -> bool:
         """Whether the microbatch that it is about has gone forward there and not yet backward."""
-        current = self.state.current
-        stage = self.figures.stages[int(current["stage"])]
-        return stage.holds(int(current["batch"]), int(current["microbatch"]))
+        return self.figures.stages[self.stage].holds(int(self.state.current["batch"]), self.microbatch)
 
     @property
     def neighbour(self) -> int:
         """The stage whose message it waits for, or to which it sends."""
-        stage = int(self.state.current["stage"])
+        stage = self.stage
         # What it holds waits for the gradient, or is an output to send.
         return stage + 1 if self.holds else stage - 1
+
+    def in_flight(self, stage: int) -> int:
+        """Microbatches in flight on a stage, with the one whose forward is under way."""
+        goes_forward = self.kind in FORWARD_KINDS and self.stage == stage
+        return self.figures.stages[stage].in_flight + int(goes_forward)
 
     @property
     def seconds(self) -> float:
@@ -122,18 +135,18 @@ def find_culprits(ranks: Sequence[RankNow], total_stages: int, seconds: float) -
 
 def describe(now: RankNow, total_stages: int) -> str:
     """What a rank does: the rest of a sentence that begins with its stage."""
-    current, kind = now.state.current, now.kind
+    kind, which = now.kind, f"step {now.state.current['batch']}"
     if kind is None:
         return "is between two steps"
-    batch, microbatch = int(current["batch"]), int(current["microbatch"])
-    which = f"step {batch}" if microbatch < 0 else f"microbatch {microbatch} of step {batch}"
+    if now.microbatch >= 0:
+        which = f"microbatch {now.microbatch} of {which}"
     if kind not in (Kind.RECEIVE, Kind.SEND):
         return KINDS[kind].sentence.format(which=which)
-    held, other = now.holds, now.neighbour
+    other = now.neighbour
     if kind is Kind.SEND:
         return f"waits to send {which} to stage {other}"
     source = f" from stage {other}" if 0 <= other < total_stages else ""
-    return f"waits for the {'gradient' if held else 'input'} of {which}{source}"
+    return f"waits for the {'gradient' if now.holds else 'input'} of {which}{source}"
 
 
 def _on_their_own(ranks: Sequence[RankNow], seconds: float) -> list[RankNow]:
@@ -157,7 +170,6 @@ def _since(now: RankNow) -> str:
 
 
 def _stall(now: RankNow, total_stages: int) -> Stall:
-    current = now.state.current
-    stage = int(current["stage"]) if now.kind is not None else min(now.figures.stages)
+    stage = now.stage
     rank = "" if now.rank == stage else f" on rank {now.rank}"
     return Stall((stage,), f"stage {stage}{rank} {describe(now, total_stages)}{_since(now)}")
