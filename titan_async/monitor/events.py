@@ -51,7 +51,7 @@ _KINDS_OF_FORMAT = {1: 16, 2: 17, 3: len(Kind)}
 """How many kinds of spans files had, by the format in their run's `run.json`."""
 
 BURST = 4096
-"""Records that are written at most before the header says so."""
+"""Records that are written at most before the header counts them."""
 
 HEADER_BYTES = 4096
 """Where the first record is."""
@@ -222,7 +222,7 @@ class RankReader:
         self._read = 0  # records that `new_records` has returned or passed over
 
     def state(self) -> RankState | None:
-        """What the header says; None if there is no whole header yet."""
+        """The header; None if there is no whole header yet."""
         try:
             with open(self._ring, "rb") as file:
                 return _state(file.read(STATE.itemsize))

@@ -1,4 +1,4 @@
-"""Numbers as people read them, in lines, frames and pictures alike."""
+"""Durations and names of stages, formatted alike in messages, the live view and pictures."""
 
 from collections.abc import Sequence
 

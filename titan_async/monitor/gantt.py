@@ -1,4 +1,4 @@
-"""Gantt charts of pipelines: a row for each rank, a box for each span, white where nothing is done."""
+"""Gantt charts of pipelines: a row for each rank, a box for each span, white where it is idle."""
 
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,13 +1,13 @@
 """The journal of a run: one line of JSON for everything that happens once in a while, written by rank 0.
 
-Every line is an object with `time` (seconds since the epoch) and `kind`, which says what else it has:
+Every line is an object with `time` (seconds since the epoch) and `kind`, which determines the other fields:
 
     step        step, loss, grad_norm (null before the first update), tokens_per_second (of the whole run,
                 since the last such line), learning_rate, skipped (updates so far), mfu (a share; null where
                 the peak is not known), utilization (a share for each stage, null where unknown)
     validation  step, loss
     checkpoint  step, seconds
-    log         text: what the run says on the terminal
+    log         text: a line of the run's output
     warning     text: what deserves attention
     end         reason: "finished", "stopped" (by a signal, all saved) or "failed"
 """
@@ -136,14 +136,14 @@ def _merged(points: Sequence[tuple[int, float]]) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class LogLine:
-    """Something that the run said."""
+    """A line of the run's output, or a warning."""
 
     text: str
     warns: bool = False
 
 
 class History:
-    """What the entries have told so far, in bounded memory however long the run."""
+    """A summary of the entries so far, in bounded memory however long the run."""
 
     def __init__(self) -> None:
         self.loss, self.learning_rate = Series(), Series()

@@ -1,4 +1,4 @@
-"""The processes of a run on this machine: whether they run, and runs that a launcher is about to start."""
+"""The processes of a run on this machine: whether they are alive, and the runs that a launcher starts."""
 
 import fcntl
 import os

@@ -21,19 +21,19 @@ from titan_async.pipelining.recording import Kind
 __all__ = ["Clock", "EventRecorder", "HostClock", "StreamClock", "clock_of"]
 
 Mark = Any
-"""A point in time that a clock can tell, now or later."""
+"""An unresolved timestamp."""
 
 
 class Clock(Protocol):
-    """Marks points in time cheaply, and tells them later."""
+    """Takes timestamps cheaply, and resolves them later."""
 
     def mark(self) -> Mark:
         """Now."""
 
     def nanoseconds(self, mark: Mark) -> int | None:
-        """When that was, in nanoseconds since the epoch; None as long as it is not known.
+        """The mark in nanoseconds since the epoch; None as long as it is unresolved.
 
-        Marks are asked for roughly in the order in which they were made.
+        Marks are resolved roughly in the order in which they were made.
         """
 
 
@@ -51,10 +51,10 @@ class HostClock:
 
 
 class StreamClock:
-    """The clock of an accelerator's current stream: what it has done, not what it was told to do.
+    """The clock of an accelerator's current stream: what it has executed, not what has been enqueued.
 
-    A mark is an event in the stream. Nothing waits for it: it is told once the stream has come by. Making the
-    clock waits for the device, once.
+    A mark is an event in the stream. Nothing waits for it: it is resolved once the stream has passed it. The
+    constructor synchronizes with the device.
 
     Args:
         device: the accelerator.
@@ -125,8 +125,8 @@ class EventRecorder:
         clock: of the device on which the rank computes.
         stages: of this rank; what is no stage's own is recorded for the first.
         first_step: steps done before.
-        memory: tells bytes in use, at most so far, and in all; called by a thread of its own.
-        failed: is told, once and by that thread, why nothing is recorded any more.
+        memory: returns bytes in use, the peak and the total; called by the writing thread.
+        failed: called by that thread, once, with the error that ends the recording.
     """
 
     def __init__(
@@ -145,9 +145,7 @@ class EventRecorder:
         self._open: list[tuple[_Fields, Mark]] = []
         # Where writing cannot keep up, the oldest spans are lost, as they would be in the ring.
         self._ended: deque[_Span | tuple[int, int]] = deque(maxlen=CAPACITY)
-        self._within: list[int] = [
-            0
-        ] * 16  # nanoseconds of spans that ended at each depth, inside one still open
+        self._within = [0] * 16  # nanoseconds of spans that ended at each depth, inside one still open
         self._interval = _Interval()
         self._rows: list[np.ndarray] = []
         self._lock = threading.Lock()  # around writing

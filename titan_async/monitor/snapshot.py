@@ -1,4 +1,4 @@
-"""What a run looks like now, from files that are read as they grow."""
+"""The state of a run, from files that are read as they grow."""
 
 import math
 import time
@@ -64,7 +64,7 @@ class Snapshot:
 
     info: RunInfo
     status: str
-    """What the run does as a whole, in a few words."""
+    """Of the run as a whole, such as "running" or "saving"."""
     over: bool
     """Whether nothing more is to come."""
     step: int
@@ -129,7 +129,7 @@ class RunWatch:
                 self._read[rank] += len(records) + lost
 
     def snapshot(self) -> Snapshot:
-        """What the files have told."""
+        """The state of the run, from what has been read."""
         ranks = self._ranks()
         going = [now for now in ranks if not now.state.closed]
         over = self.history.end is not None or (bool(ranks) and not going)

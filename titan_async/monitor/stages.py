@@ -1,4 +1,4 @@
-"""What a rank's stages have been doing lately, from its records as they come, and what it says of schedules.
+"""Utilization of a rank's stages in the last steps, from its records as they come, and simulated bubbles.
 
 A measured bubble includes more than that of the schedule, such as messages and other work of the machine. So
 the bubble of 1F1B, simulated from what the stages of a run take, is shown beside that of a simulation of the

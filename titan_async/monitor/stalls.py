@@ -1,4 +1,4 @@
-"""Which stages wait too long, for what and since when, and who lets them wait."""
+"""Stalled stages and stragglers: what waits too long, for what and since when, and who causes it."""
 
 import time
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ _HELD_UP = (Kind.RECEIVE, Kind.SEND, Kind.CLIP, Kind.GATHER, Kind.REDUCE)
 
 @dataclass(frozen=True)
 class RankNow:
-    """What is known of a rank at the moment."""
+    """The state of a rank."""
 
     rank: int
     state: RankState

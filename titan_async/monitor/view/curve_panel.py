@@ -25,7 +25,7 @@ def draw_curves(steps: int, history: History, options: ConsoleOptions, height: i
 
     Args:
         steps: that the run is to reach: there is room for them.
-        history: what the journal has told.
+        history: of the run's journal.
         options: of the console.
         height: in lines, the titles included; at least 2.
     """

@@ -47,7 +47,7 @@ _HELP = (
 
 @dataclass(frozen=True)
 class Shown:
-    """What the user has chosen, and what the view itself has to say."""
+    """What the user has chosen, and a note of the view's own."""
 
     by_slowest: bool = False
     paused: bool = False
@@ -63,7 +63,7 @@ def render_frame(
     Args:
         console: on which it is shown.
         run: what is known of it.
-        history: what its journal has told.
+        history: of its journal.
         shown: what the user has chosen.
         width: at least 1.
         height: at least 1.

@@ -23,7 +23,7 @@ __all__ = ["draw_stages", "strip"]
 _ACTIVITY = np.array([KINDS[kind].activity for kind in Kind])
 _LOOKS = 16  # at each cell
 
-# Those of other pictures where they can be told from a dark screen, in the order of the legend.
+# Those of other pictures unless too dark for a dark screen, in the order of the legend.
 _COLOURS = {
     Activity.FORWARD: KINDS[Kind.FORWARD].colour,
     Activity.BACKWARD: KINDS[Kind.BACKWARD].colour,
@@ -126,7 +126,7 @@ def _rest(rows: Sequence[StageRow], by_slowest: bool) -> str:
 
 
 def _legend(rows: Sequence[StageRow], cells: int, steps: int, colours: bool) -> Text:
-    """The strip's title, which says what its colours or letters mean."""
+    """The strip's title, a legend of its colours or letters."""
     pairs = any(step.count([Kind.OVERLAP]) for row in rows for step in row.steps)
     names = {each: f"{each.name.lower()} " for each in _COLOURS if pairs or each is not Activity.PAIR}
     if not colours:

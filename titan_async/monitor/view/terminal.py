@@ -62,7 +62,7 @@ def _no_key(seconds: float) -> str:
 
 
 class Interrupts:
-    """Counts Ctrl-C, and ends the process by an exception when it is told to end, while it is entered.
+    """Counts Ctrl-C, and ends the process by an exception on SIGTERM and SIGHUP, while it is entered.
 
     Args:
         survives: Ctrl-C that are only counted; the next raises `KeyboardInterrupt`.

@@ -62,7 +62,7 @@ def watch(console: Console, source: Path | Launched) -> int:
 
 
 def print_lines(file: TextIO, source: Path | Launched) -> int:
-    """Write what a run says, from its beginning to its end; returns the exit status.
+    """Write the log of a run, from its beginning to its end; returns the exit status.
 
     Args:
         file: where to.
