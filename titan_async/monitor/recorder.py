@@ -6,10 +6,9 @@ waits for others, also where it waits for ever: so a reader sees what it waits f
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -106,15 +105,6 @@ class _Cut(NamedTuple):
     last_step: int
 
 
-@dataclass
-class _Interval:
-    """Where time went since the last summary."""
-
-    start: int = 0
-    end: int = 0
-    seconds: dict[int, list[float]] = field(default_factory=dict)  # by stage, then by kind
-
-
 class EventRecorder:
     """A `titan_async.pipelining.recording.Recorder` that writes event files.
 
@@ -144,12 +134,13 @@ class EventRecorder:
         self._stages, self._first_step = tuple(stages), first_step
         self._open: list[tuple[_Fields, Mark]] = []
         # Where writing cannot keep up, the oldest spans are lost, as they would be in the ring.
-        self._ended: deque[_Span | tuple[int, int]] = deque(maxlen=CAPACITY)
+        self._ended: deque[_Span | _Cut] = deque(maxlen=CAPACITY)
         self._within = [0] * 16  # nanoseconds of spans that ended at each depth, inside one still open
-        self._interval = _Interval()
-        self._rows: list[np.ndarray] = []
-        self._lock = threading.Lock()  # around writing
+        # Since the last summary: seconds by stage and kind, and when its spans began and ended.
+        self._seconds: Counter[tuple[int, int]] = Counter()
+        self._interval_start = self._interval_end = 0
         self._last_rows: np.ndarray | None = None
+        self._lock = threading.Lock()  # around writing
         self._works = True
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
@@ -238,9 +229,6 @@ class EventRecorder:
                 self._write_ring(records)
                 records = []
         self._write_ring(records)
-        if self._rows:
-            self._writer.write_summary(np.concatenate(self._rows))
-            self._rows.clear()
 
     def _write_ring(self, records: list[tuple[int, ...]]) -> None:
         if records:
@@ -278,20 +266,18 @@ class EventRecorder:
         own = end - start - self._within[depth + 1]
         self._within[depth + 1] = 0
         self._within[depth] = self._within[depth] + (end - start) if depth else 0
-        interval = self._interval
-        seconds = interval.seconds.setdefault(stage, [0.0] * len(Kind))
-        seconds[Kind.IDLE if kind == Kind.STEP else kind] += own / 1e9
-        interval.start = min(interval.start or start, start)
-        interval.end = max(interval.end, end)
+        self._seconds[stage, Kind.IDLE if kind == Kind.STEP else kind] += own / 1e9
+        self._interval_start = min(self._interval_start or start, start)
+        self._interval_end = max(self._interval_end, end)
 
     def _close_interval(self, cut: _Cut) -> None:
-        interval, self._interval = self._interval, _Interval()
-        if interval.end == interval.start:
-            return
-        rows = np.zeros(len(self._stages), SUMMARY)
-        rows["first_step"], rows["last_step"] = cut
-        rows["start"], rows["end"] = interval.start, interval.end
-        for row, stage in zip(rows, self._stages, strict=True):
-            row["stage"], row["seconds"] = stage, interval.seconds.get(stage, [0.0] * len(Kind))
-        self._rows.append(rows)
-        self._last_rows = rows
+        if self._interval_end > self._interval_start:
+            rows = np.zeros(len(self._stages), SUMMARY)
+            rows["first_step"], rows["last_step"] = cut
+            rows["start"], rows["end"] = self._interval_start, self._interval_end
+            rows["stage"] = self._stages
+            rows["seconds"] = [[self._seconds[stage, kind] for kind in Kind] for stage in self._stages]
+            self._writer.write_summary(rows)
+            self._last_rows = rows
+        self._seconds.clear()
+        self._interval_start = self._interval_end = 0
