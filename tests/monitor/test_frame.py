@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from tests.support.events import write_run
-from tests.support.watching import going_on, with_copies, write_now
+from tests.support.watching import going_on, polled, with_copies, write_now
 from titan_async.monitor.journal import History, Journal
-from titan_async.monitor.snapshot import RunWatch, Snapshot
+from titan_async.monitor.snapshot import Snapshot
 from titan_async.monitor.view.frame import Shown, clean, render_frame
 from titan_async.pipelining.recording import Kind
 
@@ -21,8 +21,7 @@ SIZES = [(80, 24), (100, 30), (200, 60), (40, 10), (120, 40), (80, 12), (20, 5),
 
 
 def look(folder: Path) -> tuple[Snapshot, History]:
-    watch = RunWatch(folder)
-    watch.poll()
+    watch = polled(folder)
     return watch.snapshot(), watch.history
 
 
@@ -249,8 +248,7 @@ def test_the_log_shows_its_end_and_no_control_characters(tmp_path: Path) -> None
 def test_what_has_changed_is_drawn_anew(tmp_path: Path) -> None:
     """The strips and curves that are kept between two frames must not be kept for too long."""
     folder = going_on(tmp_path, stages=2, microbatches=4)
-    watch = RunWatch(folder)
-    watch.poll()
+    watch = polled(folder)
     first = draw((watch.snapshot(), watch.history), 80, 24)
     journal = Journal(folder)
     journal.write("log", text="something new")

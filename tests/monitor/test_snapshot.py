@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.events import write_run
-from tests.support.watching import change_info, going_on, with_copies, write_now
+from tests.support.watching import change_info, going_on, polled, with_copies, write_now
 from titan_async.errors import UserError
 from titan_async.monitor import events, snapshot
 from titan_async.monitor.events import RECORD, EventWriter, ring_path
@@ -21,9 +21,7 @@ from titan_async.pipelining.simulation import Timing, simulate
 
 
 def look(folder: Path) -> Snapshot:
-    watch = RunWatch(folder)
-    watch.poll()
-    return watch.snapshot()
+    return polled(folder).snapshot()
 
 
 def test_a_finished_run(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from titan_async.monitor.stages import (
     simulated_bubble,
     stage_seconds,
 )
-from titan_async.monitor.stalls import SILENCE, RankNow, Stall, find_culprits, find_stalls
+from titan_async.monitor.stalls import SILENCE, RankNow, Stall, find_stalls, find_stragglers
 from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
 
 __all__ = ["RunWatch", "Snapshot", "StageRow"]
@@ -156,9 +156,9 @@ class RunWatch:
         )
 
     def culprits(self, seconds: float) -> list[str]:
-        """Who has let others wait for so long, of those that go on; see `find_culprits`."""
+        """Who has let others wait for so long, of those that go on; see `find_stragglers`."""
         going = [now for now in self._ranks() if not now.state.closed]
-        return find_culprits(going, self.info.stages, seconds)
+        return find_stragglers(going, self.info.stages, seconds)
 
     def _ranks(self) -> list[RankNow]:
         return [

@@ -10,7 +10,7 @@ from titan_async.monitor.kinds import KINDS
 from titan_async.monitor.stages import RankFigures
 from titan_async.pipelining.recording import FORWARD_KINDS, Kind
 
-__all__ = ["SILENCE", "RankNow", "Stall", "describe", "find_culprits", "find_stalls"]
+__all__ = ["SILENCE", "RankNow", "Stall", "describe", "find_stalls", "find_stragglers"]
 
 SILENCE = 10.0
 """Seconds after which a rank, which writes several times a second, is taken to be stopped or dead."""
@@ -113,7 +113,7 @@ def find_stalls(ranks: Sequence[RankNow], total_stages: int) -> list[Stall]:
     return stalls + [_stall(now, total_stages) for now in late if now not in causes]
 
 
-def find_culprits(ranks: Sequence[RankNow], total_stages: int, seconds: float) -> list[str]:
+def find_stragglers(ranks: Sequence[RankNow], total_stages: int, seconds: float) -> list[str]:
     """Who has let the others wait for so long, where all that is known is that some have waited in vain.
 
     A sentence without a full stop for each rank that has not been heard of for that time; if there is none,

@@ -1,14 +1,12 @@
 """The rows of a live view that show stages, and their last steps as strips."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.measure import Measurement
-from rich.segment import Segment
+from rich.console import ConsoleOptions
+from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
@@ -81,7 +79,10 @@ def draw_stages(
         table.add_column(heading, width=column_width or cells, no_wrap=True, justify=justify)  # type: ignore[arg-type]
     shown = rows if len(rows) < height else rows[: max(height - 2, 0)]
     for row in shown:
-        fields = _fields(row) | {"strip": _strip(row.steps[-steps:], cells, halves, colours)}
+        fields: dict[str, str | Segments] = {
+            **_fields(row),
+            "strip": _strip(row.steps[-steps:], cells, halves, colours),
+        }
         table.add_row(*(fields[each.title] for each in columns), style="bold red" if row.stalled else None)
     if len(shown) < len(rows):
         # Written over the whole width, which no cell of a table can be.
@@ -96,7 +97,7 @@ def _steps_shown(rows: Sequence[StageRow], looks: int) -> int:
     return min(max(looks // max(3 * microbatches, 1), 1), 4)
 
 
-def _fields(row: StageRow) -> dict[str, "str | _Strip"]:
+def _fields(row: StageRow) -> dict[str, str]:
     of_what = f" {row.microbatch}" if row.microbatch >= 0 else ""
     if row.neighbour >= 0:
         of_what = f" {'to' if row.doing is Kind.SEND else 'for'} {row.neighbour}"
@@ -137,26 +138,12 @@ def _legend(rows: Sequence[StageRow], cells: int, steps: int, colours: bool) -> 
     if sum(map(len, names.values())) > cells:
         names = {each: f"{_LETTERS[each]} " for each in names}
     for each, name in names.items():
-        legend.append(name, Style(color=_COLOURS[each]) if each else Style(dim=True))
+        legend.append(name, _COLOURS[each] if each else "dim")
     return legend
 
 
-@dataclass(frozen=True)
-class _Strip:
-    """Cells that are drawn already."""
-
-    segments: list[Segment]
-    width: int
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from self.segments
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(self.width, self.width)
-
-
 @lru_cache(maxsize=64)  # a frame is drawn more often than a step ends
-def _strip(steps: tuple[StepFigures, ...], cells: int, halves: bool, colours: bool) -> _Strip:
+def _strip(steps: tuple[StepFigures, ...], cells: int, halves: bool, colours: bool) -> Segments:
     if halves:
         # Two cells a character: its left half in the foreground's colour, the right one in the background's.
         seen = strip(steps, 2 * cells)
@@ -165,7 +152,7 @@ def _strip(steps: tuple[StepFigures, ...], cells: int, halves: bool, colours: bo
     else:
         seen = strip(steps, cells)
         drawn = [Segment(_LETTERS[a], Style(color=_COLOURS[a]) if colours else None) for a in seen]
-    return _Strip(list(Segment.simplify(drawn)), cells)
+    return Segments(Segment.simplify(drawn))
 
 
 def strip(steps: Sequence[StepFigures], cells: int) -> tuple[Activity, ...]:
