@@ -6,7 +6,7 @@ waits for others, also where it waits for ever: so a reader sees what it waits f
 
 import threading
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -137,7 +137,7 @@ class EventRecorder:
         self._ended: deque[_Span | _Cut] = deque(maxlen=CAPACITY)
         self._within = [0] * 16  # nanoseconds of spans that ended at each depth, inside one still open
         # Since the last summary: seconds by stage and kind, and when its spans began and ended.
-        self._seconds: Counter[tuple[int, int]] = Counter()
+        self._seconds: defaultdict[tuple[int, int], float] = defaultdict(float)
         self._interval_start = self._interval_end = 0
         self._last_rows: np.ndarray | None = None
         self._lock = threading.Lock()  # around writing

@@ -207,9 +207,11 @@ class RunWatch:
         return None if seconds is None else round(seconds * max(self.info.steps - step, 0))
 
     def _bubble(self) -> float | None:
-        shares = [[stage.average_utilization for stage in rank.stages.values()] for rank in self._figures]
-        busy = mean_of_known(None if None in of_rank else sum(of_rank) for of_rank in shares)
-        return None if busy is None else 1 - busy
+        busy = []
+        for rank in self._figures:
+            shares = [s for stage in rank.stages.values() if (s := stage.average_utilization) is not None]
+            busy += [sum(shares)] if len(shares) == len(rank.stages) else []
+        return 1 - sum(busy) / len(busy) if busy else None
 
     def _simulate(self) -> tuple[float | None, float | None]:
         now, info = time.monotonic(), self.info

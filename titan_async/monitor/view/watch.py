@@ -143,7 +143,8 @@ class _View:
             if key in "qQ":
                 return True
             if (choice := _TOGGLES.get(key)) is not None:
-                self.shown = replace(self.shown, **{choice: not getattr(self.shown, choice)})
+                pressed = {choice: not getattr(self.shown, choice)}
+                self.shown = replace(self.shown, **pressed)  # type: ignore[arg-type]
         return False
 
     def refresh(self) -> None:
