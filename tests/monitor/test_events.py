@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.events import write_run
 from titan_async.errors import UserError
-from titan_async.monitor.event_files import EventWriter
 from titan_async.monitor.events import (
     BURST,
     CAPACITY,
@@ -18,6 +17,7 @@ from titan_async.monitor.events import (
     RECORD,
     STATE,
     SUMMARY,
+    EventWriter,
     RankReader,
     ring_path,
     summary_path,

@@ -14,14 +14,15 @@ from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 
 from tests.support.events import write_run
+from tests.support.watching import change_info
 from titan_async.cli.main import main
-from titan_async.monitor.colours import COLOURS, mixed
 from titan_async.monitor.curves import Curve, gap, read_losses, read_utilization, smoothed
 from titan_async.monitor.events import RankReader, ring_path, summary_path
 from titan_async.monitor.figures import draw_losses, draw_timelines, draw_utilizations, style
 from titan_async.monitor.gantt import tint_of
 from titan_async.monitor.journal import journal_path
-from titan_async.monitor.spans import cut, load_spans
+from titan_async.monitor.kinds import KINDS
+from titan_async.monitor.spans import RunSpans, cut, load_spans
 from titan_async.pipelining.programs import schedule_programs
 from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
 from titan_async.pipelining.simulation import Timing, simulate
@@ -147,8 +148,7 @@ def test_utilization_joins_runs_and_averages_copies(tmp_path: Path) -> None:
     copies = tmp_path / "copies"
     folder = small_run(copies)
     other = small_run(tmp_path / "other", slow_stage=0)
-    info = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps(info | {"ranks": [[0], [0], [1], [1]]}))
+    change_info(folder, ranks=[[0], [0], [1], [1]])
     slow = read_utilization(tmp_path / "other")
     for rank, source in ((3, other / "rank-00001.summary"), (2, folder / "rank-00001.summary")):
         summary_path(folder, rank).write_bytes(source.read_bytes())
@@ -212,13 +212,26 @@ def boxes_drawn(axes) -> dict[str, set[tuple[float, float, float]]]:
     return found
 
 
+def timelines(size: tuple[float, float], runs: list[tuple[str, RunSpans]]) -> Figure:
+    with style():
+        figure = Figure(size, layout="constrained")
+        draw_timelines(figure, runs)
+    return figure
+
+
+def tinted(colour: str, tint: float) -> str:
+    """Towards white, or with a negative tint towards black."""
+    share, target = abs(tint), 255 if tint > 0 else 0
+    return "#" + "".join(
+        f"{round((1 - share) * int(colour[i : i + 2], 16) + share * target):02x}" for i in (1, 3, 5)
+    )
+
+
 @pytest.mark.parametrize("schedule", ["Async2BW", "ZBVZeroBubble"])
 def test_the_timeline_shows_every_record_of_its_steps(schedule: str, tmp_path: Path) -> None:
     folder = write_run(tmp_path, schedule=schedule, stages=3, microbatches=6, steps=5)
     run = cut(load_spans(folder), range(3, 5))
-    with style():
-        figure = Figure((40, 4), layout="constrained")  # wide enough for all numbers
-        draw_timelines(figure, [("one", run)])
+    figure = timelines((40, 4), [("one", run)])  # wide enough for all numbers
     [axes] = figure.axes
 
     records = [RankReader(folder, rank).new_records() for rank in range(3)]
@@ -236,10 +249,10 @@ def test_the_timeline_shows_every_record_of_its_steps(schedule: str, tmp_path: P
             kind = Kind(record["kind"])
             if kind == Kind.STEP or record["start"] < begin or record["end"] > end:
                 continue
-            colour = COLOURS[kind]
+            colour = KINDS[kind].colour
             if kind in COMPUTE_KINDS:
                 tint = tint_of(int(record["batch"]), int(record["stage"] >= 3))
-                colour = mixed(colour, "#ffffff" if tint > 0 else "#000000", abs(tint))
+                colour = tinted(colour, tint)
                 numbers.append(str(record["microbatch"]))
             box = (rank, (record["start"] - origin) / 1e9, (record["end"] - origin) / 1e9)
             wanted.setdefault(colour, set()).add(box)
@@ -257,31 +270,25 @@ def test_the_timeline_shows_every_record_of_its_steps(schedule: str, tmp_path: P
 
 def test_a_pipeline_of_which_there_are_no_records_is_passed_over(tmp_path: Path) -> None:
     folder = small_run(tmp_path)
-    info = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps(info | {"ranks": [[0], [0], [1], [1]]}))
+    change_info(folder, ranks=[[0], [0], [1], [1]])
     ring_path(folder, 1).rename(ring_path(folder, 3))
     ring_path(folder, 0).rename(ring_path(folder, 1))
     run = load_spans(folder)
     assert run.missing == [0, 2]
-    figure = Figure((7, 3), layout="constrained")
-    draw_timelines(figure, [("one", run)])
+    figure = timelines((7, 3), [("one", run)])
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["stage 0", "stage 1"]
 
 
 def test_boxes_too_narrow_for_their_number_have_none(tmp_path: Path) -> None:
     run = load_spans(write_run(tmp_path, steps=12))
-    with style():
-        figure = Figure((3, 2), layout="constrained")
-        draw_timelines(figure, [("one", run)])
+    figure = timelines((3, 2), [("one", run)])
     assert [text for text in figure.axes[0].texts if text.get_text().isdecimal()] == []
 
 
 def test_the_legend_has_the_kinds_that_occur(tmp_path: Path) -> None:
     run = load_spans(write_run(tmp_path, schedule="ZBVZeroBubble", stages=2, microbatches=4, steps=3))
-    with style():
-        figure = Figure((7, 3), layout="constrained")
-        draw_timelines(figure, [("one", run)])
-        figure.draw_without_rendering()
+    figure = timelines((7, 3), [("one", run)])
+    figure.draw_without_rendering()
     [legend] = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [
         "forward", "backward, input half", "backward, weight half", "wait for a message",
@@ -296,9 +303,7 @@ def test_runs_share_one_scale(tmp_path: Path) -> None:
     for name, forward in (("fast", 0.01), ("slow", 0.05)):
         folder = small_run(tmp_path / name, forward=forward)
         runs.append((name, cut(load_spans(folder), range(2, 4))))
-    with style():
-        figure = Figure((7, 3), layout="constrained")
-        draw_timelines(figure, runs)
+    figure = timelines((7, 3), runs)
     fast, slow = figure.axes
     assert fast.get_xlim() == slow.get_xlim()
     ends = [max(end for boxes in boxes_drawn(axes).values() for *_, end in boxes) for axes in figure.axes]
@@ -346,7 +351,7 @@ def lab(colour: str, matrix: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("form", DICHROMACY)
 def test_colours_of_compute_and_waiting_are_told_apart(form: str) -> None:
     matrix = np.array(DICHROMACY[form])
-    seen = [lab(COLOURS[kind], matrix) for kind in (*COMPUTE_KINDS, Kind.RECEIVE, Kind.IDLE)]
+    seen = [lab(KINDS[kind].colour, matrix) for kind in (*COMPUTE_KINDS, Kind.RECEIVE, Kind.IDLE)]
     for i, one in enumerate(seen):
         for other in seen[:i]:
             assert np.linalg.norm(one - other) > 15
@@ -427,47 +432,3 @@ def test_a_loss_that_is_never_finite(tmp_path: Path) -> None:
     small_run(tmp_path / "two", losses=False)
     assert main(["plot", str(tmp_path), str(tmp_path / "two"), "--out", str(tmp_path / "x.png")]) == 0
     assert kind_of_file(tmp_path / "x.png") == "png"
-
-
-MISTAKES = [
-    ([], "titan-async plot needs a RUN_DIR, the dump_folder of a run"),
-    (["{tmp}/absent"], "{tmp}/absent is no folder: give the dump_folder of a run"),
-    (
-        ["{tmp}/empty"],
-        "{tmp}/empty holds no events of a run: give the dump_folder of a run that recorded them",
-    ),
-    (["{run}", "{tmp}/absent"], "{tmp}/absent is no folder: give the dump_folder of a run"),
-    (["{run}", "--fromat", "svg"], "unknown flag --fromat of titan-async plot; did you mean --format?"),
-    (["{run}", "--format", "pdf"], "--format is pdf: use png or svg"),
-    (["{run}", "--out", "x.pdf"], "--out is x.pdf: name a folder, or a file that ends in .png or .svg"),
-    (
-        ["{run}", "--out", "x.png", "--format", "svg"],
-        "--out x.png is no svg: leave out one of --out and --format",
-    ),
-    (
-        ["{run}", "--labels", "a,b"],
-        "--labels names 2 runs, but there are 1: give one label for each, with commas between them",
-    ),
-    (
-        ["{run}", "--steps", "4-9"],
-        "--steps is 4-9, but the files of run 20260101-000000-aaaa hold 1-4: choose among these",
-    ),
-    (
-        ["{run}", "--out", "{tmp}/file/plots"],
-        "cannot write {tmp}/file/plots/loss.png (Not a directory): name another place with --out",
-    ),
-]
-
-
-@pytest.mark.parametrize(("argv", "message"), MISTAKES)
-def test_mistakes(argv, message, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("")
-    (tmp_path / "empty").mkdir()
-    small_run(tmp_path / "run")
-    places = {"run": tmp_path / "run", "tmp": tmp_path}
-    before = sorted(tmp_path.rglob("*"))
-    assert main(["plot", *(word.format(**places) for word in argv)]) == 2
-    said = capsys.readouterr()
-    assert (said.out, said.err) == ("", message.format(**places) + "\n")
-    assert sorted(tmp_path.rglob("*")) == before

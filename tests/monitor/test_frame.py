@@ -11,19 +11,17 @@ import pytest
 from rich.console import Console
 
 from tests.support.events import write_run
-from tests.support.watching import going_on, with_copies, write_now
-from titan_async.monitor.journal import Journal
-from titan_async.monitor.view.frame import Frame, Shown, clean
-from titan_async.monitor.view.history import History
-from titan_async.monitor.view.snapshot import RunWatch, Snapshot
+from tests.support.watching import going_on, polled, with_copies, write_now
+from titan_async.monitor.journal import History, Journal
+from titan_async.monitor.snapshot import Snapshot
+from titan_async.monitor.view.frame import Shown, clean, render_frame
 from titan_async.pipelining.recording import Kind
 
 SIZES = [(80, 24), (100, 30), (200, 60), (40, 10), (120, 40), (80, 12), (20, 5), (10, 3), (5, 2), (1, 1)]
 
 
 def look(folder: Path) -> tuple[Snapshot, History]:
-    watch = RunWatch(folder)
-    watch.poll()
+    watch = polled(folder)
     return watch.snapshot(), watch.history
 
 
@@ -39,7 +37,7 @@ def draw(
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict")
     environ = {"TERM": "xterm-256color"} if environ is None else environ
     console = Console(file=file, width=width, height=height, force_terminal=True, _environ=environ)
-    console.print(Frame(console).render(*seen, shown or Shown(), width, height))
+    console.print(render_frame(console, *seen, shown or Shown(), width, height))
     file.flush()
     return file.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
 
@@ -257,26 +255,17 @@ def test_the_log_shows_its_end_and_no_control_characters(tmp_path: Path) -> None
 
 
 def test_what_has_changed_is_drawn_anew(tmp_path: Path) -> None:
-    """The parts that are kept between two frames must not be kept for too long."""
+    """The strips and curves that are kept between two frames must not be kept for too long."""
     folder = going_on(tmp_path, stages=2, microbatches=4)
-    watch = RunWatch(folder)
-    watch.poll()
-    console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True)
-    frame = Frame(console)
-
-    def draw_now(width: int = 80, height: int = 24) -> str:
-        with console.capture() as capture:
-            console.print(frame.render(watch.snapshot(), watch.history, Shown(), width, height))
-        return capture.get()
-
-    first = draw_now()
+    watch = polled(folder)
+    first = draw((watch.snapshot(), watch.history), 80, 24)
     journal = Journal(folder)
     journal.write("log", text="something new")
     journal.write("step", step=12, loss=1.0, learning_rate=1e-5)
     journal.close()
     watch.poll()
-    second = draw_now()
+    second = draw((watch.snapshot(), watch.history), 80, 24)
     assert "something new" in second and "something new" not in first
     assert "learning rate 1.00e-05" in second
-    third = draw_now(80, 30)
+    third = draw((watch.snapshot(), watch.history), 80, 30)
     assert "something new" in third and third.count("⠉") != second.count("⠉")

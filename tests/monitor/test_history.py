@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from titan_async.monitor.view.history import History, Series
-from titan_async.monitor.view.plot import curve
+from titan_async.monitor.journal import History, Series
+from titan_async.monitor.view.curve_panel import curve
 
 
 def test_a_series_keeps_its_shape_in_bounded_memory() -> None:
@@ -25,7 +25,7 @@ def test_a_short_series_is_kept_as_it_is() -> None:
     series = Series()
     for step in (10, 20, 30):
         series.add(step, step / 10)
-    assert series.points == [(10, 1.0), (20, 2.0), (30, 3.0)]
+    assert series.points == ((10, 1.0), (20, 2.0), (30, 3.0))
 
 
 def test_entries_of_the_journal() -> None:
@@ -47,16 +47,13 @@ def test_entries_of_the_journal() -> None:
     ]  # fmt: skip
     for entry in entries:
         history.add(entry)
-    assert (history.step, history.last_loss, history.last_learning_rate, history.skipped) == (
-        25,
-        3.5,
-        3e-3,
-        2,
-    )
-    assert history.loss.points == [(10, 4.0), (25, 3.5)]  # a loss that is not finite is no point
-    assert history.learning_rate.points == [(10, 1e-3), (20, 2e-3), (25, 3e-3)]
-    assert history.validation == (25, 3.6)
-    assert (history.checkpoint, history.checkpoints, history.warnings) == (25, 2, 1)
+    of_step = [history.last("step", field) for field in ("loss", "learning_rate", "skipped", "mfu")]
+    assert (history.step, of_step) == (25, [3.5, 3e-3, 2, None])
+    assert history.loss.points == ((10, 4.0), (25, 3.5))  # a loss that is not finite is no point
+    assert history.learning_rate.points == ((10, 1e-3), (20, 2e-3), (25, 3e-3))
+    assert [history.last("validation", field) for field in ("step", "loss")] == [25, 3.6]
+    assert (history.last("checkpoint", "step"), history.counts["checkpoint"]) == (25, 2)
+    assert (history.counts["warning"], history.last_time) == (1, 138)
     assert [(line.text, line.warns) for line in history.lines] == [("hello", False), ("careful", True)]
     assert history.end == "stopped"
     assert history.step_seconds == pytest.approx(30 / 15)
@@ -82,21 +79,21 @@ def dots(lines: list[str]) -> set[tuple[int, int]]:
 
 
 def test_a_falling_line() -> None:
-    lines = curve([(0, 7.0), (7, 0.0)], 4, 2)
+    lines = curve(((0, 7.0), (7, 0.0)), 4, 2)
     assert dots(lines) == {(i, i) for i in range(8)}
-    assert curve([(0, 3.0), (3, 0.0)], 4, 4, ascii_only=True) == ["*   ", " *  ", "  * ", "   *"]
+    assert curve(((0, 3.0), (3, 0.0)), 4, 4, ascii_only=True) == ("*   ", " *  ", "  * ", "   *")
 
 
 def test_a_curve_leaves_room_for_what_is_to_come() -> None:
-    lines = curve([(0, 0.0), (10, 1.0)], 20, 4, last_x=20)
+    lines = curve(((0, 0.0), (10, 1.0)), 20, 4, last_x=20)
     assert all(line[11:].strip() == "" and len(line) == 20 for line in lines)
     assert lines[0][10] != " "
-    assert dots(curve([(0, 1.0), (39, 1.0)], 20, 4, low=0.0)) == {(i, 0) for i in range(40)}
+    assert dots(curve(((0, 1.0), (39, 1.0)), 20, 4, low=0.0)) == {(i, 0) for i in range(40)}
 
 
 def test_curves_of_few_or_odd_points() -> None:
-    blank = [" " * 5] * 3
-    assert curve([], 5, 3) == blank and curve([(1, math.nan), (2, math.inf)], 5, 3) == blank
-    assert len(dots(curve([(1, 2.0)], 5, 3))) == 1
-    assert curve([(1, 2.0)], 0, 3) == [""] * 3 and curve([(1, 2.0)], 5, 0) == []
-    assert len(dots(curve([(1, 1.0), (2, math.nan), (3, 1.0)], 5, 3))) == 10
+    blank = (" " * 5,) * 3
+    assert curve((), 5, 3) == blank and curve(((1, math.nan), (2, math.inf)), 5, 3) == blank
+    assert len(dots(curve(((1, 2.0),), 5, 3))) == 1
+    assert curve(((1, 2.0),), 0, 3) == ("",) * 3 and curve(((1, 2.0),), 5, 0) == ()
+    assert len(dots(curve(((1, 1.0), (2, math.nan), (3, 1.0)), 5, 3))) == 10

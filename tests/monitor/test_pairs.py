@@ -11,16 +11,15 @@ from tests.monitor.test_frame import draw, look, plain
 from tests.monitor.test_stages import FORWARD, figures_of, timing
 from tests.monitor.test_trace import arrows, check_format, names_of_tracks, slices, traced
 from tests.support.events import kind_of, write_run
-from tests.support.watching import going_on, write_now
-from titan_async.monitor.event_files import EventWriter
-from titan_async.monitor.events import RECORD, RankReader, ring_path, utilization_of
+from tests.support.watching import going_on, rewrite_ring, write_now
+from titan_async.monitor import snapshot
+from titan_async.monitor.events import RECORD, RankReader, utilization_of
 from titan_async.monitor.figures import draw_timelines, style
 from titan_async.monitor.run_folder import read_info
 from titan_async.monitor.spans import cut, folder_of, load_spans, split_pairs
-from titan_async.monitor.view import snapshot
-from titan_async.monitor.view.bubble import StageSeconds, simulated_bubble, stage_seconds
+from titan_async.monitor.stages import StageSeconds, simulated_bubble, stage_seconds
 from titan_async.pipelining.programs import async_programs, schedule_programs
-from titan_async.pipelining.recording import Kind
+from titan_async.pipelining.recording import FORWARD_KINDS, GRADIENT_KINDS, Kind
 from titan_async.pipelining.simulation import Timing, simulate
 
 STAGES, MICROBATCHES, STEPS = 3, 6, 5
@@ -83,8 +82,8 @@ def test_a_pair_is_busy_once(run_dir: Path) -> None:
         assert utilization_of(RankReader(folder, rank).summaries())[rank] == pytest.approx(share, abs=1e-4)
         stage = figures_of(folder, rank, (rank,)).stages[rank]
         assert stage.average_utilization == pytest.approx(share, abs=1e-4)
-        assert sum(step.forwards for step in stage.steps) == MICROBATCHES * STEPS
-        assert sum(step.backwards for step in stage.steps) == MICROBATCHES * STEPS
+        assert sum(step.count(FORWARD_KINDS) for step in stage.steps) == MICROBATCHES * STEPS
+        assert sum(step.count(GRADIENT_KINDS) for step in stage.steps) == MICROBATCHES * STEPS
 
 
 def test_a_pair_takes_as_long_as_its_forward_and_its_backward(run_dir: Path) -> None:
@@ -175,10 +174,8 @@ def test_a_timeline_has_the_forward_of_a_pair_above_its_backward(run_dir: Path) 
 def test_the_view_names_pairs(tmp_path: Path) -> None:
     folder = going_on(tmp_path, overlap=True, stages=STAGES, microbatches=MICROBATCHES, steps=STEPS)
     records = RankReader(folder, 1).new_records()
-    ring_path(folder, 1).unlink()
-    writer = EventWriter(folder, 1)
-    writer.write(records[: np.flatnonzero(records["kind"] == Kind.OVERLAP)[-1]])  # all but the last pair
-    writer.write_state(np.zeros(1, RECORD), (0, 0, 0))
+    # All but the last pair.
+    rewrite_ring(folder, 1, records[: np.flatnonzero(records["kind"] == Kind.OVERLAP)[-1]])
     write_now(folder, 1, Kind.OVERLAP, 0.01, batch=5, microbatch=5)
     seen = look(folder)
     assert seen[0].rows[1].doing is Kind.OVERLAP and seen[0].rows[1].in_flight == HELD[1]

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from tests.support.waiting import until
-from titan_async.monitor import clocks
-from titan_async.monitor.clocks import HostClock, StreamClock
-from titan_async.monitor.event_files import EventWriter
-from titan_async.monitor.events import CAPACITY, RankReader, RankState
-from titan_async.monitor.recorder import EventRecorder
+from titan_async.monitor import recorder as recording
+from titan_async.monitor.events import CAPACITY, EventWriter, RankReader, RankState
+from titan_async.monitor.recorder import EventRecorder, HostClock, StreamClock
 from titan_async.pipelining.recording import Kind
 
 
@@ -201,9 +199,9 @@ class Stream:
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     stream = Stream()
-    monkeypatch.setattr(clocks.torch, "Event", stream.event)
-    monkeypatch.setattr(clocks.torch.accelerator, "synchronize", lambda device: None)
-    monkeypatch.setattr(clocks.torch.accelerator, "current_stream", lambda device: None)
+    monkeypatch.setattr(recording.torch, "Event", stream.event)
+    monkeypatch.setattr(recording.torch.accelerator, "synchronize", lambda device: None)
+    monkeypatch.setattr(recording.torch.accelerator, "current_stream", lambda device: None)
     return stream
 
 
@@ -236,13 +234,13 @@ def test_clocks_begin_now() -> None:
 
 def test_a_clock_is_set_right_though_its_process_has_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on processors with more to do: else clocks of the ranks of one host would differ by milliseconds."""
-    delays = iter([8e-3, 2e-3, 0.0, 5e-3] * 3)
-    count = time.perf_counter_ns
+    now, offset, delays = 10**18, 77, iter([8, 2, 0, 5] * 3)
 
     def late() -> int:
-        time.sleep(next(delays))
-        return count()
+        nonlocal now
+        now += next(delays) * 10**6
+        return now - offset
 
+    monkeypatch.setattr(time, "time_ns", lambda: now)
     monkeypatch.setattr(time, "perf_counter_ns", late)
-    clock = HostClock()
-    assert abs(clock.nanoseconds(count()) - time.time_ns()) < 10**6
+    assert HostClock().nanoseconds(0) == offset

@@ -9,23 +9,19 @@ import numpy as np
 import pytest
 
 from tests.support.events import write_run
-from tests.support.watching import change_info, going_on, with_copies, write_now
+from tests.support.watching import change_info, going_on, polled, with_copies, write_now
 from titan_async.errors import UserError
-from titan_async.monitor import events
-from titan_async.monitor.event_files import EventWriter
-from titan_async.monitor.events import RECORD, ring_path
+from titan_async.monitor import events, snapshot
+from titan_async.monitor.events import RECORD, EventWriter, ring_path
 from titan_async.monitor.journal import journal_path
-from titan_async.monitor.view import snapshot
-from titan_async.monitor.view.snapshot import RunWatch, Snapshot
+from titan_async.monitor.snapshot import RunWatch, Snapshot
 from titan_async.pipelining.programs import schedule_programs
 from titan_async.pipelining.recording import Kind
 from titan_async.pipelining.simulation import Timing, simulate
 
 
 def look(folder: Path) -> Snapshot:
-    watch = RunWatch(folder)
-    watch.poll()
-    return watch.snapshot()
+    return polled(folder).snapshot()
 
 
 def test_a_finished_run(tmp_path: Path) -> None:
@@ -182,7 +178,7 @@ def test_a_ring_that_is_overwritten_between_two_looks(tmp_path: Path) -> None:
     watch.poll()
     row = watch.snapshot().rows[0]
     # A part of the oldest step is there, and must not pass for the whole of it.
-    assert row.step == 21 and row.average_utilization == pytest.approx(0.5)
+    assert row.steps[-1].step == 21 and row.average_utilization == pytest.approx(0.5)
     write(22)
     writer.close()
     watch.poll()

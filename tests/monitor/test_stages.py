@@ -8,10 +8,10 @@ import pytest
 
 from tests.support.events import write_run
 from titan_async.monitor.events import RECORD, RankReader
+from titan_async.monitor.kinds import Activity
 from titan_async.monitor.run_folder import RunShape
-from titan_async.monitor.view.bubble import StageSeconds, simulated_bubble, stage_seconds
-from titan_async.monitor.view.stages import RankFigures, own_seconds
-from titan_async.monitor.view.strip import Doing, strip
+from titan_async.monitor.stages import RankFigures, StageSeconds, own_seconds, simulated_bubble, stage_seconds
+from titan_async.monitor.view.stage_table import strip
 from titan_async.pipelining.programs import schedule_programs
 from titan_async.pipelining.recording import Kind
 from titan_async.pipelining.simulation import COMPUTE, Timing, simulate
@@ -169,27 +169,27 @@ def test_stages_of_a_rank_are_told_apart(tmp_path: Path) -> None:
 def test_a_strip_shows_what_took_most_of_each_cell(tmp_path: Path, cells: int) -> None:
     folder = write_run(tmp_path, stages=3, microbatches=6, steps=6)
     kinds = {
-        Kind.FORWARD: Doing.FORWARD,
-        Kind.BACKWARD: Doing.BACKWARD,
-        Kind.GATHER: Doing.UPDATE,
-        Kind.REDUCE: Doing.UPDATE,
-        Kind.OPTIMIZER: Doing.UPDATE,
+        Kind.FORWARD: Activity.FORWARD,
+        Kind.BACKWARD: Activity.BACKWARD,
+        Kind.GATHER: Activity.UPDATE,
+        Kind.REDUCE: Activity.UPDATE,
+        Kind.OPTIMIZER: Activity.UPDATE,
     }
     for rank in range(3):
-        steps = list(figures_of(folder, rank, (rank,)).stages[rank].spans)[-2:]
+        steps = list(figures_of(folder, rank, (rank,)).stages[rank].steps)[-2:]
         drawn = strip(steps, cells)
         assert len(drawn) == cells
         begin, end = steps[0].start, steps[-1].end
         clear = 0
         for cell, doing in enumerate(drawn):
             low, high = begin + (end - begin) * cell / cells, begin + (end - begin) * (cell + 1) / cells
-            seconds = dict.fromkeys(Doing, 0.0)
-            seconds[Doing.WAIT] = high - low
+            seconds = dict.fromkeys(Activity, 0.0)
+            seconds[Activity.WAIT] = high - low
             for record in np.concatenate([step.records for step in steps]):
                 inside = min(high, int(record["end"])) - max(low, int(record["start"]))
                 if inside > 0 and Kind(record["kind"]) in kinds:
                     seconds[kinds[Kind(record["kind"])]] += inside
-                    seconds[Doing.WAIT] -= inside
+                    seconds[Activity.WAIT] -= inside
             first, second = sorted(seconds.values(), reverse=True)[:2]
             if first - second > (high - low) / 4:  # not a tie between two looks
                 clear += 1
@@ -208,8 +208,8 @@ def test_a_strip_leaves_out_what_lies_between_steps() -> None:
             (99, 100, 2, -1, -1, 0, Kind.STEP, 0),
         )
     )
-    assert strip(list(figures.stages[0].spans), 4) == (Doing.FORWARD,) * 2 + (Doing.UPDATE,) * 2
-    assert strip([], 4) == () and strip(list(figures.stages[0].spans), 0) == ()
+    assert strip(list(figures.stages[0].steps), 4) == (Activity.FORWARD,) * 2 + (Activity.UPDATE,) * 2
+    assert strip([], 4) == () and strip(list(figures.stages[0].steps), 0) == ()
 
 
 @pytest.mark.parametrize(("schedule", "least", "most"), [("1F1B", 0.3, 0.5), ("Async2BW", 0.2, 0.3)])

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from titan_async.monitor.events import RECORD, RankState
-from titan_async.monitor.view.stages import RankFigures
-from titan_async.monitor.view.stalls import RankNow, describe, duration, find_culprits, find_stalls
+from titan_async.monitor.formatting import approximate_duration
+from titan_async.monitor.stages import RankFigures
+from titan_async.monitor.stalls import RankNow, describe, find_stalls, find_stragglers
 from titan_async.pipelining.recording import Kind
 
 START = int(time.mktime((2026, 1, 2, 14, 3, 12, 0, 0, -1))) * 10**9
@@ -164,23 +165,23 @@ def test_ranks_that_share_a_stage_are_told_apart() -> None:
 
 
 def test_durations() -> None:
-    assert [duration(s) for s in (0.4, 99, 125, 5400, 7500, 200_000)] == [
+    assert [approximate_duration(s) for s in (0.4, 99, 125, 5400, 7500, 200_000)] == [
         "0 s", "99 s", "2 min", "90 min", "2 h 5 min", "2 d 7 h",
     ]  # fmt: skip
 
 
 def test_who_is_silent_has_let_the_others_wait() -> None:
     late = rank(0, Kind.RECEIVE, 15), rank(1, Kind.OPTIMIZER, 2, silent=15), rank(2, Kind.FORWARD, 14)
-    assert find_culprits(late, 3, 10) == ["rank 1 (stage 1) has not been heard of for 15 s"]
+    assert find_stragglers(late, 3, 10) == ["rank 1 (stage 1) has not been heard of for 15 s"]
 
 
 def test_who_waits_lets_nobody_wait() -> None:
     ranks = rank(0, Kind.RECEIVE, 15), rank(1, Kind.CLIP, 14), rank(2, Kind.BACKWARD, 15)
-    assert find_culprits(ranks, 3, 10) == [
+    assert find_stragglers(ranks, 3, 10) == [
         "rank 2 (stage 2) computes the backward of microbatch 3 of step 40, since 14:03:12 (15 s)"
     ]
     between = rank(0, None, 15)
-    assert find_culprits((between, rank(1, Kind.FORWARD, 2)), 2, 10) == [
+    assert find_stragglers((between, rank(1, Kind.FORWARD, 2)), 2, 10) == [
         "rank 0 (stage 0) is between two steps"
     ]
-    assert len(find_culprits((between, *ranks[1:]), 3, 10)) == 1
+    assert len(find_stragglers((between, *ranks[1:]), 3, 10)) == 1

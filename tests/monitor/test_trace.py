@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from tests.support.events import write_run
+from tests.support.watching import rewrite_ring
 from titan_async.cli.main import main
 from titan_async.errors import UserError
-from titan_async.monitor.event_files import EventWriter
 from titan_async.monitor.events import BURST, CAPACITY, RECORD, RankReader, ring_path
 from titan_async.monitor.run_folder import read_info, write_info
 from titan_async.monitor.spans import cut, folder_of, load_spans
@@ -228,12 +228,7 @@ def by_hand(
         path.unlink()
     write_info(folder, replace(read_info(folder), ranks=tuple(ranks)))
     for rank, records in enumerate(records_of_ranks):
-        writer = EventWriter(folder, rank)
-        array = np.array(records, RECORD)
-        for i in range(0, len(array), BURST):
-            writer.write(array[i : i + BURST])
-            writer.write_state(np.zeros(1, RECORD), (0, 0, 0))
-        writer.close()
+        rewrite_ring(folder, rank, np.array(records, RECORD))
 
 
 def test_checkpoints_and_validations_between_steps(tmp_path: Path) -> None:
@@ -293,15 +288,10 @@ def test_arrows_that_clocks_turn_back_are_left_out_and_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_run(tmp_path, schedule="1F1B", stages=2, microbatches=2, steps=3)
-    path = ring_path(folder, 1)
     late = RankReader(folder, 1).new_records().copy()
     late["start"] -= 10**9
     late["end"] -= 10**9
-    path.unlink()
-    writer = EventWriter(folder, 1)
-    writer.write(late)
-    writer.write_state(np.zeros(1, RECORD), (0, 0, 0))
-    writer.close()
+    rewrite_ring(folder, 1, late)
     assert main(["trace", str(tmp_path)]) == 0
     assert capsys.readouterr().err == "6 arrows are left out: the clocks of the hosts differ\n"
     trace = json.loads((folder / "trace.json").read_text())
@@ -386,41 +376,6 @@ def test_help_loads_nothing_heavy(verb: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith(f"usage: titan-async {verb} RUN_DIR ")
-
-
-MISTAKES = [
-    ([], "titan-async trace needs one RUN_DIR, the dump_folder of a run"),
-    (["{run}", "{run}"], "titan-async trace needs one RUN_DIR, the dump_folder of a run"),
-    (["{tmp}/absent"], "{tmp}/absent is no folder: give the dump_folder of a run"),
-    (["{tmp}"], "{tmp} holds no events of a run: give the dump_folder of a run that recorded them"),
-    (["{run}", "--run", "x"], "{run} has no run x: there are 20260101-000000-aaaa"),
-    (["{run}", "--stesp", "3"], "unknown flag --stesp of titan-async trace; did you mean --steps?"),
-    (["{run}", "--steps"], "--steps needs a value, as in titan-async trace --help"),
-    (["{run}", "--steps", "1", "--steps", "2"], "--steps is given twice: keep one"),
-    (["{run}", "--steps", "5-x"], "--steps is 5-x: write A-B, A- or A, for example 10-12"),
-    (["{run}", "--steps", "5-3"], "--steps is 5-3: its first step is after its last"),
-    (
-        ["{run}", "--steps", "5-7"],
-        "--steps is 5-7, but the files of run 20260101-000000-aaaa hold 1-6: choose among these",
-    ),
-    (["{run}", "--out", "t.txt"], "--out is t.txt: its name must end in .json or .json.gz"),
-    (
-        ["{run}", "--out", "{tmp}/file/t.json"],
-        "cannot write {tmp}/file/t.json ({tmp}/file is no folder): name another place with --out",
-    ),
-]
-
-
-@pytest.mark.parametrize(("argv", "message"), MISTAKES)
-def test_mistakes(argv, message, run_dirs: dict[str, Path], tmp_path: Path, capsys) -> None:
-    (tmp_path / "file").write_text("")
-    places = {"run": run_dirs["1F1B"], "tmp": tmp_path}
-    before = sorted(folder_of(run_dirs["1F1B"]).iterdir())
-    assert main(["trace", *(word.format(**places) for word in argv)]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err == message.format(**places) + "\n"
-    assert sorted(folder_of(run_dirs["1F1B"]).iterdir()) == before
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

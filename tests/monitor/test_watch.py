@@ -31,8 +31,8 @@ COMMAND = [sys.executable, "-m", "titan_async.cli", "watch"]
 PATIENT = """
 import sys
 from titan_async.cli.main import main
-from titan_async.monitor.view import following
-following._AFTER_FAILURE = 600
+from titan_async.monitor import processes
+processes._AFTER_FAILURE = 600
 sys.exit(main())
 """
 """The command, but after a failure it waits for good for the run to start again."""
@@ -380,36 +380,9 @@ def test_svg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "needs one RUN_DIR"),
-        (["a", "b"], "needs one RUN_DIR"),
-        (["{}/nowhere"], "is no folder"),
-        (["{}"], "events of a run"),
-        (["{}/some", "--run", "x"], "there are 20260101-000000-aaaa"),
-        (["{}/some", "--following", "me"], "--following must be a whole number from 1 on, not me"),
-        (["{}/some", "--width", "0"], "--width must be a whole number from 1 on, not 0"),
-        (["{}/some", "--onec"], "unknown flag --onec"),
-        (["{}/some", "--following", "1", "--once"], "leave out"),
-        (["{}/some", "--svg", "{}/a file/x.svg"], "cannot write"),
-    ],
-)
-def test_mistakes_get_one_sentence(
-    tmp_path: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_run(tmp_path / "some")
-    (tmp_path / "a file").write_text("")
-    assert main(["watch", *(argument.format(tmp_path) for argument in arguments)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert words in err and err.count("\n") == 1
-
-
 def test_the_view_does_without_torch() -> None:
     """It starts in an instant, and takes 30 MB rather than 300 from the training beside it."""
     program = (
-        "import sys, titan_async.cli.watch, titan_async.monitor.view.watch, titan_async.monitor.view.plain;"
-        "sys.exit('torch' in sys.modules)"
+        "import sys, titan_async.cli.watch, titan_async.monitor.view.watch;sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

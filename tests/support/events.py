@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_async.monitor.event_files import EventWriter
-from titan_async.monitor.events import BURST, RECORD, SUMMARY
+from titan_async.monitor.events import BURST, RECORD, SUMMARY, EventWriter
 from titan_async.monitor.journal import Journal
 from titan_async.monitor.run_folder import RunInfo, events_folder, write_info
 from titan_async.pipelining.programs import schedule_programs, stages_of_ranks

@@ -31,7 +31,7 @@ import titan_async.cli.train
 import titan_async.config.dump
 import titan_async.config.recipe_file
 import titan_async.data.plays
-import titan_async.monitor.view.stalls
+import titan_async.monitor.stalls
 import titan_async.recipes.debug
 import titan_async.recipes.dense
 import titan_async.recipes.moe

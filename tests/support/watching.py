@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from tests.support.events import write_run
-from titan_async.monitor.event_files import EventWriter
-from titan_async.monitor.events import RECORD, RankReader, ring_path
+from titan_async.monitor.events import BURST, RECORD, EventWriter, RankReader, ring_path
+from titan_async.monitor.snapshot import RunWatch
 from titan_async.pipelining.recording import Kind
 
-__all__ = ["change_info", "going_on", "with_copies", "write_now"]
+__all__ = ["change_info", "going_on", "polled", "rewrite_ring", "with_copies", "write_now"]
 
 
 def change_info(folder: Path, **fields: object) -> None:
@@ -30,6 +30,32 @@ def going_on(run_dir: Path, run_id: str = "20260101-000000-aaaa", **options: obj
     return folder
 
 
+def polled(folder: Path) -> RunWatch:
+    """What a view sees of a run the first time that it looks."""
+    watch = RunWatch(folder)
+    watch.poll()
+    return watch
+
+
+def rewrite_ring(
+    folder: Path,
+    rank: int,
+    records: np.ndarray,
+    memory: tuple[int, int, int] = (0, 0, 0),
+    current: tuple[int, ...] | None = None,
+) -> None:
+    """Leave these records of a rank in place of others, which is at `current` and goes on."""
+    ring_path(folder, rank).unlink(missing_ok=True)
+    writer = EventWriter(folder, rank)
+    state = np.zeros(1, RECORD)
+    if current is not None:
+        state[0] = current
+    for i in range(0, max(len(records), 1), BURST):
+        writer.write(records[i : i + BURST])
+        writer.write_state(state, memory)
+    writer.close()
+
+
 def with_copies(folder: Path, slow: int) -> None:
     """Give each stage of a run with one rank a stage a second rank; `slow` is one that computes longer."""
     ranks = json.loads((folder / "run.json").read_text())["ranks"]
@@ -38,13 +64,8 @@ def with_copies(folder: Path, slow: int) -> None:
     change_info(folder, ranks=ranks * 2)
     records = RankReader(folder, slow).new_records().copy()
     # It needs for forwards what it waited for before.
-    waits = records["kind"] == Kind.RECEIVE
-    records["kind"][waits] = Kind.FORWARD
-    ring_path(folder, slow).unlink()
-    writer = EventWriter(folder, slow)
-    writer.write(records)
-    writer.write_state(np.zeros(1, RECORD), (3 << 30, 4 << 30, 80 << 30))
-    writer.close()
+    records["kind"][records["kind"] == Kind.RECEIVE] = Kind.FORWARD
+    rewrite_ring(folder, slow, records, (3 << 30, 4 << 30, 80 << 30))
 
 
 def write_now(
@@ -58,14 +79,9 @@ def write_now(
     ago: float = 0.0,
 ) -> None:
     """Let a rank of a run be at something for so long, and be heard of so long ago."""
+    current = (time.time_ns() - int((seconds + ago) * 1e9), 0, batch, microbatch, 12, rank, kind, 1)
     records = RankReader(folder, rank).new_records()
-    ring_path(folder, rank).unlink()
-    writer = EventWriter(folder, rank)
-    writer.write(records)
-    current = np.zeros(1, RECORD)
-    current[0] = (time.time_ns() - int((seconds + ago) * 1e9), 0, batch, microbatch, 12, rank, kind, 1)
-    writer.write_state(current, (200 << 20, 300 << 20, 0))
-    writer.close()
+    rewrite_ring(folder, rank, records, (200 << 20, 300 << 20, 0), current)
     with open(ring_path(folder, rank), "r+b") as file:  # the beat is the state's third number
         file.seek(16)
         file.write((time.time_ns() - int(ago * 1e9)).to_bytes(8, "little"))

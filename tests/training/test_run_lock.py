@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.training import RECIPE
 from titan_async.errors import UserError
-from titan_async.monitor.view.following import is_starting
+from titan_async.monitor.processes import is_starting
 from titan_async.training.run_lock import LOCK, locked, refuse_locked
 
 HOLDER = """

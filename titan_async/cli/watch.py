@@ -72,13 +72,13 @@ def run(argv: Sequence[str]) -> int:
         _picture(folder_of(run_dir, run_id), svg, *size)
         return 0
 
-    from titan_async.monitor.view.following import Launched
+    from titan_async.monitor.processes import Launched
 
     source = folder_of(run_dir, run_id) if pid is None else Launched(run_dir, pid)
     # A terminal that lacks a character shows a question mark.
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     if not sys.stdout.isatty() or os.environ.get("TERM", "") in ("", "dumb", "unknown"):
-        from titan_async.monitor.view.plain import print_lines
+        from titan_async.monitor.view.watch import print_lines
 
         return print_lines(sys.stdout, source)
 
@@ -91,7 +91,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _wait_for_start(run_dir: str) -> None:
     """Waits for the events of a run that starts in the folder, as long as there are none and it goes on."""
-    from titan_async.monitor.view.following import is_starting
+    from titan_async.monitor.processes import is_starting
 
     if is_starting(run_dir):
         print(f"a run starts in {run_dir}; Ctrl-C leaves it alone", file=sys.stderr, flush=True)

@@ -1,1 +1,1 @@
-"""What a run does: recorded by its ranks in files, and shown, drawn and exported from these."""
+"""Monitoring of runs: ranks record events in files, which are shown live, plotted and exported as traces."""

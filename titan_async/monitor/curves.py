@@ -4,7 +4,6 @@ A run that goes on from another's checkpoint takes its place from there on, so t
 one curve: that of the weights that there are now.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,27 +57,18 @@ def read_losses(run_dir: str | Path) -> tuple[Curve, Curve]:
         UserError: if a run's `run.json` cannot be read.
     """
     found: dict[str, dict[int, float]] = {"step": {}, "validation": {}}
-    for info, folder in _runs(run_dir):
+    for folder in runs_in(run_dir):
+        first = read_info(folder).first_step
         entries = [entry for entry in JournalReader(folder).new_entries() if entry["kind"] in found]
         if not entries:
             continue
-        for values in found.values():
-            _forget_after(values, info.first_step)
+        for kind, losses in found.items():
+            found[kind] = {step: loss for step, loss in losses.items() if step <= first}
         for entry in entries:
             loss = entry["loss"]
             found[entry["kind"]][int(entry["step"])] = float("nan") if loss is None else float(loss)
-    training, validation = (_curve(values) for values in found.values())
+    training, validation = (_curve(losses) for losses in found.values())
     return training, validation
-
-
-def _runs(run_dir: str | Path) -> Iterator[tuple[RunInfo, Path]]:
-    for folder in runs_in(run_dir):
-        yield read_info(folder), folder
-
-
-def _forget_after(values: dict[int, float], step: int) -> None:
-    for later in [known for known in values if known > step]:
-        del values[later]
 
 
 def _curve(values: dict[int, float]) -> Curve:
@@ -124,16 +114,14 @@ def read_utilization(run_dir: str | Path) -> Utilization | None:
     """
     of_interval: dict[tuple[int, int], Floats] = {}
     stages: list[tuple[int, ...]] = []
-    for info, folder in _runs(run_dir):
+    for folder in runs_in(run_dir):
+        info = read_info(folder)
         found = _of_run(info, folder)
         if not found:
             continue
-        if sorted(set(info.ranks)) != stages:
-            of_interval.clear()
+        known = of_interval if sorted(set(info.ranks)) == stages else {}
         stages = sorted(set(info.ranks))
-        for interval in [known for known in of_interval if known[1] > info.first_step]:
-            del of_interval[interval]
-        of_interval |= found
+        of_interval = {(a, b): busy for (a, b), busy in known.items() if b <= info.first_step} | found
     if not of_interval:
         return None
     intervals = sorted(of_interval)

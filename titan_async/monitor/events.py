@@ -1,4 +1,4 @@
-"""The files in which ranks leave what they do, and how to read them.
+"""The files in which ranks leave what they do: their formats, their writer and their reader.
 
 A run writes a folder of its own, `RUN_DIR/events/RUN_ID/`, so that a run that resumes another, or starts anew
 in the same folder, leaves the other's files alone. RUN_IDs sort by time. In it:
@@ -17,6 +17,8 @@ Times are nanoseconds since the epoch by the clock of the rank's host, which is 
 and counted on from there, so that they never go back within a file.
 """
 
+import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -34,6 +36,7 @@ __all__ = [
     "RECORD",
     "STATE",
     "SUMMARY",
+    "EventWriter",
     "RankReader",
     "RankState",
     "ring_path",
@@ -48,7 +51,7 @@ _KINDS_OF_FORMAT = {1: 16, 2: 17, 3: len(Kind)}
 """How many kinds of spans files had, by the format in their run's `run.json`."""
 
 BURST = 4096
-"""Records that are written at most before the header says so."""
+"""Records that are written at most before the header counts them."""
 
 HEADER_BYTES = 4096
 """Where the first record is."""
@@ -142,6 +145,69 @@ class RankState:
     """One `RECORD`."""
 
 
+class EventWriter:
+    """The ring and the summary of one rank.
+
+    Args:
+        folder: the run's, `RUN_DIR/events/RUN_ID`, which is there.
+        rank: whose files.
+
+    Raises:
+        OSError: if the files cannot be made; so do the methods if they cannot be written.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._summary = os.open(summary_path(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._ring = os.open(ring_path(folder, rank), os.O_WRONLY | os.O_CREAT, 0o666)
+        self._state = np.zeros(1, STATE)
+
+    def write(self, records: npt.NDArray[np.void]) -> None:
+        """Add `RECORD`s, at most `BURST`; `write_state` must follow."""
+        assert len(records) <= BURST
+        slot = int(self._state["count"][0]) % CAPACITY
+        here = records[: CAPACITY - slot]
+        _write(self._ring, here.tobytes(), HEADER_BYTES + slot * RECORD.itemsize)
+        if len(here) < len(records):
+            _write(self._ring, records[len(here) :].tobytes(), HEADER_BYTES)
+        self._state["count"] += len(records)
+
+    def write_state(
+        self, current: npt.NDArray[np.void], memory: tuple[int, int, int], closed: bool = False
+    ) -> None:
+        """Write the header.
+
+        Args:
+            current: a `RECORD` of the span under way.
+            memory: bytes in use, at most so far, and in all.
+            closed: whether nothing will follow.
+        """
+        state = self._state
+        state["serial"] += 1
+        state["serial_again"] = state["serial"]
+        state["beat"] = time.time_ns()
+        state["closed"] = state["beat"] if closed else 0
+        state["memory"], state["memory_peak"], state["memory_limit"] = memory
+        state["current"] = current
+        _write(self._ring, state.tobytes(), 0)
+
+    def write_summary(self, rows: npt.NDArray[np.void]) -> None:
+        """Add `SUMMARY`s."""
+        data = rows.tobytes()
+        while data:
+            data = data[os.write(self._summary, data) :]
+
+    def close(self) -> None:
+        """Close the files."""
+        os.close(self._ring)
+        os.close(self._summary)
+
+
+def _write(file: int, data: bytes, position: int) -> None:
+    while data:
+        written = os.pwrite(file, data, position)
+        data, position = data[written:], position + written
+
+
 class RankReader:
     """Reads the files of one rank while it may be writing them.
 
@@ -156,7 +222,7 @@ class RankReader:
         self._read = 0  # records that `new_records` has returned or passed over
 
     def state(self) -> RankState | None:
-        """What the header says; None if there is no whole header yet."""
+        """The header; None if there is no whole header yet."""
         try:
             with open(self._ring, "rb") as file:
                 return _state(file.read(STATE.itemsize))

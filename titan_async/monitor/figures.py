@@ -6,6 +6,7 @@ matplotlib, and no display.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import PercentFormatter
 
-from titan_async.monitor.colours import RUN_COLOURS
 from titan_async.monitor.curves import Curve, Utilization, gap, smoothed
+from titan_async.monitor.formatting import name_stages
 from titan_async.monitor.gantt import Box, Chart, Mark, draw_charts, tint_of
 from titan_async.monitor.output_files import writing_output
-from titan_async.monitor.spans import RankSpans, RunSpans, split_pairs
-from titan_async.monitor.words import name_stages
+from titan_async.monitor.spans import RunSpans, split_pairs
 from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
 
 __all__ = ["draw_losses", "draw_timelines", "draw_utilizations", "save", "style"]
 
+_RUN_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999933")
 _FEW = 50  # points, up to which a curve is drawn as it is
 _MOST_NAMED = 8  # ranks in a legend
-_SEVERAL = "; of a rank's stages the later are darker"
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def draw_losses(figure: Figure | SubFigure, runs: Sequence[tuple[str, Curve, Cur
 
 
 def _colours(count: int) -> list[str]:
-    return [RUN_COLOURS[i % len(RUN_COLOURS)] for i in range(count)]
+    return list(islice(cycle(_RUN_COLOURS), count))
 
 
 def _draw_curve(axes: Axes, curve: Curve, colour: str, label: str) -> Curve:
@@ -105,7 +105,7 @@ def _draw_curve(axes: Axes, curve: Curve, colour: str, label: str) -> Curve:
 
 def _draw_gaps(axes: Axes, runs: Sequence[tuple[str, Curve, Curve]]) -> None:
     base_label, base, base_validation = runs[0]
-    axes.axhline(0, color=RUN_COLOURS[0], linewidth=0.8)
+    axes.axhline(0, color=_RUN_COLOURS[0], linewidth=0.8)
     shown = [np.zeros(1)]
     for (label, training, validation), colour in zip(runs[1:], _colours(len(runs))[1:], strict=True):
         drawn = _draw_curve(axes, gap(training, base), colour, label)
@@ -137,59 +137,34 @@ def draw_timelines(figure: Figure | SubFigure, runs: Sequence[tuple[str, RunSpan
         figure: to draw into.
         runs: the label and the spans of each.
     """
-    charts = [
-        Chart(
-            f"{label}: {_words(run.steps)}{_SEVERAL if len(run.ranks[0].stages) > 1 else ''}",
-            [name_stages(spans.stages) for spans in _pipeline(run)],
-            _boxes(run),
-            _step_marks(run),
-        )
-        for label, run in runs
-    ]
+    charts = [_chart(label, run) for label, run in runs]
     until = max(box.end for chart in charts for box in chart.boxes)
     draw_charts(figure, charts, "seconds", until)
 
 
-def _words(steps: range) -> str:
-    return f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
-
-
-def _pipeline(run: RunSpans) -> list[RankSpans]:
-    """The ranks of the first pipeline that there are records of, in the order of their first stages."""
+def _chart(label: str, run: RunSpans) -> Chart:
+    """Of the first pipeline that there are records of, its ranks in the order of their first stages."""
     first = min(spans.copy for spans in run.ranks)
-    return sorted((spans for spans in run.ranks if spans.copy == first), key=lambda spans: spans.stages)
-
-
-def _origin(run: RunSpans) -> int:
-    """When the first pipeline begins, in nanoseconds."""
-    return min(int(spans.records["start"].min()) for spans in _pipeline(run))
-
-
-def _boxes(run: RunSpans) -> list[Box]:
-    boxes, origin = [], _origin(run)
-    for row, spans in enumerate(_pipeline(run)):
+    pipeline = sorted((spans for spans in run.ranks if spans.copy == first), key=lambda spans: spans.stages)
+    origin = min(int(spans.records["start"].min()) for spans in pipeline)
+    boxes, marks = [], []
+    for row, spans in enumerate(pipeline):
         records, halves = split_pairs(spans.records, run.info)
         for i in np.argsort(records["depth"], kind="stable"):
             record = records[i]
-            kind, microbatch = Kind(record["kind"]), int(record["microbatch"])
-            if kind == Kind.STEP:
-                continue
+            kind = Kind(record["kind"])
             start, end = ((int(record[name]) - origin) / 1e9 for name in ("start", "end"))
-            label, tint = "", 0.0
+            if kind == Kind.STEP:
+                marks.append(Mark(row, start, "" if row else f"step {record['batch']}"))
+                continue
+            number, tint = "", 0.0
             if kind in COMPUTE_KINDS:
-                label = str(microbatch)
+                number = str(record["microbatch"])
                 tint = tint_of(int(record["batch"]), spans.stages.index(record["stage"]))
-            boxes.append(Box(row, start, end, kind, label, tint, int(halves[i])))
-    return boxes
-
-
-def _step_marks(run: RunSpans) -> list[Mark]:
-    origin = _origin(run)
-    return [
-        Mark(row, (int(record["start"]) - origin) / 1e9, "" if row else f"step {record['batch']}")
-        for row, spans in enumerate(_pipeline(run))
-        for record in spans.of_kind(Kind.STEP)
-    ]
+            boxes.append(Box(row, start, end, kind, number, tint, int(halves[i])))
+    steps = f"steps {run.steps[0]} to {run.steps[-1]}" if len(run.steps) > 1 else f"step {run.steps[0]}"
+    several = "; of a rank's stages the later are darker" if len(run.ranks[0].stages) > 1 else ""
+    return Chart(f"{label}: {steps}{several}", [name_stages(s.stages) for s in pipeline], boxes, marks)
 
 
 def draw_utilizations(figure: Figure | SubFigure, runs: Sequence[tuple[str, Utilization]]) -> None:

@@ -1,4 +1,4 @@
-"""Gantt charts of pipelines: a row for each rank, a box for each span, white where nothing is done."""
+"""Gantt charts of pipelines: a row for each rank, a box for each span, white where it is idle."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 
-from titan_async.monitor.colours import COLOURS, NAMES, mixed
+from titan_async.monitor.kinds import KINDS
 from titan_async.pipelining.recording import Kind
 
 __all__ = ["Box", "Chart", "Mark", "draw_charts", "tint_of"]
@@ -45,7 +45,17 @@ class Box:
     @property
     def colour(self) -> str:
         """As #rrggbb."""
-        return mixed(COLOURS[self.kind], "#ffffff" if self.tint > 0 else "#000000", abs(self.tint))
+        return _mixed(KINDS[self.kind].colour, "#ffffff" if self.tint > 0 else "#000000", abs(self.tint))
+
+
+def _mixed(colour: str, other: str, share: float) -> str:
+    """`colour` with that share of `other` in it, from 0 to 1."""
+    pairs = zip(_rgb(colour), _rgb(other), strict=True)
+    return "#" + "".join(f"{round((1 - share) * one + share * two):02x}" for one, two in pairs)
+
+
+def _rgb(colour: str) -> tuple[int, ...]:
+    return tuple(bytes.fromhex(colour[1:]))
 
 
 def tint_of(batch: int, of_rank: int) -> float:
@@ -148,11 +158,11 @@ def _write_labels(axes: Axes, boxes: Sequence[Box]) -> None:
 
 
 def _is_dark(colour: str) -> bool:
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    red, green, blue = _rgb(colour)
     return 0.299 * red + 0.587 * green + 0.114 * blue < 120
 
 
 def _draw_legend(figure: Figure | SubFigure, kinds: set[Kind]) -> None:
-    handles = [Patch(facecolor=COLOURS[kind], label=NAMES[kind]) for kind in sorted(kinds)]
+    handles = [Patch(facecolor=KINDS[kind].colour, label=KINDS[kind].name) for kind in sorted(kinds)]
     columns = min(len(handles), 5)
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=7)

@@ -5,20 +5,92 @@ waits for others, also where it waits for ever: so a reader sees what it waits f
 """
 
 import threading
-from collections import deque
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 
-from titan_async.monitor.clocks import Clock, Mark
-from titan_async.monitor.event_files import EventWriter
-from titan_async.monitor.events import BURST, CAPACITY, RECORD, SUMMARY, utilization_of
+from titan_async.monitor.events import BURST, CAPACITY, RECORD, SUMMARY, EventWriter, utilization_of
 from titan_async.pipelining.recording import Kind
 
-__all__ = ["EventRecorder"]
+__all__ = ["Clock", "EventRecorder", "HostClock", "StreamClock", "clock_of"]
+
+Mark = Any
+"""An unresolved timestamp."""
+
+
+class Clock(Protocol):
+    """Takes timestamps cheaply, and resolves them later."""
+
+    def mark(self) -> Mark:
+        """Now."""
+
+    def nanoseconds(self, mark: Mark) -> int | None:
+        """The mark in nanoseconds since the epoch; None as long as it is unresolved.
+
+        Marks are resolved roughly in the order in which they were made.
+        """
+
+
+class HostClock:
+    """The clock of this process's host, for what the processor does itself."""
+
+    def __init__(self) -> None:
+        # The process may lose the processor between the two: the largest difference is the most exact.
+        self._offset = max(time.time_ns() - time.perf_counter_ns() for _ in range(10))
+        self.mark = time.perf_counter_ns
+
+    def nanoseconds(self, mark: int) -> int:
+        """See `Clock`."""
+        return mark + self._offset
+
+
+class StreamClock:
+    """The clock of an accelerator's current stream: what it has executed, not what has been enqueued.
+
+    A mark is an event in the stream. Nothing waits for it: it is resolved once the stream has passed it. The
+    constructor synchronizes with the device.
+
+    Args:
+        device: the accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        torch.accelerator.synchronize(device)
+        self._origin = self.mark()
+        torch.accelerator.synchronize(device)
+        self._origin_ns = time.time_ns()
+
+    def mark(self) -> torch.Event:
+        """See `Clock`."""
+        event = torch.Event(self._device.type, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    def nanoseconds(self, mark: torch.Event) -> int | None:
+        """See `Clock`."""
+        if not mark.query():
+            return None
+        passed = round(self._origin.elapsed_time(mark) * 1e6)
+        if passed > _LONGEST_NS:
+            # It is measured in float32 milliseconds: after a minute, to 4 microseconds.
+            self._origin, self._origin_ns = mark, self._origin_ns + passed
+            return self._origin_ns
+        return self._origin_ns + passed
+
+
+_LONGEST_NS = 2_000_000_000
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock for what is computed on `device`."""
+    return HostClock() if device.type == "cpu" else StreamClock(device)
+
 
 _PERIOD_SECONDS = 0.25
 
@@ -33,15 +105,6 @@ class _Cut(NamedTuple):
     last_step: int
 
 
-@dataclass
-class _Interval:
-    """Where time went since the last summary."""
-
-    start: int = 0
-    end: int = 0
-    seconds: dict[int, list[float]] = field(default_factory=dict)  # by stage, then by kind
-
-
 class EventRecorder:
     """A `titan_async.pipelining.recording.Recorder` that writes event files.
 
@@ -52,8 +115,8 @@ class EventRecorder:
         clock: of the device on which the rank computes.
         stages: of this rank; what is no stage's own is recorded for the first.
         first_step: steps done before.
-        memory: tells bytes in use, at most so far, and in all; called by a thread of its own.
-        failed: is told, once and by that thread, why nothing is recorded any more.
+        memory: returns bytes in use, the peak and the total; called by the writing thread.
+        failed: called by that thread, once, with the error that ends the recording.
     """
 
     def __init__(
@@ -71,14 +134,13 @@ class EventRecorder:
         self._stages, self._first_step = tuple(stages), first_step
         self._open: list[tuple[_Fields, Mark]] = []
         # Where writing cannot keep up, the oldest spans are lost, as they would be in the ring.
-        self._ended: deque[_Span | tuple[int, int]] = deque(maxlen=CAPACITY)
-        self._within: list[int] = [
-            0
-        ] * 16  # nanoseconds of spans that ended at each depth, inside one still open
-        self._interval = _Interval()
-        self._rows: list[np.ndarray] = []
-        self._lock = threading.Lock()  # around writing
+        self._ended: deque[_Span | _Cut] = deque(maxlen=CAPACITY)
+        self._within = [0] * 16  # nanoseconds of spans that ended at each depth, inside one still open
+        # Since the last summary: seconds by stage and kind, and when its spans began and ended.
+        self._seconds: defaultdict[tuple[int, int], float] = defaultdict(float)
+        self._interval_start = self._interval_end = 0
         self._last_rows: np.ndarray | None = None
+        self._lock = threading.Lock()  # around writing
         self._works = True
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
@@ -167,9 +229,6 @@ class EventRecorder:
                 self._write_ring(records)
                 records = []
         self._write_ring(records)
-        if self._rows:
-            self._writer.write_summary(np.concatenate(self._rows))
-            self._rows.clear()
 
     def _write_ring(self, records: list[tuple[int, ...]]) -> None:
         if records:
@@ -207,20 +266,18 @@ class EventRecorder:
         own = end - start - self._within[depth + 1]
         self._within[depth + 1] = 0
         self._within[depth] = self._within[depth] + (end - start) if depth else 0
-        interval = self._interval
-        seconds = interval.seconds.setdefault(stage, [0.0] * len(Kind))
-        seconds[Kind.IDLE if kind == Kind.STEP else kind] += own / 1e9
-        interval.start = min(interval.start or start, start)
-        interval.end = max(interval.end, end)
+        self._seconds[stage, Kind.IDLE if kind == Kind.STEP else kind] += own / 1e9
+        self._interval_start = min(self._interval_start or start, start)
+        self._interval_end = max(self._interval_end, end)
 
     def _close_interval(self, cut: _Cut) -> None:
-        interval, self._interval = self._interval, _Interval()
-        if interval.end == interval.start:
-            return
-        rows = np.zeros(len(self._stages), SUMMARY)
-        rows["first_step"], rows["last_step"] = cut
-        rows["start"], rows["end"] = interval.start, interval.end
-        for row, stage in zip(rows, self._stages, strict=True):
-            row["stage"], row["seconds"] = stage, interval.seconds.get(stage, [0.0] * len(Kind))
-        self._rows.append(rows)
-        self._last_rows = rows
+        if self._interval_end > self._interval_start:
+            rows = np.zeros(len(self._stages), SUMMARY)
+            rows["first_step"], rows["last_step"] = cut
+            rows["start"], rows["end"] = self._interval_start, self._interval_end
+            rows["stage"] = self._stages
+            rows["seconds"] = [[self._seconds[stage, kind] for kind in Kind] for stage in self._stages]
+            self._writer.write_summary(rows)
+            self._last_rows = rows
+        self._seconds.clear()
+        self._interval_start = self._interval_end = 0

@@ -92,13 +92,13 @@ def read_info(folder: Path) -> RunInfo:
         if record["format"] not in _FORMATS:
             known = f"{_FORMATS[0]} to {_FORMATS[-1]}"
             raise ValueError(f"its format is {record['format']}, and this version reads {known}")
-        known = {field.name: _of_type(record[field.name], field.type) for field in fields(RunInfo)}
-        known["ranks"] = tuple(tuple(map(int, stages)) for stages in known["ranks"])
+        values = {field.name: _of_type(record[field.name], field.type) for field in fields(RunInfo)}
+        values["ranks"] = tuple(tuple(map(int, stages)) for stages in values["ranks"])
     except FileNotFoundError:
         raise UserError(f"{folder} holds no {_INFO}: give the folder of a run that has begun") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({error}): use the version that wrote it") from None
-    return RunInfo(**known)
+    return RunInfo(**values)
 
 
 def read_format(folder: Path) -> int:

@@ -124,8 +124,8 @@ def cut(run: RunSpans, steps: range, *, what_follows: bool = False) -> RunSpans:
         )
     if steps.start < run.steps.start or steps.stop > run.steps.stop:
         raise UserError(
-            f"--steps is {_words(steps)}, but the files of run {run.info.run_id} hold "
-            f"{_words(run.steps)}: choose among these"
+            f"--steps is {_format_steps(steps)}, but the files of run {run.info.run_id} hold "
+            f"{_format_steps(run.steps)}: choose among these"
         )
     ranks = []
     for spans in run.ranks:
@@ -171,5 +171,5 @@ def split_pairs(
     return split, halves
 
 
-def _words(steps: range) -> str:
+def _format_steps(steps: range) -> str:
     return str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"

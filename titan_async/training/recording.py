@@ -18,10 +18,9 @@ import torch.distributed as dist
 import torchtitan
 
 from titan_async import __version__
-from titan_async.monitor.clocks import clock_of
-from titan_async.monitor.event_files import EventWriter
+from titan_async.monitor.events import EventWriter
 from titan_async.monitor.journal import Journal
-from titan_async.monitor.recorder import EventRecorder
+from titan_async.monitor.recorder import EventRecorder, clock_of
 from titan_async.monitor.run_folder import RunInfo, RunShape, events_folder, write_info
 from titan_async.pipelining.recording import Kind
 

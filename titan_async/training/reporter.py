@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from titan_async.monitor.formatting import format_duration
 from titan_async.monitor.journal import Journal
-from titan_async.monitor.words import format_duration
 
 __all__ = ["Reporter", "StepReport"]
 

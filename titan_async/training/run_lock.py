@@ -45,7 +45,7 @@ def locked(dump_folder: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def announced(dump_folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Let `titan_async.monitor.view.following.is_starting` know of a run, launchers and ranks alike.
+    """Let `titan_async.monitor.processes.is_starting` know of a run, launchers and ranks alike.
 
     By a shared lock on the folder itself, which leaves nothing behind. Not where the file system knows none.
     """

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_async.monitor.words import format_duration
+from titan_async.monitor.formatting import format_duration
 from titan_async.training.validator import AsyncValidator
 
 if TYPE_CHECKING:

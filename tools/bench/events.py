@@ -23,10 +23,8 @@ from _transformer import random_batch, transformer_stage
 from rich.console import Console
 from rich.table import Table
 
-from titan_async.monitor.clocks import HostClock
-from titan_async.monitor.event_files import EventWriter
-from titan_async.monitor.events import RankReader
-from titan_async.monitor.recorder import EventRecorder
+from titan_async.monitor.events import EventWriter, RankReader
+from titan_async.monitor.recorder import EventRecorder, HostClock
 from titan_async.pipelining.recording import Kind, NoRecorder
 
 RANKS = 2

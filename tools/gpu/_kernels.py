@@ -216,7 +216,7 @@ def judge_call(name: str, values: list[Any], place: Place) -> Row:
 
 def clock(place: Place) -> Iterator[tuple[str, Any]]:
     """`StreamClock` beside CUDA's own events, across a change of its origin."""
-    from titan_async.monitor.clocks import StreamClock
+    from titan_async.monitor.recorder import StreamClock
 
     device = torch.device(place.device)
     torch.cuda.set_device(device)

@@ -1,46 +1,47 @@
-"""The part of a live view that has the loss and the learning rate as curves."""
+"""The part of a live view that has the loss and the learning rate as curves.
 
-from rich.console import ConsoleOptions, Group, RenderableType
+They are drawn in Braille, whose characters have eight dots each, or in ASCII.
+"""
+
+import math
+from functools import lru_cache
+from itertools import pairwise
+
+from rich.console import ConsoleOptions, Group
 from rich.layout import Layout
-from rich.style import Style
 from rich.text import Text
 
-from titan_async.monitor.view.history import History, Series
-from titan_async.monitor.view.plot import curve
+from titan_async.monitor.journal import History, Series
 
-__all__ = ["draw_curves"]
+__all__ = ["curve", "draw_curves"]
+
+_BRAILLE = 0x2800
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+"""Bits of a Braille character, by column and row from the top."""
 
 
-def draw_curves(steps: int, history: History, options: ConsoleOptions, height: int) -> RenderableType:
+def draw_curves(steps: int, history: History, options: ConsoleOptions, height: int) -> Layout:
     """The curves side by side, at the options' width.
 
     Args:
         steps: that the run is to reach: there is room for them.
-        history: what the journal has told.
+        history: of the run's journal.
         options: of the console.
         height: in lines, the titles included; at least 2.
     """
-    width = options.max_width
-    left = width * 3 // 5
-    loss = f"loss {_loss(history.last_loss)}"
-    if history.validation is not None:
-        loss += f", validation {_loss(history.validation[1])} at {history.validation[0]:,}"
-    rate = history.last_learning_rate
+    left = options.max_width * 3 // 5
+    loss, rate = history.last("step", "loss"), history.last("step", "learning_rate")
+    title = "loss -" if loss is None else f"loss {loss:.4f}"
+    if history.counts["validation"]:
+        validation = history.last("validation", "loss")
+        shown = math.nan if validation is None else validation
+        title += f", validation {shown:.4f} at {history.last('validation', 'step'):,}"
+    of_loss = _plot(title, history.loss, steps, options.update(width=left - 2), height, "cyan")
+    title = "learning rate -" if rate is None else f"learning rate {rate:.2e}"
+    options = options.update(width=options.max_width - left)
+    of_rate = _plot(title, history.learning_rate, steps, options, height, "magenta", low=0.0)
     layout = Layout()
-    layout.split_row(
-        Layout(_plot(loss, history.loss, steps, options.update(width=left - 2), height, "cyan"), size=left),
-        Layout(
-            _plot(
-                f"learning rate {'-' if rate is None else f'{rate:.2e}'}",
-                history.learning_rate,
-                steps,
-                options.update(width=width - left),
-                height,
-                "magenta",
-                low=0.0,
-            )
-        ),
-    )
+    layout.split_row(Layout(of_loss, size=left), Layout(of_rate))
     return layout
 
 
@@ -52,27 +53,20 @@ def _plot(
     height: int,
     colour: str,
     low: float | None = None,
-) -> RenderableType:
+) -> Group:
     """A title, and a curve with its range at the left; at the right edge the run ends."""
-    values = [value for _, value in series.points]
+    points = series.points
+    values = [value for _, value in points]
     labels = [""] * (height - 1)
     if values:
-        bottom = min(values) if low is None else min(low, *values)
-        labels[-1], labels[0] = _short(bottom), _short(max(values))
+        labels[-1], labels[0] = _short(min(values) if low is None else min(low, *values)), _short(max(values))
         if labels[0] == labels[-1]:
             labels[-1] = ""
     margin = max(map(len, labels))
-    lines = curve(
-        series.points,
-        max(options.max_width - margin - 1, 1),
-        height - 1,
-        last_x=steps,
-        low=low,
-        ascii_only=options.ascii_only,
-    )
-    style = Style.parse(colour)
+    width = max(options.max_width - margin - 1, 1)
+    lines = curve(points, width, height - 1, last_x=steps, low=low, ascii_only=options.ascii_only)
     drawn = [
-        Text.assemble((f"{label:>{margin}} ", "dim"), (line, style), no_wrap=True, overflow="crop")
+        Text.assemble((f"{label:>{margin}} ", "dim"), (line, colour), no_wrap=True, overflow="crop")
         for label, line in zip(labels, lines, strict=True)
     ]
     return Group(Text(title, "bold", no_wrap=True, overflow="crop"), *drawn)
@@ -82,5 +76,55 @@ def _short(value: float) -> str:
     return f"{value:.3g}" if value == 0 or 0.01 <= abs(value) < 10_000 else f"{value:.1e}"
 
 
-def _loss(loss: float | None) -> str:
-    return "-" if loss is None else f"{loss:.4f}"
+@lru_cache(maxsize=4)  # a frame is drawn more often than the run logs a step
+def curve(
+    points: tuple[tuple[float, float], ...],
+    width: int,
+    height: int,
+    *,
+    last_x: float | None = None,
+    low: float | None = None,
+    ascii_only: bool = False,
+) -> tuple[str, ...]:
+    """A curve as `height` lines of `width` characters; empty without finite points.
+
+    Args:
+        points: x and y, by rising x.
+        width: in characters.
+        height: in characters.
+        last_x: at the right edge, unless a point lies beyond. Default: that of the last point.
+        low: at the bottom, unless a point lies below. Default: the lowest y.
+        ascii_only: draw with asterisks, one a character.
+    """
+    points = tuple((x, y) for x, y in points if math.isfinite(y))
+    if not points or width < 1 or height < 1:
+        return (" " * max(width, 0),) * max(height, 0)
+    across, down = (1, 1) if ascii_only else (2, 4)
+    columns, rows = width * across, height * down
+    left, right = points[0][0], max(points[-1][0], points[-1][0] if last_x is None else last_x)
+    bottom, top = min(y for _, y in points), max(y for _, y in points)
+    bottom = bottom if low is None else min(low, bottom)
+    # One mean a column, which a straight line joins to the next.
+    by_column: dict[int, list[float]] = {}
+    for x, y in points:
+        column = round((x - left) / (right - left) * (columns - 1)) if right > left else 0
+        by_column.setdefault(column, []).append(y)
+    places = []
+    for column, ys in sorted(by_column.items()):
+        share = (top - sum(ys) / len(ys)) / (top - bottom) if top > bottom else 0.5
+        places.append((column, round(share * (rows - 1))))
+    dots = {places[0], *(dot for a, b in pairwise(places) for dot in _line(a, b))}
+    if ascii_only:
+        return tuple("".join("*" if (c, r) in dots else " " for c in range(width)) for r in range(height))
+    cells = [[0] * width for _ in range(height)]
+    for column, row in dots:
+        cells[row // 4][column // 2] |= _DOTS[column % 2][row % 4]
+    return tuple("".join(chr(_BRAILLE + bits) if bits else " " for bits in line) for line in cells)
+
+
+def _line(begin: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
+    """The dots from one to another, later in x."""
+    across, down = end[0] - begin[0], end[1] - begin[1]
+    count = max(across, abs(down))
+    steps = range(count + 1)
+    return [(begin[0] + round(i * across / count), begin[1] + round(i * down / count)) for i in steps]

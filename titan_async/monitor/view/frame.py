@@ -1,6 +1,6 @@
 """A live view's picture of a run: a whole screen, of any size."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -10,13 +10,13 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from titan_async.monitor.formatting import format_duration
+from titan_async.monitor.journal import History, LogLine
+from titan_async.monitor.snapshot import Snapshot
 from titan_async.monitor.view.curve_panel import draw_curves
-from titan_async.monitor.view.history import History, LogLine
-from titan_async.monitor.view.snapshot import Snapshot
-from titan_async.monitor.view.stage_table import StageTable, sorted_rows
-from titan_async.monitor.words import format_duration
+from titan_async.monitor.view.stage_table import draw_stages
 
-__all__ = ["Frame", "Shown", "clean"]
+__all__ = ["Shown", "clean", "render_frame"]
 
 _STATUS_STYLES = {
     "running": "green",
@@ -47,7 +47,7 @@ _HELP = (
 
 @dataclass(frozen=True)
 class Shown:
-    """What the user has chosen, and what the view itself has to say."""
+    """What the user has chosen, and a note of the view's own."""
 
     by_slowest: bool = False
     paused: bool = False
@@ -55,94 +55,70 @@ class Shown:
     note: str = ""
 
 
-class Frame:
-    """Draws a run, and keeps what has not changed since the last time.
+def render_frame(
+    console: Console, run: Snapshot, history: History, shown: Shown, width: int, height: int
+) -> Layout:
+    """A picture of a run, of `width` characters and `height` lines.
 
     Args:
         console: on which it is shown.
+        run: what is known of it.
+        history: of its journal.
+        shown: what the user has chosen.
+        width: at least 1.
+        height: at least 1.
     """
+    options = console.options.update(width=width, height=height)
+    figures = _flow(_figures(run, history), width, most=2)
+    parts: list[tuple[RenderableType, int]] = [
+        (_header(run, width), 1),
+        (_progress(run, options), 1),
+        (Group(*figures), len(figures)),
+    ]
+    left = height - 1
+    room = left - sum(size for _, size in parts)
+    parts += [(_help(), room)] if shown.help else _body(console, run, history, shown, options, room)
+    rows = []
+    for part, wanted in parts:
+        if (size := min(wanted, left)) > 0:
+            rows.append(Layout(part, size=size))
+            left -= size
+    layout = Layout()
+    layout.split_column(*rows, Layout(_footer(shown, width), size=1))
+    return layout
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._colours = console.color_system is not None and not console.no_color
-        self._table = StageTable()
-        self._kept: dict[str, tuple[object, RenderableType]] = {}
 
-    def render(self, run: Snapshot, history: History, shown: Shown, width: int, height: int) -> Layout:
-        """A picture of `width` characters and `height` lines.
+def _body(
+    console: Console, run: Snapshot, history: History, shown: Shown, options: ConsoleOptions, room: int
+) -> list[tuple[RenderableType, int]]:
+    """Stages, what stalls, curves and log, and how many lines each gets."""
+    width = options.max_width
+    warnings = [Text(f"! {stall.text}", "bold red") for stall in run.stalls]
+    stalls = [line for text in warnings for line in text.wrap(console, width)][: max(room // 4, 1)]
+    plots = 0 if room < 15 or width < 30 else min(4 + room // 8, 10)
+    least_log = 0 if room < 9 else 4
+    table = max(min(1 + len(run.rows), room - len(stalls) - plots - least_log), min(room, 2))
+    log = room - table - len(stalls) - plots
+    colours = console.color_system is not None and not console.no_color
+    parts: list[tuple[RenderableType, int]] = [
+        (draw_stages(run.rows, table, options, colours, shown.by_slowest), table),
+        (Group(*stalls), len(stalls)),
+    ]
+    if plots:
+        parts.append((draw_curves(run.info.steps, history, options, plots), plots))
+    return [*parts, (_log(console, history.lines, width, log), log)]
 
-        Args:
-            run: what is known of it.
-            history: what its journal has told.
-            shown: what the user has chosen.
-            width: at least 1.
-            height: at least 1.
-        """
-        options = self._console.options.update(width=width, height=height)
-        figures = _flow(_figures(run, history), width, most=2)
-        parts = [(_header(run, width), 1), (_progress(run, options), 1), (Group(*figures), len(figures))]
-        room = height - sum(size for _, size in parts) - 1
-        if shown.help:
-            parts.append((_help(), room))
-        else:
-            parts += self._body(run, history, shown, options, room)
-        rows, left = [], height - 1
-        for part, wanted in parts:
-            size = min(wanted, left)
-            rows += [Layout(part, size=size)] if size > 0 else []
-            left -= max(size, 0)
-        layout = Layout()
-        layout.split_column(*rows, Layout(_footer(shown, width), size=1))
-        return layout
 
-    def _body(
-        self, run: Snapshot, history: History, shown: Shown, options: ConsoleOptions, room: int
-    ) -> list[tuple[RenderableType, int]]:
-        width = options.max_width
-        stalls = self._stalls(run, width)[: max(room // 4, 1)]
-        plots = 0 if room < 15 or width < 30 else min(4 + room // 8, 10)
-        log = 0 if room < 9 else 4
-        rows = sorted_rows(run.rows, shown.by_slowest)
-        table = max(min(1 + len(rows), room - len(stalls) - plots - log), min(room, 2))
-        parts: list[tuple[RenderableType, int]] = [
-            (self._table.render(rows, table, options, self._colours, shown.by_slowest), table),
-            (Group(*stalls), len(stalls)),
-        ]
-        if plots:
-            key = (run.entries, width, plots)
-            parts.append(
-                (
-                    self._keep("plots", key, lambda: draw_curves(run.info.steps, history, options, plots)),
-                    plots,
-                )
-            )
-        log = room - table - len(stalls) - plots
-        key = (run.entries, width, log)
-        parts.append((self._keep("log", key, lambda: self._log(history.lines, width, log)), log))
-        return parts
-
-    def _keep(self, name: str, key: object, make: Callable[[], RenderableType]) -> RenderableType:
-        known = self._kept.get(name)
-        if known is None or known[0] != key:
-            known = self._kept[name] = key, make()
-        return known[1]
-
-    def _stalls(self, run: Snapshot, width: int) -> list[Text]:
-        return [
-            line
-            for stall in run.stalls
-            for line in Text(f"! {stall.text}", "bold red").wrap(self._console, width)
-        ]
-
-    def _log(self, lines: Sequence[LogLine], width: int, height: int) -> RenderableType:
-        drawn: list[Text] = []
-        for line in list(lines)[-height:]:
-            text = Text(clean(line.text), no_wrap=True, overflow="crop")
-            if line.warns:
-                text = Text(f"warning: {text.plain}", "yellow")
+def _log(console: Console, lines: Sequence[LogLine], width: int, height: int) -> RenderableType:
+    drawn: list[Text] = []
+    for line in list(lines)[-height:]:
+        text = Text(clean(line.text), no_wrap=True, overflow="crop")
+        if line.warns:
             # What deserves attention is shown in full.
-            drawn += text.wrap(self._console, width) if line.warns else text.split(allow_blank=True)
-        return Group(Rule("log", align="left", style="dim"), *drawn[max(len(drawn) - height + 1, 0) :])
+            drawn += Text(f"warning: {text.plain}", "yellow").wrap(console, width)
+        else:
+            drawn += text.split(allow_blank=True)
+    return Group(Rule("log", align="left", style="dim"), *drawn[max(len(drawn) - height + 1, 0) :])
 
 
 def clean(text: str) -> str:
@@ -190,19 +166,25 @@ def _progress(run: Snapshot, options: ConsoleOptions) -> RenderableType:
 
 
 def _figures(run: Snapshot, history: History) -> list[Text]:
-    rate = "-" if history.tokens_per_second is None else f"{history.tokens_per_second:,.0f}"
-    mfu = "-" if history.mfu is None else f"{history.mfu:.1%}"
-    figures = [Text(f"{rate} tokens/s"), Text(f"MFU {mfu}")]
+    rate, mfu = history.last("step", "tokens_per_second"), history.last("step", "mfu")
+    skipped, saved = int(history.last("step", "skipped") or 0), history.last("checkpoint", "step")
+    warnings = history.counts["warning"]
+    figures = [
+        Text("- tokens/s" if rate is None else f"{rate:,.0f} tokens/s"),
+        Text("MFU -" if mfu is None else f"MFU {mfu:.1%}"),
+    ]
     if run.bubble is not None:
         figures.append(Text(f"bubble {run.bubble:.1%}"))
         simulated = (("", run.simulated_bubble), ("1F1B ", run.simulated_bubble_of_1f1b))
-        if words := [f"{name}{bubble:.1%}" for name, bubble in simulated if bubble is not None]:
-            figures[-1].append(f" (simulated: {', '.join(words)})", "dim")
-    last = "" if history.checkpoint is None else f", last {history.checkpoint:,}"
-    figures.append(Text(_count(history.checkpoints, "checkpoint") + last))
-    figures.append(Text(f"{_count(history.skipped, 'update')} skipped", "yellow" if history.skipped else ""))
-    figures.append(Text(_count(history.warnings, "warning"), "yellow" if history.warnings else ""))
-    return figures
+        if known := [f"{name}{bubble:.1%}" for name, bubble in simulated if bubble is not None]:
+            figures[-1].append(f" (simulated: {', '.join(known)})", "dim")
+    last = "" if saved is None else f", last {saved:,}"
+    return [
+        *figures,
+        Text(_count(history.counts["checkpoint"], "checkpoint") + last),
+        Text(f"{_count(skipped, 'update')} skipped", "yellow" if skipped else ""),
+        Text(_count(warnings, "warning"), "yellow" if warnings else ""),
+    ]
 
 
 def _flow(items: Sequence[Text], width: int, most: int) -> list[Text]:

@@ -21,8 +21,8 @@ from _faults.result import Attempt, Result, summarize
 from _faults.runs import is_same, saved_state, start, train, train_undisturbed
 from _faults.watched import Watched, under_torchrun
 from titan_async.monitor.journal import JournalReader
+from titan_async.monitor.processes import is_alive
 from titan_async.monitor.spans import RunSpans, folder_of, load_spans
-from titan_async.monitor.view.processes import is_alive
 from titan_async.pipelining.recording import Kind
 
 __all__ = ["measure", "plan_kills"]

@@ -17,9 +17,9 @@ import torch
 from _faults.result import Attempt, Result, summarize
 from _faults.runs import is_same, saved_state, train_undisturbed
 from _faults.watched import SHUTDOWN_TIMEOUT, Watched, under_the_launcher, under_torchrun
+from titan_async.monitor.processes import is_alive
+from titan_async.monitor.snapshot import RunWatch
 from titan_async.monitor.spans import folder_of
-from titan_async.monitor.view.processes import is_alive
-from titan_async.monitor.view.snapshot import RunWatch
 from titan_async.pipelining.recording import Kind
 
 __all__ = ["measure"]

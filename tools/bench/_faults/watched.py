@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from _faults.runs import command, environment, start
-from titan_async.monitor.view.processes import is_alive
+from titan_async.monitor.processes import is_alive
 
 __all__ = ["SHUTDOWN_TIMEOUT", "Watched", "ranks_of", "under_the_launcher", "under_torchrun"]
 

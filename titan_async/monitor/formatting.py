@@ -1,8 +1,8 @@
-"""Numbers as people read them, in lines, frames and pictures alike."""
+"""Durations and names of stages, formatted alike in messages, the live view and pictures."""
 
 from collections.abc import Sequence
 
-__all__ = ["format_duration", "name_stages"]
+__all__ = ["approximate_duration", "format_duration", "name_stages"]
 
 
 def format_duration(seconds: float) -> str:
@@ -15,6 +15,17 @@ def format_duration(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def approximate_duration(seconds: float) -> str:
+    """As 12 s, 3 min, 2 h 5 min or 4 d 2 h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 100:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
 def name_stages(stages: Sequence[int]) -> str:

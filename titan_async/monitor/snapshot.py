@@ -1,58 +1,61 @@
-"""What a run looks like now, from files that are read as they grow."""
+"""The state of a run, from files that are read as they grow."""
 
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from titan_async.monitor.events import RankReader, RankState
-from titan_async.monitor.journal import JournalReader
+from titan_async.monitor.formatting import approximate_duration
+from titan_async.monitor.journal import History, JournalReader
+from titan_async.monitor.processes import has_gone, is_here
 from titan_async.monitor.run_folder import RunInfo, read_info
-from titan_async.monitor.view.bubble import simulated_bubble, stage_seconds
-from titan_async.monitor.view.history import History
-from titan_async.monitor.view.processes import has_gone, is_here
-from titan_async.monitor.view.stages import RankFigures, StepSpans
-from titan_async.monitor.view.stalls import SILENCE, RankNow, Stall, duration, find_culprits, find_stalls
-from titan_async.pipelining.recording import COMPUTE_KINDS, FORWARD_KINDS, Kind
+from titan_async.monitor.stages import (
+    RankFigures,
+    StepFigures,
+    mean_of_known,
+    simulated_bubble,
+    stage_seconds,
+)
+from titan_async.monitor.stalls import SILENCE, RankNow, Stall, find_stalls, find_stragglers
+from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
 
 __all__ = ["RunWatch", "Snapshot", "StageRow"]
 
 _SIMULATE_EVERY = 30.0  # seconds between two simulations of a schedule, which take a second at most
+_STEPS_SHOWN = 4  # span by span
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StageRow:
     """One stage, over all ranks that hold a copy of it."""
 
     stage: int
-    utilization: float | None
+    utilization: float | None = None
     """The share of the last step that it computed, the mean over its ranks; None before the first."""
-    average_utilization: float | None
-    busy_seconds: float
+    average_utilization: float | None = None
+    busy_seconds: float = 0.0
     """Seconds of a step that it computes, on the slowest of its ranks."""
-    slowest_rank: int | None
+    slowest_rank: int | None = None
     """Of its ranks, if there are several."""
-    in_flight: int
+    in_flight: int = 0
     """Microbatches now, the most of any of its ranks."""
-    most_in_flight: int
+    most_in_flight: int = 0
     """In the last step."""
-    version: int
-    memory: int
+    version: int = -1
+    memory: int = 0
     """Bytes in use, the most of any of its ranks, as the following."""
-    memory_peak: int
-    memory_limit: int
-    doing: Kind | None
+    memory_limit: int = 0
+    doing: Kind | None = None
     """On the first of its ranks."""
-    microbatch: int
+    microbatch: int = -1
     """The one that it is about; -1 for none."""
-    neighbour: int
+    neighbour: int = -1
     """The stage for whose message it waits, or that it sends to; -1 for none."""
-    stalled: bool
-    step: int
-    """The last that it has ended."""
-    spans: tuple[StepSpans, ...] = field(compare=False)
-    """The last steps of its slowest rank; they change with `step` alone."""
+    stalled: bool = False
+    steps: tuple[StepFigures, ...] = ()
+    """The last of its slowest rank."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Snapshot:
 
     info: RunInfo
     status: str
-    """What the run does as a whole, in a few words."""
+    """Of the run as a whole, such as "running" or "saving"."""
     over: bool
     """Whether nothing more is to come."""
     step: int
@@ -118,10 +121,9 @@ class RunWatch:
             self.history.add(entry)
             self._entries += 1
         for rank, reader in enumerate(self._readers):
-            state = reader.state()
+            state, known = reader.state(), self._states[rank]
             if state is None:
                 continue
-            known = self._states[rank]
             if known is not None and state.beat != known.beat:
                 self._heard[rank] = time.monotonic()
             self._states[rank] = state
@@ -132,7 +134,7 @@ class RunWatch:
                 self._read[rank] += len(records) + lost
 
     def snapshot(self) -> Snapshot:
-        """What the files have told."""
+        """The state of the run, from what has been read."""
         ranks = self._ranks()
         going = [now for now in ranks if not now.state.closed]
         over = self.history.end is not None or (bool(ranks) and not going)
@@ -159,9 +161,9 @@ class RunWatch:
         )
 
     def culprits(self, seconds: float) -> list[str]:
-        """Who has let others wait for so long, of those that go on; see `find_culprits`."""
+        """Who has let others wait for so long, of those that go on; see `find_stragglers`."""
         going = [now for now in self._ranks() if not now.state.closed]
-        return find_culprits(going, self.info.stages, seconds)
+        return find_stragglers(going, self.info.stages, seconds)
 
     def _ranks(self) -> list[RankNow]:
         return [
@@ -189,7 +191,7 @@ class RunWatch:
             return "starting"
         silence = min(now.silent for now in going)
         if silence > SILENCE:
-            return f"not heard of for {duration(silence)}"
+            return f"not heard of for {approximate_duration(silence)}"
         kinds = {now.kind for now in going}
         if Kind.SAVE in kinds:
             return "saving"
@@ -212,9 +214,8 @@ class RunWatch:
     def _bubble(self) -> float | None:
         busy = []
         for rank in self._figures:
-            shares = [stage.average_utilization for stage in rank.stages.values()]
-            known = [share for share in shares if share is not None]
-            busy += [sum(known)] if len(known) == len(shares) else []
+            shares = [s for stage in rank.stages.values() if (s := stage.average_utilization) is not None]
+            busy += [sum(shares)] if len(shares) == len(rank.stages) else []
         return 1 - sum(busy) / len(busy) if busy else None
 
     def _simulate(self, drains: bool) -> tuple[float | None, float | None]:
@@ -223,7 +224,7 @@ class RunWatch:
             return self._simulated
         # One rank for each of the pipeline.
         of_pipeline = dict(zip(info.ranks, self._figures, strict=True))
-        measured = [stage_seconds(tuple(rank.stages.values())) for _, rank in sorted(of_pipeline.items())]
+        measured = [stage_seconds(rank.stages.values()) for _, rank in sorted(of_pipeline.items())]
         seconds = [each for each in measured if each is not None]
         if 2 <= len(seconds) == len(measured):
             shape = info.microbatches, info.lookahead, info.overlap
@@ -234,48 +235,32 @@ class RunWatch:
 
     def _row(self, stage: int, ranks: Sequence[RankNow], stalls: Sequence[Stall]) -> StageRow:
         holding = [now for now in ranks if stage in now.figures.stages]
+        stalled = any(stage in stall.stages for stall in stalls)
+        if not holding:
+            return StageRow(stage=stage, stalled=stalled)
         figures = [now.figures.stages[stage] for now in holding]
-        slowest = max(range(len(figures)), key=lambda i: figures[i].busy_seconds, default=0)
-        last = [share for each in figures if (share := each.utilization) is not None]
-        average = [share for each in figures if (share := each.average_utilization) is not None]
-        kind, microbatch = _doing(holding[0], stage) if holding else (None, -1)
+        first, slowest = holding[0], max(range(len(figures)), key=lambda i: figures[i].busy_seconds)
+        average = mean_of_known(each.average_utilization for each in figures)
+        doing = first.kind if first.stage == stage else None
         return StageRow(
             stage=stage,
-            utilization=sum(last) / len(last) if last else None,
-            average_utilization=sum(average) / len(average) if average else None,
-            busy_seconds=figures[slowest].busy_seconds if figures else 0.0,
-            slowest_rank=holding[slowest].rank if len(holding) > 1 and average else None,
-            in_flight=max((_in_flight(now, stage) for now in holding), default=0),
+            utilization=mean_of_known(each.utilization for each in figures),
+            average_utilization=average,
+            busy_seconds=figures[slowest].busy_seconds,
+            slowest_rank=None if len(holding) == 1 or average is None else holding[slowest].rank,
+            in_flight=max(now.in_flight(stage) for now in holding),
             most_in_flight=max((each.steps[-1].most_in_flight for each in figures if each.steps), default=0),
-            version=max((each.version for each in figures), default=-1),
-            memory=max((now.state.memory for now in holding), default=0),
-            memory_peak=max((now.state.memory_peak for now in holding), default=0),
-            memory_limit=max((now.state.memory_limit for now in holding), default=0),
-            doing=kind,
-            microbatch=microbatch,
-            neighbour=_neighbour(holding[0], self.info.stages) if kind in (Kind.RECEIVE, Kind.SEND) else -1,
-            stalled=any(stage in stall.stages for stall in stalls),
-            step=figures[slowest].steps[-1].step if figures and figures[slowest].steps else 0,
-            spans=tuple(figures[slowest].spans) if figures else (),
+            version=max(each.version for each in figures),
+            memory=max(now.state.memory for now in holding),
+            memory_limit=max(now.state.memory_limit for now in holding),
+            doing=doing,
+            microbatch=first.microbatch if doing in COMPUTE_KINDS else -1,
+            neighbour=self._neighbour(first) if doing in (Kind.RECEIVE, Kind.SEND) else -1,
+            stalled=stalled,
+            steps=tuple(figures[slowest].steps)[-_STEPS_SHOWN:],
         )
 
-
-def _doing(now: RankNow, stage: int) -> tuple[Kind | None, int]:
-    """What a stage does, and to which microbatch where it computes; -1 for none."""
-    current, kind = now.state.current, now.kind
-    if kind is None or current["stage"] != stage:
-        return None, -1
-    return kind, int(current["microbatch"]) if kind in COMPUTE_KINDS else -1
-
-
-def _neighbour(now: RankNow, stages: int) -> int:
-    """With whom a rank exchanges a message; -1 where its span is about several."""
-    other = now.neighbour
-    return other if now.state.current["microbatch"] >= 0 and 0 <= other < stages else -1
-
-
-def _in_flight(now: RankNow, stage: int) -> int:
-    """With the microbatch whose forward is under way."""
-    current = now.state.current
-    forward = current["start"] and current["kind"] in FORWARD_KINDS and current["stage"] == stage
-    return now.figures.stages[stage].in_flight + int(bool(forward))
+    def _neighbour(self, now: RankNow) -> int:
+        """With whom a rank exchanges a message; -1 where its span is about several."""
+        other = now.neighbour
+        return other if now.microbatch >= 0 and 0 <= other < self.info.stages else -1

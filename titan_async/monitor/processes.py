@@ -1,16 +1,42 @@
-"""Runs that start while a view waits for them."""
+"""The processes of a run on this machine: whether they are alive, and the runs that a launcher starts."""
 
 import fcntl
 import os
+import socket
 import time
 from pathlib import Path
 
-from titan_async.monitor.run_folder import read_info, runs_in
-from titan_async.monitor.view.processes import has_gone, is_alive
+from titan_async.monitor.run_folder import RunInfo, read_info, runs_in
 
-__all__ = ["Launched", "is_starting"]
+__all__ = ["Launched", "has_gone", "is_alive", "is_here", "is_starting"]
 
 _AFTER_FAILURE = 5.0  # seconds in which a failed run may be started again
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there and has not ended; one that its parent has not yet looked after has."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    try:
+        # After the name, which may hold anything, in parentheses.
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return True
+    return state not in ("Z", "X")
+
+
+def is_here(info: RunInfo) -> bool:
+    """Whether a run's rank 0 is on this machine."""
+    return info.host == socket.gethostname()
+
+
+def has_gone(info: RunInfo) -> bool:
+    """Whether a run's rank 0 was on this machine and is no more."""
+    return is_here(info) and not is_alive(info.pid)
 
 
 class Launched:

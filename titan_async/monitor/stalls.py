@@ -1,15 +1,16 @@
-"""Which stages wait too long, for what and since when, and who lets them wait."""
+"""Stalled stages and stragglers: what waits too long, for what and since when, and who causes it."""
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titan_async.monitor.events import RankState
-from titan_async.monitor.view.stages import RankFigures
-from titan_async.monitor.words import name_stages
-from titan_async.pipelining.recording import Kind
+from titan_async.monitor.formatting import approximate_duration, name_stages
+from titan_async.monitor.kinds import KINDS
+from titan_async.monitor.stages import RankFigures
+from titan_async.pipelining.recording import FORWARD_KINDS, Kind
 
-__all__ = ["SILENCE", "RankNow", "Stall", "describe", "duration", "find_culprits", "find_stalls"]
+__all__ = ["SILENCE", "RankNow", "Stall", "describe", "find_stalls", "find_stragglers"]
 
 SILENCE = 10.0
 """Seconds after which a rank, which writes several times a second, is taken to be stopped or dead."""
@@ -21,27 +22,10 @@ _FIRST_STEP = 300.0  # before any step has ended, when models compile
 _HELD_UP = (Kind.RECEIVE, Kind.SEND, Kind.CLIP, Kind.GATHER, Kind.REDUCE)
 """Kinds that take long where others do not come."""
 
-_DOES = {
-    Kind.FORWARD: "computes the forward of {which}",
-    Kind.BACKWARD: "computes the backward of {which}",
-    Kind.BACKWARD_INPUT: "computes the backward of {which}",
-    Kind.BACKWARD_WEIGHT: "computes the weights' gradients of {which}",
-    Kind.SWAP: "puts the weights of {which} in place",
-    Kind.GATHER: "waits for the other copies' weights of {which}",
-    Kind.REDUCE: "waits for the other copies' gradients of {which}",
-    Kind.CLIP: "waits for the gradient's norm of {which} from all stages",
-    Kind.OPTIMIZER: "is in the update of {which}",
-    Kind.DATA: "waits for the texts of {which}",
-    Kind.SAVE: "saves a checkpoint",
-    Kind.VALIDATE: "validates",
-    Kind.GARBAGE_COLLECTION: "collects garbage before {which}",
-    Kind.OVERLAP: "computes the forward of {which} in an overlapped pair",
-}
-
 
 @dataclass(frozen=True)
 class RankNow:
-    """What is known of a rank at the moment."""
+    """The state of a rank."""
 
     rank: int
     state: RankState
@@ -56,18 +40,31 @@ class RankNow:
         return Kind(int(current["kind"])) if current["start"] else None
 
     @property
+    def stage(self) -> int:
+        """Which of its stages that is about; between steps its first."""
+        return int(self.state.current["stage"]) if self.kind is not None else min(self.figures.stages)
+
+    @property
+    def microbatch(self) -> int:
+        """Which microbatch; -1 if it is about a whole batch."""
+        return int(self.state.current["microbatch"])
+
+    @property
     def holds(self) -> bool:
         """Whether the microbatch that it is about has gone forward there and not yet backward."""
-        current = self.state.current
-        stage = self.figures.stages[int(current["stage"])]
-        return stage.holds(int(current["batch"]), int(current["microbatch"]))
+        return self.figures.stages[self.stage].holds(int(self.state.current["batch"]), self.microbatch)
 
     @property
     def neighbour(self) -> int:
         """The stage whose message it waits for, or to which it sends."""
-        stage = int(self.state.current["stage"])
+        stage = self.stage
         # What it holds waits for the gradient, or is an output to send.
         return stage + 1 if self.holds else stage - 1
+
+    def in_flight(self, stage: int) -> int:
+        """Microbatches in flight on a stage, with the one whose forward is under way."""
+        goes_forward = self.kind in FORWARD_KINDS and self.stage == stage
+        return self.figures.stages[stage].in_flight + int(goes_forward)
 
     @property
     def seconds(self) -> float:
@@ -116,7 +113,7 @@ def find_stalls(ranks: Sequence[RankNow], total_stages: int) -> list[Stall]:
     return stalls + [_stall(now, total_stages) for now in late if now not in causes]
 
 
-def find_culprits(ranks: Sequence[RankNow], total_stages: int, seconds: float) -> list[str]:
+def find_stragglers(ranks: Sequence[RankNow], total_stages: int, seconds: float) -> list[str]:
     """Who has let the others wait for so long, where all that is known is that some have waited in vain.
 
     A sentence without a full stop for each rank that has not been heard of for that time; if there is none,
@@ -138,29 +135,18 @@ def find_culprits(ranks: Sequence[RankNow], total_stages: int, seconds: float) -
 
 def describe(now: RankNow, total_stages: int) -> str:
     """What a rank does: the rest of a sentence that begins with its stage."""
-    current, kind = now.state.current, now.kind
+    kind, which = now.kind, f"step {now.state.current['batch']}"
     if kind is None:
         return "is between two steps"
-    batch, microbatch = int(current["batch"]), int(current["microbatch"])
-    which = f"step {batch}" if microbatch < 0 else f"microbatch {microbatch} of step {batch}"
+    if now.microbatch >= 0:
+        which = f"microbatch {now.microbatch} of {which}"
     if kind not in (Kind.RECEIVE, Kind.SEND):
-        return _DOES.get(kind, f"is in {which}").format(which=which)
-    held, other = now.holds, now.neighbour
+        return KINDS[kind].sentence.format(which=which)
+    other = now.neighbour
     if kind is Kind.SEND:
         return f"waits to send {which} to stage {other}"
     source = f" from stage {other}" if 0 <= other < total_stages else ""
-    return f"waits for the {'gradient' if held else 'input'} of {which}{source}"
-
-
-def duration(seconds: float) -> str:
-    """12 s, 3 min, 2 h 5 min or 4 d 2 h."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 100:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+    return f"waits for the {'gradient' if now.holds else 'input'} of {which}{source}"
 
 
 def _on_their_own(ranks: Sequence[RankNow], seconds: float) -> list[RankNow]:
@@ -173,18 +159,17 @@ def _name(now: RankNow) -> str:
 
 
 def _silence(now: RankNow) -> str:
-    return f"{_name(now)} has not been heard of for {duration(now.silent)}"
+    return f"{_name(now)} has not been heard of for {approximate_duration(now.silent)}"
 
 
 def _since(now: RankNow) -> str:
     if now.kind is None:
         return ""
     clock = time.strftime("%H:%M:%S", time.localtime(int(now.state.current["start"]) / 1e9))
-    return f", since {clock} ({duration(now.seconds)})"
+    return f", since {clock} ({approximate_duration(now.seconds)})"
 
 
 def _stall(now: RankNow, total_stages: int) -> Stall:
-    current = now.state.current
-    stage = int(current["stage"]) if now.kind is not None else min(now.figures.stages)
+    stage = now.stage
     rank = "" if now.rank == stage else f" on rank {now.rank}"
     return Stall((stage,), f"stage {stage}{rank} {describe(now, total_stages)}{_since(now)}")
