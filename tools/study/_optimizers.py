@@ -43,7 +43,7 @@ def _nadam(params: Params, lr: float, beta1: float, decay: float) -> Optimizer:
 OPTIMIZERS = {
     "adamw": Kind(
         lambda params, lr, beta1, decay: torch.optim.AdamW(
-            params, lr=lr, betas=(beta1, 0.95), weight_decay=decay
+            params, lr=lr, betas=(beta1, 0.95), weight_decay=decay, fused=True
         ),
         momentum=0.9,
     ),
@@ -130,7 +130,9 @@ def build_optimizers(
         momentum = kind.momentum
     first = kind.build(matrices, lr * lr_factor, momentum, kind.decay)
     if kind.matrices_only:
-        second = torch.optim.AdamW(rest, lr=_REST_LR * lr_factor, betas=(0.9, 0.95), weight_decay=0.0)
+        second = torch.optim.AdamW(
+            rest, lr=_REST_LR * lr_factor, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
     else:
         second = kind.build(rest, lr * lr_factor, momentum, 0.0)
     return [first, second]

@@ -109,7 +109,9 @@ def _load(path: Path) -> Question:
         raise UserError(f"{path} cannot be read as TOML: {error}.") from error
     defaults = content.get("defaults", {})
     runs = [run for table in content.get("runs", []) for run in _expand({**defaults, **table}, path)]
-    return Question(path.stem, tuple(dict.fromkeys(runs)))
+    # What is interrupted has all arms of the first seeds, and of the shorter runs before the longer ones.
+    ordered = sorted(dict.fromkeys(runs), key=lambda run: (run.steps, run.seed))
+    return Question(path.stem, tuple(ordered))
 
 
 def _expand(table: dict[str, Any], path: Path) -> Iterable[Run]:
