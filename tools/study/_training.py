@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import torch
+from _compensation import compensate_gradients_
 from _lookahead import AdaptiveStrength, Prediction, SmoothedFeedback
 from _model import MODELS, Decoder, language_loss
 from _optimizers import build_optimizers
@@ -24,7 +25,6 @@ from titan_async.optim import DelayedGradients, ErrorFeedback, pipedream_delays
 __all__ = ["MAX_NORM", "compile_training", "evaluate", "learning_rate", "stages_of", "train", "versions"]
 
 MAX_NORM = 1.0  # as in arXiv 2606.30634
-_WARM_UP = 0.1
 _EVALUATED_BYTES = 49_152  # of validation and of test
 _CURVE_POINTS = 20
 _AVERAGED_SHARE = 0.02
@@ -42,12 +42,12 @@ def compile_training() -> None:
     _loss_of_batch = torch.compile(language_loss, fullgraph=True, dynamic=False)
 
 
-def learning_rate(step: int, steps: int) -> float:
-    """The share of the peak rate: linear over the first tenth, then a cosine to a tenth."""
-    warm_up = max(1, round(_WARM_UP * steps))
-    if step < warm_up:
-        return (step + 1) / warm_up
-    return 0.55 + 0.45 * math.cos(math.pi * (step - warm_up) / (steps - warm_up))
+def learning_rate(step: int, steps: int, warm_up: float = 0.1) -> float:
+    """The share of the peak rate: linear over a share `warm_up` of the run, then a cosine to a tenth."""
+    rising = max(1, round(warm_up * steps))
+    if step < rising:
+        return (step + 1) / rising
+    return 0.55 + 0.45 * math.cos(math.pi * (step - rising) / (steps - rising))
 
 
 def stages_of(model: Decoder, count: int) -> list[list[nn.Parameter]]:
@@ -138,7 +138,7 @@ class _Loop:
     def __init__(self, run: Run, model: Decoder) -> None:
         assert isinstance(run.lr, float)
         self.params = list(model.parameters())
-        built = build_optimizers(model, run.optimizer, run.lr, run.lr_factor, run.momentum)
+        built = build_optimizers(model, run.optimizer, run.lr, run.lr_factor, run.momentum, run.rest_lr)
         self.feedback = run.feedback in ("update", "gradient")
         self.adaptive = None
         if self.feedback:
@@ -153,7 +153,7 @@ class _Loop:
         def share(step: int) -> float:
             annealed = run.lr_anneal * run.steps
             power = max(0.0, 1 - step / annealed) if annealed else 0.0
-            return learning_rate(step, run.steps) / (1 + delay) ** power
+            return learning_rate(step, run.steps, run.warm_up) / (1 + delay) ** power
 
         self.rates = [LambdaLR(optimizer, share) for optimizer in built]
         self.smoothed = (
@@ -209,11 +209,14 @@ def _train(run: Run, model: Decoder, averaged: AveragedModel) -> tuple[list[floa
             with delayed.batch():
                 if loop.prediction is not None:
                     loop.prediction.move()
+                read = [param.detach().clone() for param in loop.params] if run.curvature else []
                 loss, objective = _loss_of_batch(model, inputs, targets)
                 objective.backward()
         losses.append(float(loss.detach()))
         if not math.isfinite(losses[-1]):
             break
+        if run.curvature:
+            compensate_gradients_(loop.params, read, run.curvature)
         nn.utils.clip_grad_norm_(loop.params, MAX_NORM)
         loop.step()
         averaged.update_parameters(model)

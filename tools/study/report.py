@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 from _gaps import Losses
+from _long_plots import LONG_PLOTS
+from _long_tables import LONG_TABLES
 from _plots import PLOTS
 from _plots import wallclock as plot_wallclock
 from _results import DEFAULT_PATH, Results
@@ -33,9 +35,9 @@ _TABLE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 def tables(results: Results, base: Run) -> dict[str, str]:
     """Every table in Markdown, by name."""
     losses = Losses(results)
-    return {name: table(losses, base) for name, table in TABLES.items()} | {
-        "wallclock": wallclock_table(results)
-    }
+    short = {name: table(losses, base) for name, table in TABLES.items()}
+    long = {name: table(losses) for name, table in LONG_TABLES.items()}
+    return short | long | {"wallclock": wallclock_table(results)}
 
 
 def filled(document: str, made: dict[str, str]) -> str:
@@ -60,6 +62,10 @@ def draw(results: Results, base: Run, folder: Path) -> None:
     drawn = {
         name: (lambda figure, plot=plot: plot(figure, losses, base), size)
         for name, (plot, size) in PLOTS.items()
+    }
+    drawn |= {
+        name: (lambda figure, plot=plot: plot(figure, losses), size)
+        for name, (plot, size) in LONG_PLOTS.items()
     }
     drawn["wallclock"] = (lambda figure: plot_wallclock(figure, results), (9, 2.8))
     for name, (plot, size) in drawn.items():

@@ -5,8 +5,8 @@
     python tools/study/run.py --quick       # questions 1 to 3, shorter runs of one seed: 15 minutes
 
 Runs are small and each takes one core; as many as there are cores train side by side. Each is written to
-the results file when it ends, and the same command goes on from there. Learning rates are chosen first, on
-synchronous runs. tools/study/report.py makes docs/study.md of the results.
+the results file when it ends, and the same command goes on from there. Learning rates are chosen first.
+tools/study/report.py makes docs/study.md of the results.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from _results import DEFAULT_PATH, Results, resolved
+from _results import DEFAULT_PATH, Results, own_rate_runs, resolved
 from _runs import Question, Run, grid_runs, load_questions
 from _training import compile_training, train
 from rich.console import Console
@@ -55,6 +55,12 @@ def run_questions(
         _progress(console) as progress,
     ):
         _run_phase(grids, results, pool, progress)
+        while searched := [
+            Question(f"{question.name}, rates of its own", tuple(missing))
+            for question in questions
+            if (missing := own_rate_runs(question.runs, results))
+        ]:
+            _run_phase(searched, results, pool, progress)
         tuned = [replace(q, runs=tuple(resolved(q.runs, results))) for q in questions]
         _run_phase(tuned, results, pool, progress)
 
