@@ -1,4 +1,4 @@
-"""The study: what its runs compute, how results are kept, and that docs/study.md shows them."""
+"""The study: what its runs compute, how results are kept, and that docs/ shows them."""
 
 import functools
 import json
@@ -606,7 +606,7 @@ def test_the_committed_results_answer_every_question():
 
 
 def test_the_document_shows_the_committed_results():
-    document = (report.DOCS / "study.md").read_text(encoding="utf-8")
+    document = "".join((report.DOCS / page).read_text(encoding="utf-8") for page in report.PAGES)
     made = report.tables(Results(DEFAULT_PATH), Run())
     assert report.filled(document, made) == document, "run tools/study/report.py"
     for name in made:

@@ -1,4 +1,4 @@
-"""The pictures of docs/study.md, one function a question; error bars are 95 % intervals over seeds."""
+"""The pictures of docs/study_300.md, one function a question; error bars are 95 % intervals over seeds."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The tables of docs/study.md, one function a question, in Markdown.
+"""The tables of docs/study_300.md, one function a question, in Markdown.
 
 Gaps are in nats a byte of the test split, above the synchronous run of the same optimizer, learning rate,
 momentum and seed; "±" is half of the 95 % interval over seeds.

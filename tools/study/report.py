@@ -1,9 +1,9 @@
-"""Puts the tables of the study into docs/study.md and draws its pictures.
+"""Puts the tables of the study into its pages of docs/ and draws its pictures.
 
-    python tools/study/report.py            # of tools/study/results.jsonl, into docs/study.md
+    python tools/study/report.py            # of tools/study/results.jsonl, into docs/
     python tools/study/report.py --quick    # prints the tables of `run.py --quick`
 
-The words of docs/study.md are written by hand; what lies between ``<!-- table NAME -->`` and ``<!-- end -->``
+The words of the pages are written by hand; what lies between ``<!-- table NAME -->`` and ``<!-- end -->``
 is replaced. Nothing is trained.
 """
 
@@ -29,6 +29,7 @@ from titan_async.monitor.figures import save, style
 from titan_async.whole_files import writing_whole
 
 DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ("study.md", "study_300.md")
 _TABLE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -83,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         "--quick", action="store_true", help="print the tables of questions 1 to 3 of --quick"
     )
     parser.add_argument("--results", type=Path, help="the results file; default tools/study/results.jsonl")
-    parser.add_argument("--docs", type=Path, default=DOCS, help="the folder of study.md; default docs/")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="the folder of the pages; default docs/")
     arguments = parser.parse_args(argv)
     try:
         if arguments.quick:
@@ -93,10 +94,11 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"{name}\n\n{made[name]}\n")
             return 0
         results = Results(arguments.results or DEFAULT_PATH)
-        path = arguments.docs / "study.md"
-        document = filled(path.read_text(encoding="utf-8"), tables(results, Run()))
-        with writing_whole(path) as partial:
-            partial.write_text(document, encoding="utf-8")
+        made = tables(results, Run())
+        for path in (arguments.docs / page for page in PAGES):
+            document = filled(path.read_text(encoding="utf-8"), made)
+            with writing_whole(path) as partial:
+                partial.write_text(document, encoding="utf-8")
         draw(results, Run(), arguments.docs / "study")
     except UserError as error:
         print(error, file=sys.stderr)

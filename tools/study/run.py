@@ -1,12 +1,12 @@
 """Runs the study of what one update of delay costs, or the questions named of it.
 
-    python tools/study/run.py               # all questions, two hours on two cores
+    python tools/study/run.py --compile     # all questions, two nights on two cores
     python tools/study/run.py q2 q3         # these two
     python tools/study/run.py --quick       # questions 1 to 3, shorter runs of one seed: 15 minutes
 
 Runs are small and each takes one core; as many as there are cores train side by side. Each is written to
 the results file when it ends, and the same command goes on from there. Learning rates are chosen first.
-tools/study/report.py makes docs/study.md of the results.
+tools/study/report.py makes the pages of docs/ of the results.
 """
 
 import argparse
