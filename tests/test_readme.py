@@ -157,7 +157,7 @@ def test_the_results_in_the_readme_are_those_on_record():
         cells = (line.strip("|").split("|") for line in text.splitlines() if line.startswith("|"))
         return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in cells}
 
-    studied = rows(PAGES["docs/study.md"].partition("<!-- end -->")[0])
+    studied = rows(PAGES["docs/study_300.md"].partition("<!-- end -->")[0])
     told = rows(README.partition("the comparison that matters")[2].partition("\n## ")[0])
     for optimizer in ("AdamW", "Muon"):
         assert told[optimizer] == studied[optimizer][1:4]

@@ -1,5 +1,6 @@
-"""The study: what its runs compute, how results are kept, and that docs/study.md shows them."""
+"""The study: what its runs compute, how results are kept, and that docs/ shows them."""
 
+import functools
 import json
 import math
 import sys
@@ -18,12 +19,15 @@ sys.path.insert(0, str(STUDY))
 import _training  # noqa: E402
 import report  # noqa: E402
 import run as run_study  # noqa: E402
+from _compensation import compensate_gradients_  # noqa: E402
 from _gaps import Losses, interval  # noqa: E402
+from _long_tables import LONG_TABLES, RATES, long_run  # noqa: E402
 from _lookahead import AdaptiveStrength, Prediction, SmoothedFeedback  # noqa: E402
 from _model import MODELS, Decoder, Mixture, Shape, language_loss  # noqa: E402
 from _optimizers import OPTIMIZERS, build_optimizers  # noqa: E402
 from _paci import PaciGradients  # noqa: E402
-from _results import DEFAULT_PATH, Results, resolved, tuned_rate  # noqa: E402
+from _results import DEFAULT_PATH, Results, own_rate, own_rate_runs, resolved, tuned_rate  # noqa: E402
+from _rotation import RotatedAdamW  # noqa: E402
 from _runs import Run, grid_runs, load_questions, rates_of, run_key  # noqa: E402
 from _text import Batches, splits  # noqa: E402
 from _training import evaluate, learning_rate, stages_of, train  # noqa: E402
@@ -64,7 +68,12 @@ def loop(run, delay, switch=0):
             return torch.func.functional_call(model, leaves, x)
 
         _, objective = language_loss(at_old, *Batches("training", run.sequences, 32, run.seed)(step))
-        gradients = torch.autograd.grad(objective, list(leaves.values()))
+        gradients = [
+            gradient + run.curvature * gradient**2 * (newest - weight)
+            for gradient, newest, weight in zip(
+                torch.autograd.grad(objective, list(leaves.values())), versions[step], old, strict=True
+            )
+        ]
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradients))
         for param, gradient in zip(params, gradients, strict=True):
             param.grad = gradient * min(1.0, 1.0 / (norm + 1e-6))
@@ -100,6 +109,91 @@ def test_rates_rise_over_a_tenth_and_fall_to_a_tenth():
     rates = [learning_rate(step, 100) for step in range(100)]
     assert rates[:11] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.0])
     assert rates[10:] == sorted(rates[10:], reverse=True) and 0.1 < rates[-1] < 0.101
+    assert [learning_rate(step, 100, 0.25) for step in (0, 23, 24, 25)] == pytest.approx(
+        [0.04, 0.96, 1.0, 1.0]
+    )
+
+
+def test_a_longer_warm_up_and_another_rate_of_the_rest_reach_the_run():
+    muon = replace(TINY, optimizer="muon", lr=3e-2)
+    plain = train(muon)["test"]
+    others = [train(replace(muon, **change))["test"] for change in ({"warm_up": 0.5}, {"rest_lr": 6e-3})]
+    assert min(abs(other - plain) for other in others) > 1e-3
+
+
+def test_compiled_runs_differ_in_rounding_alone(monkeypatch):
+    """Captured as a whole, as for a C++ compiler, but run without one."""
+    run = replace(TINY, optimizer="muon", delay=1, feedback="update", steps=3)
+    plain = train(run)["test"]
+    monkeypatch.setattr(_training, "_loss_of_batch", language_loss)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    _training.compile_training()
+    assert _training._loss_of_batch is not language_loss
+    assert train(run)["test"] == pytest.approx(plain, abs=2e-5)
+
+
+def test_a_compiler_that_is_missing_is_one_sentence(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert run_study.main(["q10", "--compile", "--results", str(tmp_path / "r.jsonl")]) == 2
+    assert capsys.readouterr().err == (
+        "There is no C++ compiler 'no-such-compiler': install it, or leave out --compile.\n"
+    )
+
+
+def test_the_average_of_the_weights_is_that_of_the_last_fiftieth(monkeypatch):
+    heads, evaluated = [], []
+    step = _training._Loop.step
+
+    def recorded(loop):
+        step(loop)
+        heads.append(loop.params[-1].detach().clone())
+
+    def evaluate(model, split, length):
+        evaluated.append(list(model.parameters())[-1].detach().clone())
+        return 1.0
+
+    monkeypatch.setattr(_training._Loop, "step", recorded)
+    monkeypatch.setattr(_training, "evaluate", evaluate)
+    train(replace(TINY, steps=150, sequences=1))
+    # A time constant of 3 of the 150 updates.
+    average = heads[0]
+    for head in heads[1:]:
+        average = 2 / 3 * average + 1 / 3 * head
+    torch.testing.assert_close(evaluated[:2], [heads[-1]] * 2)
+    torch.testing.assert_close(evaluated[2:], [average] * 2)
+
+
+def test_curvature_brings_a_gradient_to_the_newest_weights():
+    param = nn.Parameter(torch.tensor([3.0, 5.0]))
+    param.grad = torch.tensor([2.0, -1.0])
+    compensate_gradients_([param], [torch.tensor([1.0, 6.0])], 0.5)
+    assert param.grad.tolist() == [2.0 + 0.5 * 4.0 * 2.0, -1.0 + 0.5 * 1.0 * -1.0]
+
+
+def test_curvature_acts_between_the_weights_read_and_the_newest():
+    run = replace(TINY, delay=1, curvature=3000.0)
+    expected = loop(run, 1)
+    assert train(run)["test"] == pytest.approx(expected, abs=5e-5)
+    assert abs(loop(replace(run, curvature=0.0), 1) - expected) > 1e-3
+
+
+def test_rotated_adamw_is_adamw_in_the_basis_of_the_first_moment():
+    """Gradients that share their singular vectors are diagonal there."""
+    torch.manual_seed(0)
+    left, _ = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))
+    right, _ = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64))
+    weight = nn.Parameter(torch.randn(3, 4, dtype=torch.float64))
+    turned = nn.Parameter(left.T @ weight.detach() @ right)
+    # So large an eps keeps what is zero but for rounding where it is.
+    options = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-4}
+    optimizer, reference = RotatedAdamW([weight], **options), torch.optim.AdamW([turned], **options)
+    for step in range(25):
+        diagonal = torch.zeros(3, 4, dtype=torch.float64)
+        diagonal.diagonal().copy_(torch.tensor([8.0, 3.0, 1.0]) * (1 + 0.5 * math.sin(step)))
+        weight.grad, turned.grad = left @ diagonal @ right.T, diagonal
+        optimizer.step()
+        reference.step()
+        torch.testing.assert_close(weight.detach(), left @ turned.detach() @ right.T, atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -355,6 +449,24 @@ def test_the_rate_is_chosen_by_validation_loss_of_complete_synchronous_grids(tmp
         tuned(Results(tmp_path / "none.jsonl"), (low, 0, 1.0, 1.0))
 
 
+def test_an_arms_own_rate_is_searched_until_the_best_is_inside(tmp_path):
+    """Losses of delayed runs that fall with the rate down to a quarter of the grid's lowest one."""
+    results = Results(tmp_path / "results.jsonl")
+    arm = replace(TINY, lr="own", delay=1, seed=3)
+    low, high = rates_of("tiny", "adamw")
+    tried = []
+    while missing := own_rate_runs([arm, replace(arm, seed=0), replace(TINY, lr=low)], results):
+        with pytest.raises(UserError, match="have not been compared"):
+            own_rate(arm, results)
+        for run in missing:
+            assert replace(run, lr="own") == replace(arm, seed=0)
+            tried.append(run.lr)
+            results.add(run, result(abs(math.log(run.lr / (low / 4))), 0.0))
+    assert tried == pytest.approx([low, high, low / 2, low / 4, low / 8])
+    assert own_rate(arm, results) == low / 4
+    assert resolved([arm], results) == [replace(arm, lr=low / 4)]
+
+
 def test_a_gap_is_paired_by_seed_and_a_diverged_run_has_none(tmp_path):
     results = Results(tmp_path / "results.jsonl")
     for seed, (base, delayed) in enumerate([(1.0, 1.1), (5.0, 5.2), (3.0, 3.3)]):
@@ -367,6 +479,32 @@ def test_a_gap_is_paired_by_seed_and_a_diverged_run_has_none(tmp_path):
     results.add(replace(TINY, seed=2, delay=2), result(0.0, 9.0, True))
     assert Losses(results).shown_gap(replace(TINY, delay=2)) == "1 of 1 diverged"
     assert math.isnan(interval([1.0]).half)
+
+
+def test_long_tables_say_how_many_seeds_there_are_and_make_nothing_up(tmp_path):
+    results = Results(tmp_path / "results.jsonl")
+    empty = {name: table(Losses(results)) for name, table in LONG_TABLES.items()}
+    assert "none has run yet" in empty["length"] and "±" not in "".join(empty.values())
+    for seed in range(5):
+        results.add(long_run("muon", seed=seed), result(0.0, 1.0) | {"averaged_test": 0.9})
+        if seed < 2:
+            results.add(long_run("muon", delay=1, seed=seed), result(0.0, 1.25 + seed / 2))
+    made = {name: table(Losses(results)) for name, table in LONG_TABLES.items()}
+    assert made["length"].splitlines()[2:] == [
+        "| Muon | synchronous, loss | - | - | 1.000 ± 0.000 | - |",
+        "| Muon | delayed, gap | - | - | +0.500 ± 3.176 (2 seeds) | - |",
+    ]
+    assert "| Muon | synchronous | - | -0.100 ± 0.000 | - |" in made["averaged"]
+    assert "| Muon | 3000 | delay alone | +0.500 ± 3.176 (2 seeds) | - | - | - | - |" in made["start"]
+    assert "| nothing | - | +0.500 ± 3.176 (2 seeds) |" in made["remedies"]
+    assert "| q10_length | 7 | 162 |" in made["progress"]
+
+
+def test_the_rates_of_long_runs_are_those_that_synchronous_runs_chose():
+    results = Results(DEFAULT_PATH)
+    assert {name: tuned_rate(Run(optimizer=name), results) for name in RATES} == RATES
+    for question in load_questions(["q10", "q12"]):
+        assert {(run.optimizer, run.lr) for run in question.runs} <= set(RATES.items()), question.name
 
 
 def test_tables_of_a_question_file(tmp_path):
@@ -385,7 +523,7 @@ def test_tables_of_a_question_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("[[runs]]\ndelays = 1", "a run has no 'delays'; it has delay,"),
+        ("[[runs]]\ndelays = 1", "a run has no 'delays'; it has curvature, delay,"),
         ('[[runs]]\noptimizer = "adam"', "There is no optimizer 'adam': choose from adamw"),
         ("[[runs", "cannot be read as TOML"),
         (
@@ -442,7 +580,9 @@ def test_a_results_file_of_something_else_is_one_sentence(tmp_path):
 
 def test_questions_have_three_seeds_and_share_runs():
     questions = load_questions([])
-    assert len(questions) == 8
+    assert [question.name.split("_")[0] for question in questions] == [
+        "q1", "q2", "q3", "q4", "q5", "q6", "q7", "q9", "q10", "q11", "q12", "q13", "q14"
+    ]  # fmt: skip
     for question in questions:
         for run in question.runs:
             assert {replace(run, seed=seed) for seed in range(3)} <= set(question.runs), question.name
@@ -450,20 +590,28 @@ def test_questions_have_three_seeds_and_share_runs():
     assert len({run_key(run) for run in runs}) == len(set(runs)) < len(runs)
 
 
+def test_an_interrupted_question_has_the_shorter_runs_and_all_arms_of_the_first_seeds():
+    (question,) = load_questions(["q10"])
+    places = [(run.steps, run.seed) for run in question.runs]
+    assert places == sorted(places)
+    assert len({(run.optimizer, run.delay, run.feedback) for run in question.runs[:9]}) == 9
+
+
 def test_the_committed_results_answer_every_question():
+    """Of 300 updates; longer ones take nights, and the document counts what there is of them."""
     results = Results(DEFAULT_PATH)
-    for question in load_questions([]):
+    for question in load_questions(["q1", "q2", "q3", "q4", "q5", "q6", "q7", "q9"]):
         missing = [run for run in resolved(question.runs, results) if results.get(run) is None]
         assert not missing, f"{question.name} lacks {missing[:3]}"
 
 
 def test_the_document_shows_the_committed_results():
-    document = (report.DOCS / "study.md").read_text(encoding="utf-8")
+    document = "".join((report.DOCS / page).read_text(encoding="utf-8") for page in report.PAGES)
     made = report.tables(Results(DEFAULT_PATH), Run())
     assert report.filled(document, made) == document, "run tools/study/report.py"
     for name in made:
         assert f"<!-- table {name} -->" in document, name
-    for picture in [*report.PLOTS, "wallclock"]:
+    for picture in [*report.PLOTS, *report.LONG_PLOTS, "wallclock"]:
         assert f"study/{picture}.svg" in document and (report.DOCS / "study" / f"{picture}.svg").is_file()
 
 

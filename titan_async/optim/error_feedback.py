@@ -53,7 +53,7 @@ class ErrorFeedback(Optimizer):
     SGD with momentum. Others it does more harm than good, as measured, and a warning says so: those that
     average none (Adagrad; RMSprop without momentum; Adam and Lion with a first beta of 0), and NAdam, which
     looks ahead by itself. For Lion it helped in some measurements and not in others (docs/delay.md,
-    docs/study.md).
+    docs/study_300.md).
 
     Level "update" lets the wrapped optimizer step, measures by how much it moved each parameter
     (learning rate and decoupled weight decay included), and adds ``strength`` times the difference from

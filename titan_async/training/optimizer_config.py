@@ -153,7 +153,7 @@ class ErrorFeedbackConfig(Configurable.Config):
 
     strength: float = 1.0
     """Strength s of the correction; 1 is the paper's, and for Muon none from 0.25 to 1.5 was better
-    (docs/study.md, question 2)."""
+    (docs/study_300.md, question 2)."""
 
     level: Literal["update", "gradient"] = "update"
     """Correct the update (the paper's way) or the gradient, which for Muon was no better at any strength."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from _results import Results, tuned_rate
+from _results import Results, own_rate, tuned_rate
 from _runs import Run, synchronous
 
 from titan_async.errors import UserError
@@ -24,6 +24,8 @@ class Interval:
 
     mean: float
     half: float
+    count: int = 0
+    """Of values."""
 
     def shown(self, signed: bool = False) -> str:
         mean = f"{self.mean:+.3f}" if signed else f"{self.mean:.3f}"
@@ -34,7 +36,7 @@ def interval(values: Sequence[float]) -> Interval:
     """Of at most ten values, by Student's t."""
     count = len(values)
     half = _T_95[count] * statistics.stdev(values) / math.sqrt(count) if count > 1 else math.nan
-    return Interval(statistics.fmean(values), half)
+    return Interval(statistics.fmean(values), half, count)
 
 
 class Losses:
@@ -48,17 +50,18 @@ class Losses:
             self._seeds[replace(run, seed=0)][run.seed] = row
 
     def rows(self, run: Run) -> dict[int, dict[str, Any]]:
-        """The results of a run by seed; "tuned" is looked up."""
-        if run.lr == "tuned":
-            rate = self.tuned(run)
+        """The results of a run by seed; "tuned" and "own" are looked up."""
+        if isinstance(run.lr, str):
+            rate = self.rate(run)
             if rate is None:
                 return {}
             run = replace(run, lr=rate)
         return self._seeds.get(replace(run, seed=0), {})
 
-    def tuned(self, run: Run) -> float | None:
+    def rate(self, run: Run) -> float | None:
+        """The learning rate of a run whose `lr` is "tuned" or "own"; None if it was not compared."""
         try:
-            return tuned_rate(run, self._results)
+            return (own_rate if run.lr == "own" else tuned_rate)(run, self._results)
         except UserError:
             return None
 
@@ -80,6 +83,11 @@ class Losses:
         if not seeds or any(rows[seed]["diverged"] or base[seed]["diverged"] for seed in seeds):
             return None
         return interval([rows[seed][key] - base[seed]["test"] for seed in seeds])
+
+    def changed(self, run: Run, key: str) -> Interval | None:
+        """By how much a loss differs from that of the test split, where it was measured."""
+        rows = [row for row in self.rows(run).values() if key in row and not row["diverged"]]
+        return interval([row[key] - row["test"] for row in rows]) if rows else None
 
     def shown_gap(self, run: Run, key: str = "test", over: Run | None = None) -> str:
         """A cell of a table."""

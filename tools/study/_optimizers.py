@@ -4,15 +4,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from _rotation import RotatedAdamW
 from pytorch_optimizer import MARS, SOAP, Adan, NorMuon
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from titan_async.optim import Lion, Muon
 
-__all__ = ["OPTIMIZERS", "build_optimizers", "hidden_matrices"]
+__all__ = ["OPTIMIZERS", "REST_LR", "build_optimizers", "hidden_matrices"]
 
-_REST_LR = 3e-3
+REST_LR = 3e-3
 """Peak rate of AdamW on what Muon and NorMuon do not take: embedding, head, router and norms."""
 
 _WEIGHT_DECAY = 0.1  # as in arXiv 2606.30634; of matrices only
@@ -43,7 +44,7 @@ def _nadam(params: Params, lr: float, beta1: float, decay: float) -> Optimizer:
 OPTIMIZERS = {
     "adamw": Kind(
         lambda params, lr, beta1, decay: torch.optim.AdamW(
-            params, lr=lr, betas=(beta1, 0.95), weight_decay=decay
+            params, lr=lr, betas=(beta1, 0.95), weight_decay=decay, fused=True
         ),
         momentum=0.9,
     ),
@@ -97,6 +98,10 @@ OPTIMIZERS = {
     "nadam": Kind(_nadam, momentum=0.9),
     # What arXiv 2505.01099 trains delayed pipelines with.
     "nadam_99": Kind(_nadam, momentum=0.99),
+    "adamw_rotated": Kind(
+        lambda params, lr, beta1, decay: RotatedAdamW(params, lr=lr, betas=(beta1, 0.95), weight_decay=decay),
+        momentum=0.9,
+    ),
     # Its decay is added to the gradient, where 0.1 would dwarf it.
     "sgd": Kind(
         lambda params, lr, mu, decay: torch.optim.SGD(params, lr=lr, momentum=mu, weight_decay=decay),
@@ -116,11 +121,16 @@ def hidden_matrices(model: nn.Module) -> Params:
 
 
 def build_optimizers(
-    model: nn.Module, name: str, lr: float, lr_factor: float = 1.0, momentum: float | None = None
+    model: nn.Module,
+    name: str,
+    lr: float,
+    lr_factor: float = 1.0,
+    momentum: float | None = None,
+    rest_lr: float = REST_LR,
 ) -> list[Optimizer]:
     """The optimizers of all of a model's parameters; `momentum` None is the optimizer's default.
 
-    `lr_factor` scales `lr` and also the rate of what Muon and NorMuon leave to AdamW.
+    `rest_lr` is the rate of what Muon and NorMuon leave to AdamW; `lr_factor` scales both rates.
     """
     kind = OPTIMIZERS[name]
     matrices = hidden_matrices(model) if kind.matrices_only else [p for p in model.parameters() if p.ndim > 1]
@@ -130,7 +140,9 @@ def build_optimizers(
         momentum = kind.momentum
     first = kind.build(matrices, lr * lr_factor, momentum, kind.decay)
     if kind.matrices_only:
-        second = torch.optim.AdamW(rest, lr=_REST_LR * lr_factor, betas=(0.9, 0.95), weight_decay=0.0)
+        second = torch.optim.AdamW(
+            rest, lr=rest_lr * lr_factor, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
     else:
         second = kind.build(rest, lr * lr_factor, momentum, 0.0)
     return [first, second]

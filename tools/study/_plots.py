@@ -1,4 +1,4 @@
-"""The pictures of docs/study.md, one function a question; error bars are 95 % intervals over seeds."""
+"""The pictures of docs/study_300.md, one function a question; error bars are 95 % intervals over seeds."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -12,20 +12,18 @@ from _tables import COMPARED, LEVELS, MOMENTA, NAMES, STRENGTHS, mitigations, pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-__all__ = ["PLOTS", "wallclock"]
+__all__ = ["CORRECTED", "DELAYED", "GAP", "OTHER", "PLAIN", "PLOTS", "legend", "points", "wallclock"]
 
 DELAYED, CORRECTED, OTHER, PLAIN = "#d55e00", "#1b7f5c", "#5b9bd5", "#555555"
-_GAP = "gap to synchronous, nats a byte"
+GAP = "gap to synchronous, nats a byte"
 
 
-def _legend(axes: Axes) -> None:
+def legend(axes: Axes) -> None:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=7)
 
 
-def _points(
-    axes: Axes, x: Sequence[float], found: Sequence[Interval | None], colour: str, label: str
-) -> None:
+def points(axes: Axes, x: Sequence[float], found: Sequence[Interval | None], colour: str, label: str) -> None:
     """A line through what was measured, with its intervals."""
     there = [(at, each) for at, each in zip(x, found, strict=True) if each is not None]
     if there:
@@ -54,9 +52,9 @@ def _rows(
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.axvline(0, color=PLAIN, linewidth=0.6)
-    axes.set_xlabel(_GAP)
+    axes.set_xlabel(GAP)
     axes.grid(axis="x", alpha=0.3)
-    _legend(axes)
+    legend(axes)
 
 
 def optimizers(figure: Figure, losses: Losses, base: Run) -> None:
@@ -80,7 +78,7 @@ def _against_strength(axes: Axes, losses: Losses, delayed: Run) -> None:
     for level, colour in zip(LEVELS, (CORRECTED, OTHER), strict=True):
         runs = [replace(delayed, feedback=level, strength=strength) for strength in strengths]
         found = [losses.gap(delayed), *(losses.gap(run) for run in runs)]
-        _points(axes, [0.0, *strengths], found, colour, level)
+        points(axes, [0.0, *strengths], found, colour, level)
     axes.axhline(0, color=PLAIN, linewidth=0.6)
     axes.grid(alpha=0.3)
     axes.set_xlabel("strength")
@@ -92,8 +90,8 @@ def feedback(figure: Figure, losses: Losses, base: Run) -> None:
     for axes, name in zip(panels, names, strict=True):
         _against_strength(axes, losses, replace(base, optimizer=name, delay=1))
         axes.set_title(NAMES[name])
-    panels[0].set_ylabel(_GAP)
-    _legend(panels[0])
+    panels[0].set_ylabel(GAP)
+    legend(panels[0])
 
 
 def momentum(figure: Figure, losses: Losses, base: Run) -> None:
@@ -103,15 +101,15 @@ def momentum(figure: Figure, losses: Losses, base: Run) -> None:
             replace(base, optimizer=name, delay=1, momentum=plain_momentum(name, value)) for value in MOMENTA
         ]
         places = range(len(MOMENTA))
-        _points(axes, places, [losses.gap(run) for run in delayed], DELAYED, "one update of delay")
+        points(axes, places, [losses.gap(run) for run in delayed], DELAYED, "one update of delay")
         corrected = [losses.gap(replace(run, feedback="update")) for run in delayed]
-        _points(axes, places, corrected, CORRECTED, "with error feedback")
+        points(axes, places, corrected, CORRECTED, "with error feedback")
         axes.set_xticks(places, [str(value) for value in MOMENTA])
         axes.axhline(0, color=PLAIN, linewidth=0.6)
         axes.grid(alpha=0.3)
         axes.set(title=NAMES[name], xlabel="beta1" if name == "adamw" else "mu")
-    panels[0].set_ylabel(_GAP)
-    _legend(panels[0])
+    panels[0].set_ylabel(GAP)
+    legend(panels[0])
 
 
 def depth(figure: Figure, losses: Losses, base: Run) -> None:
@@ -123,16 +121,16 @@ def depth(figure: Figure, losses: Losses, base: Run) -> None:
         steady = losses.gap(replace(run, delay=1))
         corrected = losses.gap(replace(run, delay=1, feedback="update"))
         variable = [losses.gap(replace(run, delay=f"pipedream-{count}")) for count in stages[1:]]
-        _points(axes, stages, [none, *variable], DELAYED, "PipeDream: d - 1 - r")
-        _points(axes, stages, [none, *[steady] * 3], OTHER, "2BW: 1 everywhere")
-        _points(axes, stages, [none, *[corrected] * 3], CORRECTED, "2BW with error feedback")
+        points(axes, stages, [none, *variable], DELAYED, "PipeDream: d - 1 - r")
+        points(axes, stages, [none, *[steady] * 3], OTHER, "2BW: 1 everywhere")
+        points(axes, stages, [none, *[corrected] * 3], CORRECTED, "2BW with error feedback")
         axes.set_xscale("log", base=2)
         axes.set_xticks(stages, [str(count) for count in stages])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.set(title=NAMES[name], xlabel="stages d")
-    panels[0].set_ylabel(_GAP)
-    _legend(panels[0])
+    panels[0].set_ylabel(GAP)
+    legend(panels[0])
 
 
 def rates(figure: Figure, losses: Losses, base: Run) -> None:
@@ -141,13 +139,13 @@ def rates(figure: Figure, losses: Losses, base: Run) -> None:
         grid = rates_of(base.model, name)
         for delay, colour, label in ((0, PLAIN, "synchronous"), (1, DELAYED, "one update of delay")):
             runs = [replace(base, optimizer=name, lr=rate, delay=delay) for rate in grid]
-            _points(axes, grid, [losses.loss(run, "validation") for run in runs], colour, label)
+            points(axes, grid, [losses.loss(run, "validation") for run in runs], colour, label)
         axes.set_xscale("log")
         axes.set_xticks(grid, [f"{rate:g}" for rate in grid], fontsize=6)
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.set_title(NAMES[name])
-    _legend(panels[0][0])
+    legend(panels[0][0])
     panels[1][0].set_ylabel("validation loss, nats a byte")
     panels[2][1].set_xlabel("peak learning rate")
 
@@ -158,8 +156,8 @@ def mixture(figure: Figure, losses: Losses, base: Run) -> None:
     for axes, (name, model) in zip(panels, shown, strict=True):
         _against_strength(axes, losses, replace(base, optimizer=name, model=model, delay=1))
         axes.set_title(f"{NAMES[name]}, {'mixture' if model == 'moe' else 'dense'}")
-    panels[0].set_ylabel(_GAP)
-    _legend(panels[0])
+    panels[0].set_ylabel(GAP)
+    legend(panels[0])
 
 
 def mitigation_gaps(figure: Figure, losses: Losses, base: Run) -> None:
@@ -201,4 +199,4 @@ def wallclock(figure: Figure, results: Results) -> None:
         axes.grid(alpha=0.3)
         axes.set(title=setting, xlabel="seconds")
     panels[0].set_ylabel("training loss, nats a byte")
-    _legend(panels[0])
+    legend(panels[0])

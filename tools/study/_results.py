@@ -12,7 +12,7 @@ from _runs import Run, rates_of, run_key, synchronous
 from titan_async.errors import UserError
 from titan_async.whole_files import writing_whole
 
-__all__ = ["DEFAULT_PATH", "Results", "resolved", "tuned_rate"]
+__all__ = ["DEFAULT_PATH", "Results", "own_rate", "own_rate_runs", "resolved", "tuned_rate"]
 
 DEFAULT_PATH = Path(__file__).parent / "results.jsonl"
 
@@ -86,6 +86,63 @@ def tuned_rate(run: Run, results: Results) -> float:
     return min(rates, key=lambda rate: sum(by_rate[rate] for by_rate in complete))
 
 
+def own_rate(run: Run, results: Results) -> float:
+    """The rate at which this very arm ends with the lowest validation loss, with the first seed.
+
+    Raises:
+        UserError: the rates have not all run.
+    """
+    rates, losses = _own_losses(run, results)
+    if None in losses:
+        raise UserError(
+            f"The rates of {run.optimizer} with a delay of {run.delay} have not been compared in "
+            f"{results.path}: run the question first."
+        )
+    return rates[losses.index(min(losses))]
+
+
+def own_rate_runs(runs: Iterable[Run], results: Results) -> list[Run]:
+    """What is still to run before `own_rate` of the runs whose `lr` is "own", or what it shows to be next."""
+    wanted: dict[Run, None] = {}
+    for run in runs:
+        if run.lr == "own":
+            rates, losses = _own_losses(run, results)
+            wanted |= {
+                replace(run, lr=rate, seed=0): None
+                for rate, loss in zip(rates, losses, strict=True)
+                if loss is None
+            }
+    return list(wanted)
+
+
+def _own_losses(run: Run, results: Results) -> tuple[list[float], list[float | None]]:
+    """Rates, ascending, and their losses, None where one has not run.
+
+    Three of the middle of the grid, and further ones while the best is at an end.
+    """
+
+    def loss(rate: float) -> float | None:
+        row = results.get(replace(run, lr=rate, seed=0))
+        return None if row is None else math.inf if row["diverged"] else row["validation"]
+
+    grid = rates_of(run.model, run.optimizer)
+    middle = max(0, len(grid) // 2 - 1)
+    rates = grid[middle : middle + 3]
+    losses = [loss(rate) for rate in rates]
+    while None not in losses:
+        best = losses.index(min(losses))
+        if best == 0:
+            rates.insert(0, max((rate for rate in grid if rate < rates[0]), default=rates[0] / 2))
+            losses.insert(0, loss(rates[0]))
+        elif best == len(rates) - 1:
+            rates.append(min((rate for rate in grid if rate > rates[-1]), default=rates[-1] * 2))
+            losses.append(loss(rates[-1]))
+        else:
+            break
+    return rates, losses
+
+
 def resolved(runs: Iterable[Run], results: Results) -> list[Run]:
-    """The runs with the tuned rates in place of "tuned"."""
-    return [replace(run, lr=tuned_rate(run, results)) if run.lr == "tuned" else run for run in runs]
+    """The runs with rates in place of "tuned" and "own"."""
+    choices = {"tuned": tuned_rate, "own": own_rate}
+    return [replace(run, lr=choices[run.lr](run, results)) if run.lr in choices else run for run in runs]

@@ -3,7 +3,8 @@
 A file has tables ``[[runs]]``. A table is a product: a list as a value stands for one run
 for each of its entries. Fields are those of `Run`; those left out are the defaults of the file's
 ``[defaults]`` and then of `Run`. ``lr = "grid"`` is every rate of the optimizer's grid (``grids.toml``), and
-``lr = "tuned"``, the default, the one whose synchronous runs end with the lowest validation loss.
+``lr = "tuned"``, the default, the one whose synchronous runs end with the lowest validation loss;
+``lr = "own"``, the one at which the very arm does, delay and feedback included.
 """
 
 import functools
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from _model import MODELS
-from _optimizers import OPTIMIZERS
+from _optimizers import OPTIMIZERS, REST_LR
 
 from titan_async.errors import UserError
 
@@ -32,11 +33,15 @@ class Run:
     model: str = "dense"
     optimizer: str = "adamw"
     lr: float | str = "tuned"
-    """Peak learning rate, or "tuned", or "grid"."""
+    """Peak learning rate, or "tuned", "own" or "grid"."""
+    rest_lr: float = REST_LR
+    """Peak rate of AdamW on what Muon and NorMuon do not take."""
     lr_factor: float = 1.0
     """Scales all peak rates, those of the parameters that Muon leaves to AdamW included."""
     lr_anneal: float = 0.0
     """Divides the rate by (1 + delay) to a power that falls from 1 to 0 over this share of the run."""
+    warm_up: float = 0.1
+    """The share of the run over which the rate rises."""
     momentum: float | None = None
     """beta1 or mu; None is the optimizer's default."""
     delay: int | str = 0
@@ -51,6 +56,8 @@ class Run:
     """Of the feedback "smoothed": decay of its average of updates."""
     prediction: float = 0.0
     """How many of the last updates the weights are moved ahead for forward and backward."""
+    curvature: float = 0.0
+    """Weight of the term by which DC-ASGD brings a gradient to the newest weights."""
     paci: int = 0
     """Stages of a pipeline without weight stashing, some of whose forwards are one update too old."""
     steps: int = 300
@@ -70,6 +77,7 @@ def synchronous(run: Run) -> Run:
         model=run.model,
         optimizer=run.optimizer,
         lr=run.lr,
+        rest_lr=run.rest_lr,
         momentum=run.momentum,
         steps=run.steps,
         sequences=run.sequences,
@@ -91,7 +99,8 @@ def load_questions(chosen: Sequence[str]) -> list[Question]:
     Raises:
         UserError: there is no such question, or its file is not as it should be.
     """
-    names = sorted(path.stem for path in QUESTIONS.glob("*.toml"))
+    # q9 before q10.
+    names = sorted((path.stem for path in QUESTIONS.glob("*.toml")), key=lambda name: (name.find("_"), name))
     found = []
     for choice in chosen or names:
         fitting = [name for name in names if name == choice or name.split("_")[0] == choice]
@@ -109,7 +118,9 @@ def _load(path: Path) -> Question:
         raise UserError(f"{path} cannot be read as TOML: {error}.") from error
     defaults = content.get("defaults", {})
     runs = [run for table in content.get("runs", []) for run in _expand({**defaults, **table}, path)]
-    return Question(path.stem, tuple(dict.fromkeys(runs)))
+    # What is interrupted has all arms of the first seeds, and of the shorter runs before the longer ones.
+    ordered = sorted(dict.fromkeys(runs), key=lambda run: (run.steps, run.seed))
+    return Question(path.stem, tuple(ordered))
 
 
 def _expand(table: dict[str, Any], path: Path) -> Iterable[Run]:

@@ -1,4 +1,4 @@
-"""The tables of docs/study.md, one function a question, in Markdown.
+"""The tables of docs/study_300.md, one function a question, in Markdown.
 
 Gaps are in nats a byte of the test split, above the synchronous run of the same optimizer, learning rate,
 momentum and seed; "±" is half of the 95 % interval over seeds.
@@ -19,10 +19,12 @@ __all__ = [
     "LEVELS",
     "MOMENTA",
     "NAMES",
+    "PAPER",
     "STRENGTHS",
     "TABLES",
     "mitigations",
     "plain_momentum",
+    "table",
     "wallclock",
     "wallclock_cells",
 ]
@@ -50,7 +52,7 @@ _MIXTURE_STRENGTHS = (0.5, 1.0)
 _LARGER = Run(model="dense_5m", steps=150)
 
 # Validation losses of arXiv 2606.30634 (SmolLM-2 360M): synchronous, delayed, with error feedback.
-_PAPER = {
+PAPER = {
     "muon": (2.578, 2.590, 2.583),
     "adan": (2.641, 2.651, None),
     "soap": (2.581, 2.608, 2.590),
@@ -58,7 +60,7 @@ _PAPER = {
 }
 
 
-def _table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     headings = list(headings)
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -78,12 +80,12 @@ def optimizers(losses: Losses, base: Run) -> str:
     for name in COMPARED:
         run = replace(base, optimizer=name)
         delayed = replace(run, delay=1)
-        paper = _PAPER.get(name)
+        paper = PAPER.get(name)
         told = [f"{value - paper[0]:+.3f}" if paper and value else "" for value in (paper or (0, 0, 0))[1:]]
         rows.append(
             [
                 NAMES[name],
-                _number(losses.tuned(run)),
+                _number(losses.rate(run)),
                 _loss(losses.loss(run)),
                 losses.shown_gap(delayed),
                 losses.shown_gap(replace(delayed, feedback="update")),
@@ -99,7 +101,7 @@ def optimizers(losses: Losses, base: Run) -> str:
         "paper: delayed",
         "paper: + EF",
     ]
-    return _table(headings, rows)
+    return table(headings, rows)
 
 
 def feedback(losses: Losses, base: Run) -> str:
@@ -115,7 +117,7 @@ def feedback(losses: Losses, base: Run) -> str:
                 mean = interval([row["strength"] for row in adaptive]).mean
                 cells[-1] += f" (mean {mean:.2f})"
             rows.append([NAMES[name], level, losses.shown_gap(delayed), *cells])
-    return _table(["optimizer", "level", "none", *map(str, STRENGTHS)], rows)
+    return table(["optimizer", "level", "none", *map(str, STRENGTHS)], rows)
 
 
 def momentum(losses: Losses, base: Run) -> str:
@@ -129,7 +131,7 @@ def momentum(losses: Losses, base: Run) -> str:
             ["", "delayed, gap", *(losses.shown_gap(run) for run in delayed)],
             ["", "+ EF, gap", *(losses.shown_gap(replace(run, feedback="update")) for run in delayed)],
         ]
-    return _table(["optimizer", "", *map(str, MOMENTA)], rows)
+    return table(["optimizer", "", *map(str, MOMENTA)], rows)
 
 
 def plain_momentum(optimizer: str, value: float) -> float | None:
@@ -156,7 +158,7 @@ def depth(losses: Losses, base: Run) -> str:
             for cell in (losses.shown_gap(run), losses.shown_gap(replace(run, feedback="update")))
         ]
         rows.append([names[delay], *cells])
-    return _table(["delay", "AdamW", "AdamW + EF", "Muon", "Muon + EF"], rows)
+    return table(["delay", "AdamW", "AdamW + EF", "Muon", "Muon + EF"], rows)
 
 
 def rates(losses: Losses, base: Run) -> str:
@@ -174,7 +176,7 @@ def rates(losses: Losses, base: Run) -> str:
                 shown = f"**{shown}**" if each and each.mean == best else shown
                 cells.append(f"{rate:g}: {shown}")
             rows.append([NAMES[name] if not delay else "", label, *cells])
-    return _table(["optimizer", "", "rate: loss", "", "", "", ""], rows)
+    return table(["optimizer", "", "rate: loss", "", "", "", ""], rows)
 
 
 def mixture(losses: Losses, base: Run) -> str:
@@ -193,14 +195,14 @@ def mixture(losses: Losses, base: Run) -> str:
                 [
                     NAMES[name],
                     {"dense": "dense", "moe": "mixture"}[model],
-                    _number(losses.tuned(run)),
+                    _number(losses.rate(run)),
                     _loss(losses.loss(run)),
                     losses.shown_gap(delayed),
                     *(losses.shown_gap(each) for each in corrected),
                 ]
             )
     strengths = [f"{level} {strength}" for level in LEVELS for strength in _MIXTURE_STRENGTHS]
-    return _table(["optimizer", "model", "rate", "synchronous", "delayed", *strengths], rows)
+    return table(["optimizer", "model", "rate", "synchronous", "delayed", *strengths], rows)
 
 
 def mitigations() -> list[tuple[str, Callable[[Run], Run]]]:
@@ -258,7 +260,7 @@ def mitigation_gaps(losses: Losses, base: Run) -> str:
     )
     corrected = replace(nesterov, feedback="update")
     rows.append(["the same with error feedback, against AdamW", losses.shown_gap(corrected, over=adamw), ""])
-    return _table(["mitigation", "AdamW", "Muon"], rows)
+    return table(["mitigation", "AdamW", "Muon"], rows)
 
 
 def larger(losses: Losses, base: Run) -> str:
@@ -271,12 +273,12 @@ def larger(losses: Losses, base: Run) -> str:
         rows.append(
             [
                 NAMES[name],
-                _number(losses.tuned(run)),
+                _number(losses.rate(run)),
                 _loss(losses.loss(run)),
                 *(losses.shown_gap(each) for each in gaps),
             ]
         )
-    return _table(["optimizer", "rate", "synchronous", "delayed", "delayed + EF"], rows)
+    return table(["optimizer", "rate", "synchronous", "delayed", "delayed + EF"], rows)
 
 
 def wallclock_cells(results: Iterable[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -312,7 +314,7 @@ def wallclock_cells(results: Iterable[dict[str, Any]]) -> tuple[list[str], list[
 
 def wallclock(results: Results) -> str:
     """Question 8."""
-    return _table(*wallclock_cells(results.wallclock))
+    return table(*wallclock_cells(results.wallclock))
 
 
 TABLES: dict[str, Callable[[Losses, Run], str]] = {

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import torch
+from _compensation import compensate_gradients_
 from _lookahead import AdaptiveStrength, Prediction, SmoothedFeedback
 from _model import MODELS, Decoder, language_loss
 from _optimizers import build_optimizers
@@ -17,23 +18,36 @@ from _text import VOCAB, Batches
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from titan_async.optim import DelayedGradients, ErrorFeedback, pipedream_delays
 
-__all__ = ["MAX_NORM", "evaluate", "learning_rate", "stages_of", "train", "versions"]
+__all__ = ["MAX_NORM", "compile_training", "evaluate", "learning_rate", "stages_of", "train", "versions"]
 
 MAX_NORM = 1.0  # as in arXiv 2606.30634
-_WARM_UP = 0.1
 _EVALUATED_BYTES = 49_152  # of validation and of test
 _CURVE_POINTS = 20
+_AVERAGED_SHARE = 0.02
+"""Of the run: the time constant of the moving average of its weights."""
+
+_loss_of_batch = language_loss
 
 
-def learning_rate(step: int, steps: int) -> float:
-    """The share of the peak rate: linear over the first tenth, then a cosine to a tenth."""
-    warm_up = max(1, round(_WARM_UP * steps))
-    if step < warm_up:
-        return (step + 1) / warm_up
-    return 0.55 + 0.45 * math.cos(math.pi * (step - warm_up) / (steps - warm_up))
+def compile_training() -> None:
+    """Compile forward and backward of the runs from here on in this process; losses differ in rounding.
+
+    That takes seconds in the first run of a model, and about a quarter off the time of a step.
+    """
+    global _loss_of_batch
+    _loss_of_batch = torch.compile(language_loss, fullgraph=True, dynamic=False)
+
+
+def learning_rate(step: int, steps: int, warm_up: float = 0.1) -> float:
+    """The share of the peak rate: linear over a share `warm_up` of the run, then a cosine to a tenth."""
+    rising = max(1, round(warm_up * steps))
+    if step < rising:
+        return (step + 1) / rising
+    return 0.55 + 0.45 * math.cos(math.pi * (step - rising) / (steps - rising))
 
 
 def stages_of(model: Decoder, count: int) -> list[list[nn.Parameter]]:
@@ -75,6 +89,7 @@ def train(run: Run) -> dict[str, Any]:
 
     Returns:
         Losses in nats a byte: "validation", "test", "curve" (of training, means over equal parts of the run).
+        "averaged_validation" and "averaged_test", of a moving average of the weights at the end;
         "settled_validation" and "settled_test" where error feedback is at the level of updates: without its
         look-ahead. "strength", the mean of an adaptive one; "diverged", whether the loss was no number or
         ended above that of a model that knows nothing; "seconds" of training; "versions"; "started", in UTC.
@@ -84,10 +99,17 @@ def train(run: Run) -> dict[str, Any]:
     shape = MODELS[run.model]
     model = Decoder(shape)
     begin = time.perf_counter()
-    losses, loop = _train(run, model)
+    averaged = AveragedModel(
+        model, multi_avg_fn=get_ema_multi_avg_fn(1 - 1 / max(2.0, _AVERAGED_SHARE * run.steps))
+    )
+    losses, loop = _train(run, model, averaged)
     seconds = time.perf_counter() - begin
 
-    result = {name: _rounded(evaluate(model, name, shape.length)) for name in ("validation", "test")}
+    result = {
+        f"{prefix}{name}": _rounded(evaluate(weights, name, shape.length))
+        for prefix, weights in (("", model), ("averaged_", averaged))
+        for name in ("validation", "test")
+    }
     if run.feedback == "update" and math.isfinite(result["test"]):
         loop.settle()
         for name in ("validation", "test"):
@@ -116,7 +138,7 @@ class _Loop:
     def __init__(self, run: Run, model: Decoder) -> None:
         assert isinstance(run.lr, float)
         self.params = list(model.parameters())
-        built = build_optimizers(model, run.optimizer, run.lr, run.lr_factor, run.momentum)
+        built = build_optimizers(model, run.optimizer, run.lr, run.lr_factor, run.momentum, run.rest_lr)
         self.feedback = run.feedback in ("update", "gradient")
         self.adaptive = None
         if self.feedback:
@@ -131,7 +153,7 @@ class _Loop:
         def share(step: int) -> float:
             annealed = run.lr_anneal * run.steps
             power = max(0.0, 1 - step / annealed) if annealed else 0.0
-            return learning_rate(step, run.steps) / (1 + delay) ** power
+            return learning_rate(step, run.steps, run.warm_up) / (1 + delay) ** power
 
         self.rates = [LambdaLR(optimizer, share) for optimizer in built]
         self.smoothed = (
@@ -166,7 +188,7 @@ class _Loop:
                     param.sub_(optimizer.state[param]["error_feedback_update"], alpha=optimizer.strength)
 
 
-def _train(run: Run, model: Decoder) -> tuple[list[float], _Loop]:
+def _train(run: Run, model: Decoder, averaged: AveragedModel) -> tuple[list[float], _Loop]:
     loop = _Loop(run, model)
     delay = _delay(run, model)
     switch = round(run.synchronous_start * run.steps)
@@ -187,13 +209,17 @@ def _train(run: Run, model: Decoder) -> tuple[list[float], _Loop]:
             with delayed.batch():
                 if loop.prediction is not None:
                     loop.prediction.move()
-                loss, objective = language_loss(model, inputs, targets)
+                read = [param.detach().clone() for param in loop.params] if run.curvature else []
+                loss, objective = _loss_of_batch(model, inputs, targets)
                 objective.backward()
         losses.append(float(loss.detach()))
         if not math.isfinite(losses[-1]):
             break
+        if run.curvature:
+            compensate_gradients_(loop.params, read, run.curvature)
         nn.utils.clip_grad_norm_(loop.params, MAX_NORM)
         loop.step()
+        averaged.update_parameters(model)
     return losses, loop
 
 

@@ -1,9 +1,9 @@
-"""Puts the tables of the study into docs/study.md and draws its pictures.
+"""Puts the tables of the study into its pages of docs/ and draws its pictures.
 
-    python tools/study/report.py            # of tools/study/results.jsonl, into docs/study.md
+    python tools/study/report.py            # of tools/study/results.jsonl, into docs/
     python tools/study/report.py --quick    # prints the tables of `run.py --quick`
 
-The words of docs/study.md are written by hand; what lies between ``<!-- table NAME -->`` and ``<!-- end -->``
+The words of the pages are written by hand; what lies between ``<!-- table NAME -->`` and ``<!-- end -->``
 is replaced. Nothing is trained.
 """
 
@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 from _gaps import Losses
+from _long_plots import LONG_PLOTS
+from _long_tables import LONG_TABLES
 from _plots import PLOTS
 from _plots import wallclock as plot_wallclock
 from _results import DEFAULT_PATH, Results
@@ -27,15 +29,16 @@ from titan_async.monitor.figures import save, style
 from titan_async.whole_files import writing_whole
 
 DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ("study.md", "study_300.md")
 _TABLE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def tables(results: Results, base: Run) -> dict[str, str]:
     """Every table in Markdown, by name."""
     losses = Losses(results)
-    return {name: table(losses, base) for name, table in TABLES.items()} | {
-        "wallclock": wallclock_table(results)
-    }
+    short = {name: table(losses, base) for name, table in TABLES.items()}
+    long = {name: table(losses) for name, table in LONG_TABLES.items()}
+    return short | long | {"wallclock": wallclock_table(results)}
 
 
 def filled(document: str, made: dict[str, str]) -> str:
@@ -61,6 +64,10 @@ def draw(results: Results, base: Run, folder: Path) -> None:
         name: (lambda figure, plot=plot: plot(figure, losses, base), size)
         for name, (plot, size) in PLOTS.items()
     }
+    drawn |= {
+        name: (lambda figure, plot=plot: plot(figure, losses), size)
+        for name, (plot, size) in LONG_PLOTS.items()
+    }
     drawn["wallclock"] = (lambda figure: plot_wallclock(figure, results), (9, 2.8))
     for name, (plot, size) in drawn.items():
         with style():
@@ -77,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         "--quick", action="store_true", help="print the tables of questions 1 to 3 of --quick"
     )
     parser.add_argument("--results", type=Path, help="the results file; default tools/study/results.jsonl")
-    parser.add_argument("--docs", type=Path, default=DOCS, help="the folder of study.md; default docs/")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="the folder of the pages; default docs/")
     arguments = parser.parse_args(argv)
     try:
         if arguments.quick:
@@ -87,10 +94,11 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"{name}\n\n{made[name]}\n")
             return 0
         results = Results(arguments.results or DEFAULT_PATH)
-        path = arguments.docs / "study.md"
-        document = filled(path.read_text(encoding="utf-8"), tables(results, Run()))
-        with writing_whole(path) as partial:
-            partial.write_text(document, encoding="utf-8")
+        made = tables(results, Run())
+        for path in (arguments.docs / page for page in PAGES):
+            document = filled(path.read_text(encoding="utf-8"), made)
+            with writing_whole(path) as partial:
+                partial.write_text(document, encoding="utf-8")
         draw(results, Run(), arguments.docs / "study")
     except UserError as error:
         print(error, file=sys.stderr)

@@ -1,17 +1,18 @@
 """Runs the study of what one update of delay costs, or the questions named of it.
 
-    python tools/study/run.py               # all questions, two hours on two cores
+    python tools/study/run.py --compile     # all questions, two nights on two cores
     python tools/study/run.py q2 q3         # these two
     python tools/study/run.py --quick       # questions 1 to 3, shorter runs of one seed: 15 minutes
 
 Runs are small and each takes one core; as many as there are cores train side by side. Each is written to
-the results file when it ends, and the same command goes on from there. Learning rates are chosen first, on
-synchronous runs. tools/study/report.py makes docs/study.md of the results.
+the results file when it ends, and the same command goes on from there. Learning rates are chosen first.
+tools/study/report.py makes the pages of docs/ of the results.
 """
 
 import argparse
 import multiprocessing
 import os
+import shutil
 import sys
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import replace
@@ -22,9 +23,9 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from _results import DEFAULT_PATH, Results, resolved
+from _results import DEFAULT_PATH, Results, own_rate_runs, resolved
 from _runs import Question, Run, grid_runs, load_questions
-from _training import train
+from _training import compile_training, train
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -40,16 +41,26 @@ def quick(question: Question) -> Question:
     return replace(question, runs=tuple(dict.fromkeys(runs)))
 
 
-def run_questions(questions: list[Question], results: Results, workers: int, console: Console) -> None:
+def run_questions(
+    questions: list[Question], results: Results, workers: int, console: Console, compiled: bool = False
+) -> None:
     """Run what the results lack: first what chooses the learning rates, then question by question."""
     grids = [Question(f"{question.name}, rates", tuple(grid_runs(question.runs))) for question in questions]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["_training"])
     with (
-        ProcessPoolExecutor(workers, mp_context=context, initializer=_set_up_worker) as pool,
+        ProcessPoolExecutor(
+            workers, mp_context=context, initializer=_set_up_worker, initargs=(compiled,)
+        ) as pool,
         _progress(console) as progress,
     ):
         _run_phase(grids, results, pool, progress)
+        while searched := [
+            Question(f"{question.name}, rates of its own", tuple(missing))
+            for question in questions
+            if (missing := own_rate_runs(question.runs, results))
+        ]:
+            _run_phase(searched, results, pool, progress)
         tuned = [replace(q, runs=tuple(resolved(q.runs, results))) for q in questions]
         _run_phase(tuned, results, pool, progress)
 
@@ -77,10 +88,12 @@ def _run_phase(
         raise
 
 
-def _set_up_worker() -> None:
+def _set_up_worker(compiled: bool) -> None:
     torch.set_num_threads(1)
     # Weights that decay to almost nothing would be slow.
     torch.set_flush_denormal(True)
+    if compiled:
+        compile_training()
 
 
 def _progress(console: Console) -> Progress:
@@ -100,14 +113,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("questions", nargs="*", help="names or files of questions, such as q2; default all")
     parser.add_argument("--quick", action="store_true", help="one seed and shorter runs; default q1 q2 q3")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at a time; default: cores")
+    parser.add_argument("--compile", action="store_true", help="a quarter faster; needs a C++ compiler")
     parser.add_argument("--results", type=Path, help="the results file; default tools/study/results.jsonl")
     arguments = parser.parse_args(argv)
     path = arguments.results or (DEFAULT_PATH.with_stem("results-quick") if arguments.quick else DEFAULT_PATH)
     try:
+        if arguments.compile and not shutil.which(compiler := os.environ.get("CXX", "g++")):
+            raise UserError(f"There is no C++ compiler {compiler!r}: install it, or leave out --compile.")
         questions = load_questions(arguments.questions or (QUICK if arguments.quick else []))
         if arguments.quick:
             questions = [quick(question) for question in questions]
-        run_questions(questions, Results(path), arguments.workers, Console())
+        run_questions(questions, Results(path), arguments.workers, Console(), arguments.compile)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
