@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titan_async.data.records import EmptyRecords, cannot_read, is_blank, no_column, text_of
+from titan_async.data.text_source import ACCEPTED_ENDINGS
 from titan_async.errors import UserError
 
-__all__ = ["ACCEPTED_ENDINGS", "find_files", "read_documents", "size_of"]
-
-ACCEPTED_ENDINGS = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
+__all__ = ["find_files", "read_documents", "size_of"]
 
 _PIECE_LENGTH = 16384
 """Characters after which a text file is cut at the next blank line; at twice as many, at any line."""

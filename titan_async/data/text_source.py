@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_async.data.files import ACCEPTED_ENDINGS
 from titan_async.errors import UserError
 
-__all__ = ["TextSource"]
+__all__ = ["ACCEPTED_ENDINGS", "TextSource"]
+
+ACCEPTED_ENDINGS = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
+"""Of local files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
