@@ -56,7 +56,7 @@ def loop(run, delay, switch=0):
     params = list(model.parameters())
     optimizers = build_optimizers(model, run.optimizer, run.lr)
     if run.feedback != "none":
-        optimizers = [ErrorFeedback(optimizer, 0.0, run.feedback) for optimizer in optimizers]
+        optimizers = [ErrorFeedback(optimizer, run.strength, run.feedback) for optimizer in optimizers]
     peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     versions = [[p.detach().clone() for p in params]]
     for step in range(run.steps):
@@ -81,8 +81,8 @@ def loop(run, delay, switch=0):
         for group, peak in zip(groups, peaks, strict=True):
             group["lr"] = peak * learning_rate(step, run.steps)
         for optimizer in optimizers:
-            if run.feedback != "none" and step == switch:
-                optimizer.strength = run.strength
+            if run.feedback != "none":
+                optimizer.feedback_paused = step < switch
             optimizer.step()
         versions.append([p.detach().clone() for p in params])
     return evaluate(model, "test", 32)

@@ -146,7 +146,6 @@ class _Loop:
             strength = 1.0 if adaptive else run.strength
             built = [ErrorFeedback(optimizer, strength, run.feedback) for optimizer in built]
             self.adaptive = AdaptiveStrength(built, run.feedback) if adaptive else None
-            self._strength = strength
         self.optimizers: list[Optimizer] = built
         delay = run.delay if isinstance(run.delay, int) else 0
 
@@ -173,11 +172,11 @@ class _Loop:
             if part is not None:
                 part.after_step()
 
-    def feed_back(self, strength: float | None = None) -> None:
-        """Set the strength of error feedback; by default to that of the run."""
+    def pause_feedback(self, paused: bool) -> None:
+        """Let error feedback correct nothing and keep no history, as a trainer's synchronous start does."""
         if self.feedback:
             for optimizer in self.optimizers:
-                optimizer.strength = self._strength if strength is None else strength
+                optimizer.feedback_paused = paused
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -193,15 +192,14 @@ def _train(run: Run, model: Decoder, averaged: AveragedModel) -> tuple[list[floa
     delay = _delay(run, model)
     switch = round(run.synchronous_start * run.steps)
     delayed = DelayedGradients(model, 0 if switch else delay)
-    if switch:
-        loop.feed_back(0.0)  # the history is kept all the same
+    loop.pause_feedback(switch > 0)
     paci = PaciGradients(model, stages_of(model, run.paci)) if run.paci else None
     batches = Batches("training", run.sequences, MODELS[run.model].length, run.seed)
     losses = []
     for step in range(run.steps):
         if switch and step == switch:
             delayed = DelayedGradients(model, delay)
-            loop.feed_back()
+            loop.pause_feedback(False)
         inputs, targets = batches(step)
         if paci is not None:
             loss = paci.backward(inputs, targets)
