@@ -111,14 +111,18 @@ class _Stage:
         self.average = self.sharded if keeps_average(config) else 0
         self.unsharded = sum(shard.unsharded for shard in shards.values()) * compute
         self.first_copy = self.unsharded if wrapped else 0  # else the parameters themselves are computed with
-        self.unsharded_gradients = sum(shard.unsharded for shard in shards.values()) * reduce
         units: dict[str, list[Shards]] = {}
         for weight in weights:
             units.setdefault(weight.unit, []).append(shards[weight.name])
         self.gathers = [_buffers(unit, compute, copies_alone=False) for unit in units.values()]
+        # FSDP reduces the head's gradient in each forward of a loss in chunks, but Async2BW once a batch.
+        early = [units.pop("head")] if wrapped and parts[-1].chunked and not layout.delayed else []
+        self.early_gradients = sum(s.unsharded for unit in early for s in unit) * reduce
+        self.early_shards = sum(s.sharded for unit in early for s in unit) * master
         self.reductions = [_buffers(unit, reduce, copies_alone=wrapped) for unit in units.values()]
         self.unit_gradients = [sum(s.unsharded for s in unit) * reduce for unit in units.values()]
         self.unit_shards = [sum(s.sharded for s in unit) * master for unit in units.values()]
+        self.unsharded_gradients = sum(self.unit_gradients)
         self.state, self.optimizer_extra = optimizer_bytes(config, layout, weights, shards, on_cpu)
         tp = layout.tp
         self.activations = sum(part.saved_bytes for part in parts) // tp
@@ -167,7 +171,7 @@ class _Stage:
                     reduction=whole * reduce,
                     reduced=piece * (reduce + master * (reduce != master)),
                     shard=piece * master,
-                    reshards=policy == "always" or (policy == "default" and not kept),
+                    reshards=part.chunked or policy == "always" or (policy == "default" and not kept),
                     foreign=max(part.gradient_bytes // layout.tp - whole * compute, 0) * (layout.ep > 1),
                 )
             )
@@ -176,7 +180,8 @@ class _Stage:
     def _forward_peak(self) -> int:
         peak = done = 0
         for part in self.parts:
-            peak = max(peak, done + part.forward_peak)
+            early = 2 * self.early_gradients * part.chunked  # and what they are sent from
+            peak = max(peak, done + part.forward_peak + early)
             done += part.saved_bytes
         return peak
 
@@ -284,10 +289,12 @@ class _Account:
 
     def _F(self, task: Task, stage: _Stage) -> None:  # noqa: N802
         if stage.units:
-            self._note_units(task, forward_moments(stage.units, stage.tp, stage.prefetches))
+            first = (task.stage, task.batch) not in self._started
+            self._note_units(task, forward_moments(stage.units, stage.tp, stage.prefetches, first))
             return
         self._note(task, stage.forward_peak)
         self._live["activations"] += stage.activations
+        self._live["gradients"] += stage.early_shards * (task.microbatch == 0)
 
     def _B(self, task: Task, stage: _Stage) -> None:  # noqa: N802
         first = (task.stage, task.batch) not in self._started

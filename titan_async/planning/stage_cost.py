@@ -180,6 +180,9 @@ class _PartTimes:
         )
         summed = local * (each + 2 * _REDUCED_BYTES)
         self.weight_gradient = part.weight_flops / tp / speed + summed / memory
+        if part.chunked:
+            self.forward += self.input_gradient + self.weight_gradient
+            self.input_gradient = self.weight_gradient = 0.0
         passes = 1 + self.repeats
         self.expert_bytes = passes * 2 * exchanged * network.groups.experts.share_sent
         self.tensor_bytes = passes * collectives * hidden * network.groups.tensor.share_sent
