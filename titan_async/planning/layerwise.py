@@ -11,9 +11,9 @@ them whatever that says; the backward gathers them once more, for the norm that 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from titan_async.planning.parts import Part
+from titan_async.planning.parts import Part, together
 
-__all__ = ["Held", "Unit", "backward_moments", "forward_moments"]
+__all__ = ["Held", "Unit", "backward_moments", "forward_moments", "reshards_after_forward"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,22 @@ class Held:
     temporary: int
     summed: int = 0
     """Shards of gradients that this microbatch is the first to make."""
+
+
+def reshards_after_forward(policy: str, parts: Sequence[Part]) -> list[bool]:
+    """Whether FSDP frees the weights of each part between forward and backward, without a pipeline.
+
+    Args:
+        policy: `parallelism.fsdp_reshard_after_forward`; by default torchtitan keeps the last part's weights,
+            and those of embedding and head where they are one.
+        parts: of the whole model.
+    """
+    tied = together(parts)[-1].weights != parts[-1].weights
+    kept = {parts[-1].name, parts[0].name if tied else ""}
+    return [
+        part.chunked or policy == "always" or (policy == "default" and part.name not in kept)
+        for part in parts
+    ]
 
 
 def forward_moments(units: Sequence[Unit], tp: int, prefetches: bool, first: bool) -> Iterator[Held]:

@@ -17,7 +17,13 @@ from torchtitan.trainer import Trainer
 from titan_async.pipelining.actions import in_flight
 from titan_async.pipelining.simulation import Task
 from titan_async.planning.hardware import Cluster
-from titan_async.planning.layerwise import Held, Unit, backward_moments, forward_moments
+from titan_async.planning.layerwise import (
+    Held,
+    Unit,
+    backward_moments,
+    forward_moments,
+    reshards_after_forward,
+)
 from titan_async.planning.layout import Layout
 from titan_async.planning.network import buffer_bytes
 from titan_async.planning.optimizer_memory import Shards, optimizer_bytes, shards_of
@@ -124,7 +130,7 @@ class _Stage:
         self.unit_shards = [sum(s.sharded for s in unit) * master for unit in units.values()]
         self.unsharded_gradients = sum(self.unit_gradients)
         self.state, self.optimizer_extra = optimizer_bytes(config, layout, weights, shards, on_cpu)
-        tp = layout.tp
+        self.tp = tp = layout.tp
         self.activations = sum(part.saved_bytes for part in parts) // tp
         self.forward_peak = self._forward_peak() // tp
         self.backward_peak = self._backward_peak(first=False) // tp
@@ -135,7 +141,6 @@ class _Stage:
             else []
         )
         self.prefetches = layout.ep > 1
-        self.tp = tp
         self.splits = index > 0  # torch leaves the whole backward of the first stage to its second half
         self.between = sum(part.between_bytes for part in parts) // tp if self.splits else self.activations
         self.input_peak = self._input_peak() // tp if self.splits else self.activations
@@ -154,15 +159,11 @@ class _Stage:
         reduce: int,
         master: int,
     ) -> list[Unit]:
-        """Of a stage without a pipeline. By default torchtitan keeps the weights of the last one, and of
-        embedding and head where they are one."""
-        policy, made = config.parallelism.fsdp_reshard_after_forward, together(self.parts)
-        tied = made[-1].weights != self.parts[-1].weights
+        frees = reshards_after_forward(config.parallelism.fsdp_reshard_after_forward, self.parts)
         units = []
-        for part, own in zip(self.parts, made, strict=True):
+        for part, own, reshards in zip(self.parts, together(self.parts), frees, strict=True):
             of_part = [shards[weight.name] for weight in own.weights]
             whole, piece = (sum(getattr(s, n) for s in of_part) for n in ("unsharded", "sharded"))
-            kept = part is self.parts[-1] or (tied and part is self.parts[0])
             units.append(
                 Unit(
                     part=part,
@@ -171,7 +172,7 @@ class _Stage:
                     reduction=whole * reduce,
                     reduced=piece * (reduce + master * (reduce != master)),
                     shard=piece * master,
-                    reshards=part.chunked or policy == "always" or (policy == "default" and not kept),
+                    reshards=reshards,
                     foreign=max(part.gradient_bytes // layout.tp - whole * compute, 0) * (layout.ep > 1),
                 )
             )
@@ -181,7 +182,7 @@ class _Stage:
         peak = done = 0
         for part in self.parts:
             early = 2 * self.early_gradients * part.chunked  # and what they are sent from
-            peak = max(peak, done + part.forward_peak + early)
+            peak = max(peak, done + part.forward_peak + early * self.tp)
             done += part.saved_bytes
         return peak
 

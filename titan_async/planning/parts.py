@@ -56,10 +56,10 @@ class Weight:
 class Part:
     """What one part costs. FLOPs and bytes are those of one microbatch, without tensor parallelism.
 
-    With a loss in chunks (`ChunkedLossWrapper`), FLOPs and `passed_bytes` are those of the whole loss, to which
-    the chunks add up; the other bytes are those of a chunk at a time. With experts the tokens are taken to be
-    spread evenly. Attention counts half of its matrix, which is causal, on accelerators, where the other half
-    is skipped.
+    With a loss in chunks (`ChunkedLossWrapper`), FLOPs and `passed_bytes` are those of the whole loss, to
+    which the chunks add up; the other bytes are those of a chunk at a time. With experts the tokens are taken
+    to be spread evenly. Attention counts half of its matrix, which is causal, on accelerators, where the
+    other half is skipped.
     """
 
     name: str
