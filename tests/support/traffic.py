@@ -13,7 +13,7 @@ KINDS = ("all_gather_single", "reduce_scatter_single", "all_reduce")
 def bytes_put_together(rank: int, group: Any, argv: list[str]) -> dict[str, int]:
     """Train as `argv` says, and add up what the collectives of the last step put together, by kind.
 
-    Of all-reduces those of single numbers are left out.
+    Of all-reduces those of a few numbers are left out, such as norms.
     """
     from titan_async.config.device import ensure_device
 
@@ -28,7 +28,7 @@ def bytes_put_together(rank: int, group: Any, argv: list[str]) -> dict[str, int]
     def counted(kind: str) -> Any:
         def collective(*args: Any, **kwargs: Any) -> Any:
             largest = max(t.nbytes for t in (*args, *kwargs.values()) if hasattr(t, "nbytes"))
-            counts[kind] += largest if kind != "all_reduce" or largest > 64 else 0
+            counts[kind] += largest if kind != "all_reduce" or largest > 1024 else 0
             return originals[kind](*args, **kwargs)
 
         return collective

@@ -28,6 +28,7 @@ from titan_async.planning.layout import Layout
 from titan_async.planning.network import buffer_bytes
 from titan_async.planning.optimizer_memory import Shards, optimizer_bytes, shards_of
 from titan_async.planning.parts import Part, together
+from titan_async.planning.regathers import KEPT_STAGES
 from titan_async.training.ema import keeps_average
 from titan_async.training.pipeline import needs_fsdp
 
@@ -35,9 +36,6 @@ __all__ = ["Memory", "memory_of", "usable_memory"]
 
 _RESERVED_SHARE = 0.1
 """Of an accelerator's memory, not to be planned with: context, libraries, fragmentation. An assumption."""
-
-_STAGES_GATHERED = 3
-"""Of a rank's stages, under torch's schedules; of more it frees those that are not among the next ones."""
 
 _BATCHES = 4
 """After so many, Async2BW holds all that it ever does."""
@@ -349,7 +347,7 @@ class _Account:
 
     def _count_gathered(self) -> None:
         copies = sorted(stage.first_copy for index, stage in self._stages.items() if self._gathered[index])
-        self._live["unsharded weights"] = sum(copies[-_STAGES_GATHERED:])
+        self._live["unsharded weights"] = sum(copies[-KEPT_STAGES:])
 
     def _U(self, task: Task, stage: _Stage) -> None:  # noqa: N802
         self._note(task, stage.optimizer_extra)

@@ -11,8 +11,9 @@ processors from it.
 Once a pass, of which Async2BW makes one a batch, weights are gathered and gradients reduced. Under "1F1B"
 and "GPipe" FSDP gathers a part's weights while the part before it computes its first forward, so that only
 what is longer than that is waited for; under Async2BW, and under torch's schedules of several stages, a stage
-has all its weights before it begins, and only a rank's first stage waits. Reductions are waited for under all
-schedules: none overlaps them with a backward.
+has all its weights before it begins, and only a rank's first stage waits; `regathers.py` has what ranks of
+four stages or more gather again. Reductions are waited for under all schedules: none overlaps them with a
+backward.
 
 Without a pipeline FSDP gathers weights in each forward, and again in each backward if it has freed them, and
 reduces in each backward, over replicas too, all of it while the part computes: the longer of the two counts.
@@ -42,10 +43,19 @@ from titan_async.planning.network import Network
 from titan_async.planning.parts import Part, together
 from titan_async.planning.update_cost import update_cost
 
-__all__ = ["StageCost", "message_bytes", "stage_cost"]
+__all__ = ["Collectives", "StageCost", "message_bytes", "stage_cost"]
 
 _REDUCED_BYTES = 4
 _OVERLAPPED_GATHERS = ("1F1B", "GPipe", "Async2BW")
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Collectives one after another."""
+
+    seconds: float
+    sent: float
+    """Bytes, by one rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +67,11 @@ class StageCost:
     """What activation checkpointing computes again included."""
     weight_gradient: float
     gather: float
+    """What is waited for."""
     reduction: float
     update: float
+    unshard: Collectives
+    """What gathers all its weights once, whether it is waited for or not."""
     sent: Mapping[str, float]
     exchange: tuple[float, float] = (0.0, 0.0)
     """Of the forward and of the backward, in which tokens travel between experts."""
@@ -115,6 +128,9 @@ def stage_cost(
         input_gradient=sum(t.input_gradient for t in times),
         weight_gradient=sum(t.weight_gradient for t in times),
         gather=waits * passes,
+        unshard=Collectives(
+            sum(each.gather.seconds for each in fsdp), sum(each.gather.sent for each in fsdp)
+        ),
         reduction=sum(at_the_end) * passes,
         update=update.seconds,
         sent=sent,
@@ -247,20 +263,13 @@ def _product_share(
 
 
 @dataclass(frozen=True)
-class _Collectives:
-    seconds: float
-    sent: float
-    """Bytes, by one rank."""
-
-
-@dataclass(frozen=True)
 class _Fsdp:
     """FSDP's collectives for one part."""
 
-    gather: _Collectives
+    gather: Collectives
     gathers: int
     """In a batch."""
-    reduction: _Collectives
+    reduction: Collectives
     reductions: int
     in_loss: bool
     """Whether a loss in chunks does them."""
@@ -286,7 +295,7 @@ def _fsdp_of(config: Trainer.Config, layout: Layout, parts: Sequence[Part], netw
     return found
 
 
-def _over_units(layout: Layout, part: Part, network: Network, each: int) -> _Collectives:
+def _over_units(layout: Layout, part: Part, network: Network, each: int) -> Collectives:
     """An all-gather or a reduce-scatter of each FSDP unit of a part, with `each` bytes a number."""
     sizes: dict[tuple[str, bool], float] = {}
     for weight in part.weights:
@@ -294,17 +303,17 @@ def _over_units(layout: Layout, part: Part, network: Network, each: int) -> _Col
         key = weight.unit, weight.expert
         sizes[key] = sizes.get(key, 0.0) + local * each
     groups = {False: network.groups.shards, True: network.groups.expert_shards}
-    return _Collectives(
+    return Collectives(
         sum(network.gather_seconds(groups[expert], size) for (_, expert), size in sizes.items()),
         sum(groups[expert].share_sent * size for (_, expert), size in sizes.items()),
     )
 
 
-def _reduction(layout: Layout, part: Part, network: Network) -> _Collectives:
+def _reduction(layout: Layout, part: Part, network: Network) -> Collectives:
     """A reduce-scatter of each FSDP unit of a part over its shards, and an all-reduce over replicas."""
     scattered, replicas = _over_units(layout, part, network, _REDUCED_BYTES), network.groups.replicas
     shard = (part.dense + part.experts) / (layout.dp_shard * layout.tp) * _REDUCED_BYTES
-    return _Collectives(
+    return Collectives(
         scattered.seconds + network.all_reduce_seconds(replicas, shard),
         scattered.sent + 2 * shard * replicas.share_sent,
     )
