@@ -1,5 +1,6 @@
 """Planned memory: shards by hand, items by hand, and the total against what runs of the trainer hold."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 
 from tests.support.optimizers import Averaged
 from tests.support.peaks import peak_of_a_run
-from tests.support.planning import make_layout, make_parts
+from tests.support.planning import make_layout, make_part, make_parts
 from tests.support.processes import Pools
 from tests.support.selection import slow
 from tests.support.training import ROOT
@@ -54,9 +55,11 @@ def planned(world_size: int, *flags: object, recipe: str = "debug_cpu") -> list[
 
 def arguments(*flags: object, recipe: str) -> list[str]:
     """With a short step: nowhere is a rank at its fullest in Muon's products, whose dtype may be any."""
-    return [
-        str(ROOT / "toml_configs" / f"{recipe}.toml"), "--training.seq_len", "128", *map(str, flags)
-    ]  # fmt: skip
+    file = ROOT / "toml_configs" / f"{recipe}.toml"
+    module = ()
+    if not file.exists():
+        file, module = ROOT / "tests" / "support" / f"{recipe}.toml", ("--module", "tests.support.recipes")
+    return [str(file), *module, "--training.seq_len", "128", *map(str, flags)]
 
 
 def test_an_optimizer_of_another_package_is_asked_what_it_keeps() -> None:
@@ -169,6 +172,22 @@ def test_experts_of_other_ranks_have_no_gradients_here() -> None:
     assert forward.items["unsharded weights"] == backward.items["unsharded weights"] == size / 8
 
 
+@pytest.mark.parametrize("policy", ["always", "never"])
+def test_a_loss_in_chunks_reduces_the_heads_gradient_in_the_forward(policy: str) -> None:
+    """A head of 2^20 numbers in float32 over four ranks. Its gradient and what that is sent from are there
+    beside a chunk; in the backward its weights alone are, for the norm."""
+    config = resolve(arguments(P + "pipeline_parallel_degree", 1, RESHARD, policy, recipe="debug_cpu"))
+    layout, whole, end = make_layout(1, pp=1, dp_shard=4, microbatches=2), 4 * 2**20, 4 * 64 * 64
+    head = make_part("head", shape=(1024, 1024), chunked=True, forward_peak=whole, gradient_bytes=whole)
+    memory = memory_of(config, layout, make_parts(1) | {"head": head}, 0, on_cpu=True)
+    assert memory.moment.startswith("F")
+    assert memory.items["temporary"] == 3 * whole
+    assert memory.items["unsharded weights"] == whole + 2 * end * (policy == "never")
+    assert memory.items["gradients"] == memory.items["weights"]
+    apart = make_parts(1) | {"head": dataclasses.replace(head, forward_peak=0)}
+    assert memory_of(config, layout, apart, 0, on_cpu=True).items["temporary"] == 2 * whole
+
+
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
     """Processes of its own, in which nothing else has made the peak what it is."""
@@ -181,6 +200,8 @@ def one_stage(shards: int, policy: str) -> tuple[object, ...]:
     flags = (P + "pipeline_parallel_degree", 1, P + "data_parallel_shard_degree", shards, RESHARD, policy)
     return *flags, "--training.local_batch_size", 2, "--training.global_batch_size", 4 * shards
 
+
+ONE_F_ONE_B_SHARDED = (P + "pipeline_parallel_schedule", "1F1B", P + "data_parallel_shard_degree", 2)
 
 CASES = [
     slow(2, "debug_cpu", (), id="Async2BW"),
@@ -198,6 +219,9 @@ CASES = [
     ),
     slow(2, "debug_cpu", ("--optimizer.muon.compute_dtype", "bfloat16"), id="Muon in bfloat16"),
     pytest.param(4, "debug_cpu", one_stage(4, "always"), id="one stage, always resharded"),
+    pytest.param(2, "debug_in_chunks", one_stage(2, "never"), id="one stage, a loss in chunks"),
+    slow(2, "debug_in_chunks", (), id="Async2BW, a loss in chunks"),
+    slow(4, "debug_in_chunks", ONE_F_ONE_B_SHARDED, id="1F1B on shards, a loss in chunks"),
     *(
         slow(ranks, "debug_cpu", one_stage(ranks, policy), id=f"one stage of {ranks}, {policy}")
         for ranks, policy in [(2, "always"), (2, "never"), (2, "default"), (4, "never"), (4, "default")]

@@ -12,6 +12,7 @@ from titan_async.training import cpu
 
 ensure_device()
 
+from torchtitan.components.loss import ChunkedLossWrapper  # noqa: E402
 from torchtitan.config.override import apply_overrides  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
 
@@ -86,6 +87,21 @@ def test_flops_of_embedding_and_head(dense: dict[str, Part]) -> None:
     assert dense["tok_embeddings"].forward_flops == 0
     assert dense["tok_embeddings"].active == 192 * 2048
     assert dense["head"].forward_flops == dense["head"].input_flops == dense["head"].weight_flops == head
+
+
+def test_a_loss_in_chunks_computes_as_much_and_holds_a_chunk(dense: dict[str, Part]) -> None:
+    whole, loss = dense["head"], small().loss
+    parts = trace_parts(small(loss=ChunkedLossWrapper.Config(num_chunks=8, loss_fn=loss)))
+    head, products = parts["head"], 2 * TOKENS * 192 * 2048
+    assert head.forward_flops == head.input_flops == head.weight_flops == products
+    assert head.passed_bytes == whole.passed_bytes
+    assert [part.name for part in parts.values() if part.chunked] == ["head"]
+    # Logits and their softmax, whole; an eighth of them beside the gradient of the weights, which the whole
+    # loss does not make in its forward.
+    assert whole.forward_peak > 2 * 4 * TOKENS * 2048
+    assert head.forward_peak < 3 * 4 * TOKENS * 2048 / 8 + 4 * 192 * 2048 + 5 * head.message_bytes
+    # The output is the last norm's, and the loss's backward has been: its gradient is what is left.
+    assert head.saved_bytes <= 3 * head.message_bytes + 8 * TOKENS
 
 
 @pytest.mark.parametrize("on_cpu", [False, True], ids=["accelerator", "CPU"])

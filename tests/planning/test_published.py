@@ -209,6 +209,20 @@ def test_a_row_says_what_is_special_about_its_hardware(monkeypatch):
     assert compare(dataclasses.replace(row, gib=None), parts).time > 1.3 * before
 
 
+def test_a_row_says_in_how_many_chunks_its_loss_is_computed():
+    row = row_of("Qwen3 30B-A3B, FSDP 8")
+    assert config_for(row).loss.num_chunks == row.loss_chunks == 8
+    assert not hasattr(config_for(dataclasses.replace(row, loss_chunks=1)).loss, "num_chunks")
+
+
+def test_a_loss_in_chunks_runs_its_backward_in_its_forward(config):
+    parts = make_parts(1) | {"head": make_part("head", tflops=1.0)}
+    chunked = parts | {"head": dataclasses.replace(parts["head"], chunked=True)}
+    apart, within = (cost_of(config, each) for each in (parts, chunked))
+    assert within.forward - apart.forward == pytest.approx(2 * 0.01, rel=1e-4)
+    assert within.forward + within.backward == pytest.approx(apart.forward + apart.backward)
+
+
 def test_halves_are_of_like_size_and_rows_have_sources():
     held = [row for row in ROWS if not row.fitted]
     assert abs(len(held) - len(ROWS) / 2) <= 2 and len({row.name + row.gpu for row in ROWS}) == len(ROWS)

@@ -1,12 +1,14 @@
 """Step times of hand-made models on hardware with round numbers, against closed forms."""
 
 import dataclasses
+from collections import Counter
 
 import pytest
 
 from tests.support.planning import ROUND, make_layout, make_part, make_parts
 from titan_async.optim.coefficients import resolve_coefficients
 from titan_async.optim.orthogonalization import orthogonalization_cost
+from titan_async.pipelining._order_internals import torch_order
 from titan_async.pipelining.programs import schedule_programs
 from titan_async.pipelining.simulation import simulate
 from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH
@@ -166,8 +168,9 @@ def test_two_ranks_by_hand(config):
     own = [parts["tok_embeddings"], parts["layers.0"], parts["head"]]
     sizes = [part.dense for part in own]
     assert sizes == [4096, numbers, 4096]
-    # Half of a weight passes between the two, forward and backward for each microbatch, then half a gradient.
-    assert cost.sent["weights"] == pytest.approx(4 * 2 * sum(sizes) * 2 / 2)
+    # Half of a weight passes between the two, forward and backward for each microbatch, then half a gradient;
+    # the head is not freed in between.
+    assert cost.sent["weights"] == pytest.approx(4 * (2 * sum(sizes) - sizes[-1]) * 2 / 2)
     assert cost.sent["gradients"] == pytest.approx(4 * sum(sizes) * 4 / 2)
     assert cost.gather == pytest.approx(4096 * 2 / 2 / 80e9)
     assert cost.reduction == pytest.approx(4096 * 4 / 2 / 80e9)
@@ -194,6 +197,49 @@ def test_under_a_pipeline_weights_are_gathered_once_a_batch(config):
     for schedule in sent:
         layout = make_layout(8, pp=4, dp_shard=2, microbatches=8, schedule=schedule)
         assert stage_costs(config, layout, parts, ROUND)[1].gather == pytest.approx(size / 80e9)
+
+
+@pytest.mark.parametrize("slower", [0.1, 20])
+def test_a_rank_of_four_stages_gathers_what_it_has_freed_again(config, slower):
+    """LoopedBFS has all forwards of a stage, then of the next, and backwards the other way round: the weights
+    of three stages stay there at the turn, and the first is gathered again while the two before it compute. A
+    gather takes a tenth of a stage's two forwards, or twenty times as much as they do."""
+    d, m = 2, 2
+    gather = slower * m * EACH
+    size = gather * 80e9 / (7 / 8)
+    shape = (1024, round(size / 2 / 1024))
+    layout = make_layout(8, pp=d, stages_of=8, dp_shard=8, microbatches=m, schedule="LoopedBFS")
+    cluster = dataclasses.replace(ROUND, per_node=8 * d)
+    costs = stage_costs(config, layout, make_parts(8, shape=shape), cluster)
+    once = costs[3].sent["weights"]
+    assert once == pytest.approx(size * 7 / 8, rel=1e-3)
+    for rank in range(d):
+        first, *others = (costs[stage] for stage in layout.stages_of(rank))
+        assert first.sent["weights"] == pytest.approx(2 * once, rel=0.01)
+        assert [cost.sent["weights"] for cost in others] == pytest.approx([once] * 3, rel=0.01)
+        waits = max(gather - m * first.forward, 0)
+        again = max(gather - m * (others[0].backward + others[1].backward), 0)
+        assert first.gather == pytest.approx(gather + again, rel=0.02)
+        assert [cost.gather for cost in others] == pytest.approx([waits] * 3, rel=0.02, abs=1e-5)
+    # Another pass gathers all of it again, and three stages a rank are gathered once in each.
+    twice = dataclasses.replace(layout, passes=2, microbatches=2 * m)
+    assert stage_costs(config, twice, make_parts(8, shape=shape), cluster)[0].sent[
+        "weights"
+    ] == pytest.approx(2 * costs[0].sent["weights"])
+    three = make_layout(6, pp=d, stages_of=6, dp_shard=8, microbatches=m, schedule="LoopedBFS")
+    sent = [cost.sent["weights"] for cost in stage_costs(config, three, make_parts(6, shape=shape), cluster)]
+    assert sent == pytest.approx([once] * 6, rel=0.01)
+
+
+def test_gathers_of_many_microbatches_are_those_of_their_order(config):
+    layout = make_layout(16, pp=4, stages_of=16, dp_shard=8, microbatches=96, schedule="Interleaved1F1B")
+    costs = stage_costs(config, layout, make_parts(16, shape=(1024, 1024)), ROUND)
+    stages = [list(layout.stages_of(rank)) for rank in range(4)]
+    order = torch_order("Interleaved1F1B", stages, 96, gathers=True)
+    gathers = Counter(action.stage for actions in order for action in actions if action.kind == "G")
+    assert max(gathers.values()) > 10
+    for stage in range(1, 15):
+        assert costs[stage].sent["weights"] == pytest.approx(gathers[stage] * 2**21 * 7 / 8)
 
 
 def test_messages_carry_a_hidden_state(config):
@@ -275,11 +321,17 @@ def test_muons_matrices_are_shared_out(config):
     assert update_cost(config, layout, Network(IDLE_NETWORK, layout), others).matrix_flops == 0
 
 
-def test_error_feedback_costs_time_only_where_gradients_are_late(config):
+@pytest.mark.parametrize("compile", [False, True])
+def test_error_feedback_costs_time_only_where_gradients_are_late(config, compile):
+    """Of AdamW: 8 bytes in a compiled pass, 64 in passes of their own (test_counted_traffic.py)."""
+    feedback = dataclasses.replace(config.optimizer.error_feedback, compile=compile)
+    optimizer = dataclasses.replace(config.optimizer, name="adamw", error_feedback=feedback)
+    config = dataclasses.replace(config, optimizer=optimizer)
     weights = make_part("layers.0", shape=(1024, 1024)).weights
     layouts = [make_layout(2, schedule=schedule) for schedule in ("1F1B", "Async2BW")]
     synchronous, late = (update_cost(config, layout, Network(ROUND, layout), weights) for layout in layouts)
-    assert late.seconds - synchronous.seconds == pytest.approx(2**20 * 20 / (1e18 * ACHIEVABLE_BANDWIDTH))
+    passes = 2**20 * (8 if compile else 64) / (1e18 * ACHIEVABLE_BANDWIDTH)
+    assert late.seconds - synchronous.seconds == pytest.approx(passes, abs=1e-15)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Async2BW"])

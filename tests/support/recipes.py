@@ -77,6 +77,12 @@ def small() -> AsyncTrainer.Config:
     return dataclasses.replace(config, model_spec=dataclasses.replace(config.model_spec, model=model))
 
 
+def debug_in_chunks() -> AsyncTrainer.Config:
+    """The debug recipe with a loss in chunks."""
+    config = debug()
+    return dataclasses.replace(config, loss=ChunkedLossWrapper.Config(num_chunks=8, loss_fn=config.loss))
+
+
 def titan_llama() -> Trainer.Config:
     """`tiny_llama` as users of torchtitan have it: its trainer, its sections, and a loss by chunks."""
     config = tiny_llama()

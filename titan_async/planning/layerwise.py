@@ -3,14 +3,17 @@
 Without a pipeline FSDP2 gathers a unit's weights when the unit is due and frees them after it; each backward
 reduces its gradients at once, unit by unit. torchtitan's `fsdp_reshard_after_forward` says whether weights
 are freed between forward and backward too: "always", "never", or all but the last unit's ("default").
+
+A loss in chunks gathers the head's weights anew, makes and reduces their gradient in the forward, and frees
+them whatever that says; the backward gathers them once more, for the norm that is in their unit.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from titan_async.planning.parts import Part
+from titan_async.planning.parts import Part, together
 
-__all__ = ["Held", "Unit", "backward_moments", "forward_moments"]
+__all__ = ["Held", "Unit", "backward_moments", "forward_moments", "reshards_after_forward"]
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,29 @@ class Held:
     """Shards of gradients that this microbatch is the first to make."""
 
 
-def forward_moments(units: Sequence[Unit], tp: int, prefetches: bool) -> Iterator[Held]:
+def reshards_after_forward(policy: str, parts: Sequence[Part]) -> list[bool]:
+    """Whether FSDP frees the weights of each part between forward and backward, without a pipeline.
+
+    Args:
+        policy: `parallelism.fsdp_reshard_after_forward`; by default torchtitan keeps the last part's weights,
+            and those of embedding and head where they are one.
+        parts: of the whole model.
+    """
+    tied = together(parts)[-1].weights != parts[-1].weights
+    kept = {parts[-1].name, parts[0].name if tied else ""}
+    return [
+        part.chunked or policy == "always" or (policy == "default" and part.name not in kept)
+        for part in parts
+    ]
+
+
+def forward_moments(units: Sequence[Unit], tp: int, prefetches: bool, first: bool) -> Iterator[Held]:
     """The forward of a microbatch.
 
     Args:
         units: of the stage, in the model's order.
         tp: tensor-parallel ranks, which share activations.
+        first: whether it is the first of a batch.
         prefetches: whether the next unit is gathered while one computes, as torchtitan asks for with expert
             parallelism; else the host only runs ahead, after the unit's weights have been freed.
     """
@@ -63,7 +83,10 @@ def forward_moments(units: Sequence[Unit], tp: int, prefetches: bool) -> Iterato
         # The buffer stays until the next gather; that of the last unit until the loss begins.
         buffer = unit.gather if following else 0
         buffer += following.gather if following and prefetches else 0
-        yield Held(kept + unit.weights, 0, activations, buffer + unit.part.forward_peak // tp)
+        computing = buffer + unit.part.forward_peak // tp
+        if unit.part.chunked:  # the gradient of the chunks so far, and what it is sent from
+            computing += 2 * unit.reduction + (unit.reduced if first else 0)
+        yield Held(kept + unit.weights, 0, activations, computing)
         activations += unit.part.saved_bytes // tp
         kept += 0 if unit.reshards else unit.weights
         before = unit.gather
@@ -79,7 +102,8 @@ def backward_moments(units: Sequence[Unit], tp: int, first: bool) -> Iterator[He
     """
     kept = sum(unit.weights for unit in units if not unit.reshards)
     activations = sum(unit.part.saved_bytes // tp for unit in units)
-    sending = summed = 0
+    sending = 0
+    summed = sum(unit.shard for unit in units if unit.part.chunked and first)
     for unit, following in zip(reversed(units), [*units[-2::-1], None], strict=True):
         if unit.reshards:
             kept += unit.weights
@@ -89,6 +113,8 @@ def backward_moments(units: Sequence[Unit], tp: int, first: bool) -> Iterator[He
         computing = unit.part.first_backward_peak // tp - unit.foreign
         yield Held(kept, 0, activations, sending + gathering + computing, summed)
         kept -= unit.weights
+        if unit.part.chunked:
+            continue
         yield Held(kept, unit.weights, activations, gathering + unit.reduction, summed)
         yield Held(kept, 0, activations, gathering + unit.reduction + unit.reduced, summed)
         summed += unit.shard if first else 0

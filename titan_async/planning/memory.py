@@ -17,11 +17,18 @@ from torchtitan.trainer import Trainer
 from titan_async.pipelining.actions import in_flight
 from titan_async.pipelining.simulation import Task
 from titan_async.planning.hardware import Cluster
-from titan_async.planning.layerwise import Held, Unit, backward_moments, forward_moments
+from titan_async.planning.layerwise import (
+    Held,
+    Unit,
+    backward_moments,
+    forward_moments,
+    reshards_after_forward,
+)
 from titan_async.planning.layout import Layout
 from titan_async.planning.network import buffer_bytes
 from titan_async.planning.optimizer_memory import Shards, optimizer_bytes, shards_of
 from titan_async.planning.parts import Part, together
+from titan_async.planning.regathers import KEPT_STAGES
 from titan_async.training.ema import keeps_average
 from titan_async.training.pipeline import needs_fsdp
 
@@ -29,9 +36,6 @@ __all__ = ["Memory", "memory_of", "usable_memory"]
 
 _RESERVED_SHARE = 0.1
 """Of an accelerator's memory, not to be planned with: context, libraries, fragmentation. An assumption."""
-
-_STAGES_GATHERED = 3
-"""Of a rank's stages, under torch's schedules; of more it frees those that are not among the next ones."""
 
 _BATCHES = 4
 """After so many, Async2BW holds all that it ever does."""
@@ -111,16 +115,20 @@ class _Stage:
         self.average = self.sharded if keeps_average(config) else 0
         self.unsharded = sum(shard.unsharded for shard in shards.values()) * compute
         self.first_copy = self.unsharded if wrapped else 0  # else the parameters themselves are computed with
-        self.unsharded_gradients = sum(shard.unsharded for shard in shards.values()) * reduce
         units: dict[str, list[Shards]] = {}
         for weight in weights:
             units.setdefault(weight.unit, []).append(shards[weight.name])
         self.gathers = [_buffers(unit, compute, copies_alone=False) for unit in units.values()]
+        # FSDP reduces the head's gradient in each forward of a loss in chunks, but Async2BW once a batch.
+        early = [units.pop("head")] if wrapped and parts[-1].chunked and not layout.delayed else []
+        self.early_gradients = sum(s.unsharded for unit in early for s in unit) * reduce
+        self.early_shards = sum(s.sharded for unit in early for s in unit) * master
         self.reductions = [_buffers(unit, reduce, copies_alone=wrapped) for unit in units.values()]
         self.unit_gradients = [sum(s.unsharded for s in unit) * reduce for unit in units.values()]
         self.unit_shards = [sum(s.sharded for s in unit) * master for unit in units.values()]
+        self.unsharded_gradients = sum(self.unit_gradients)
         self.state, self.optimizer_extra = optimizer_bytes(config, layout, weights, shards, on_cpu)
-        tp = layout.tp
+        self.tp = tp = layout.tp
         self.activations = sum(part.saved_bytes for part in parts) // tp
         self.forward_peak = self._forward_peak() // tp
         self.backward_peak = self._backward_peak(first=False) // tp
@@ -131,7 +139,6 @@ class _Stage:
             else []
         )
         self.prefetches = layout.ep > 1
-        self.tp = tp
         self.splits = index > 0  # torch leaves the whole backward of the first stage to its second half
         self.between = sum(part.between_bytes for part in parts) // tp if self.splits else self.activations
         self.input_peak = self._input_peak() // tp if self.splits else self.activations
@@ -150,15 +157,11 @@ class _Stage:
         reduce: int,
         master: int,
     ) -> list[Unit]:
-        """Of a stage without a pipeline. By default torchtitan keeps the weights of the last one, and of
-        embedding and head where they are one."""
-        policy, made = config.parallelism.fsdp_reshard_after_forward, together(self.parts)
-        tied = made[-1].weights != self.parts[-1].weights
+        frees = reshards_after_forward(config.parallelism.fsdp_reshard_after_forward, self.parts)
         units = []
-        for part, own in zip(self.parts, made, strict=True):
+        for part, own, reshards in zip(self.parts, together(self.parts), frees, strict=True):
             of_part = [shards[weight.name] for weight in own.weights]
             whole, piece = (sum(getattr(s, n) for s in of_part) for n in ("unsharded", "sharded"))
-            kept = part is self.parts[-1] or (tied and part is self.parts[0])
             units.append(
                 Unit(
                     part=part,
@@ -167,7 +170,7 @@ class _Stage:
                     reduction=whole * reduce,
                     reduced=piece * (reduce + master * (reduce != master)),
                     shard=piece * master,
-                    reshards=policy == "always" or (policy == "default" and not kept),
+                    reshards=reshards,
                     foreign=max(part.gradient_bytes // layout.tp - whole * compute, 0) * (layout.ep > 1),
                 )
             )
@@ -176,7 +179,8 @@ class _Stage:
     def _forward_peak(self) -> int:
         peak = done = 0
         for part in self.parts:
-            peak = max(peak, done + part.forward_peak)
+            early = 2 * self.early_gradients * part.chunked  # and what they are sent from
+            peak = max(peak, done + part.forward_peak + early * self.tp)
             done += part.saved_bytes
         return peak
 
@@ -284,10 +288,12 @@ class _Account:
 
     def _F(self, task: Task, stage: _Stage) -> None:  # noqa: N802
         if stage.units:
-            self._note_units(task, forward_moments(stage.units, stage.tp, stage.prefetches))
+            first = (task.stage, task.batch) not in self._started
+            self._note_units(task, forward_moments(stage.units, stage.tp, stage.prefetches, first))
             return
         self._note(task, stage.forward_peak)
         self._live["activations"] += stage.activations
+        self._live["gradients"] += stage.early_shards * (task.microbatch == 0)
 
     def _B(self, task: Task, stage: _Stage) -> None:  # noqa: N802
         first = (task.stage, task.batch) not in self._started
@@ -341,7 +347,7 @@ class _Account:
 
     def _count_gathered(self) -> None:
         copies = sorted(stage.first_copy for index, stage in self._stages.items() if self._gathered[index])
-        self._live["unsharded weights"] = sum(copies[-_STAGES_GATHERED:])
+        self._live["unsharded weights"] = sum(copies[-KEPT_STAGES:])
 
     def _U(self, task: Task, stage: _Stage) -> None:  # noqa: N802
         self._note(task, stage.optimizer_extra)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.config.override import apply_overrides
 from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.trainer import Trainer
@@ -55,8 +56,10 @@ class Weight:
 class Part:
     """What one part costs. FLOPs and bytes are those of one microbatch, without tensor parallelism.
 
-    With experts the tokens are taken to be spread evenly. Attention counts half of its matrix, which is
-    causal, on accelerators, where the other half is skipped.
+    With a loss in chunks (`ChunkedLossWrapper`), FLOPs and `passed_bytes` are those of the whole loss, to
+    which the chunks add up; the other bytes are those of a chunk at a time. With experts the tokens are taken
+    to be spread evenly. Attention counts half of its matrix, which is causal, on accelerators, where the
+    other half is skipped.
     """
 
     name: str
@@ -98,6 +101,8 @@ class Part:
     mask_bytes: int
     """Of the attention mask of a microbatch, made for all of a batch's at its beginning; on accelerators it
     is small and counts as nothing."""
+    chunked: bool
+    """Whether it is a head whose backward runs in its forward, chunk by chunk of the sequence."""
     dispatched_bytes: int
     """What tokens weigh that are sent to experts, before any are sent: twice forward (there and back) and
     twice backward this goes through expert-parallel ranks, each of which keeps its own share of 1/ep."""
@@ -152,14 +157,13 @@ def trace_parts(config: Trainer.Config, *, on_cpu: bool = False) -> dict[str, Pa
         dump_folder="",
         loss_fn=config.loss.build(compile_config=config.compile),
     )
-    plain = dataclasses.replace(maker, ac_config=None)
     units = _weights_of(model, tied)
     alike = alike_layers(spec.model.layers)
     parts: dict[str, Part] = {}
     for name in ["tok_embeddings", *(f"layers.{index}" for index in range(len(alike))), "head"]:
         kind, _, index = name.partition(".")
         first = f"layers.{alike[int(index)]}" if kind == "layers" else name
-        traced = parts[first] if first in parts else _trace(maker, plain, first, on_cpu)
+        traced = parts[first] if first in parts else _trace(maker, first, on_cpu)
         parts[name] = dataclasses.replace(traced, name=name, weights=units[name])
     return parts
 
@@ -206,9 +210,12 @@ def _weights_of(model: nn.Module, tied: bool) -> dict[str, tuple[Weight, ...]]:
     return {part: tuple(weights) for part, weights in found.items()}
 
 
-def _trace(maker: PartMaker, plain: PartMaker, name: str, on_cpu: bool) -> Part:
+def _trace(maker: PartMaker, name: str, on_cpu: bool) -> Part:
     modules = ["norm", "lm_head"] if name == "head" else [name]
-    flops = _flops_of(maker, modules, halve_attention=not on_cpu)
+    chunked = isinstance(maker.loss_fn, ChunkedLossWrapper)
+    whole = dataclasses.replace(maker, loss_fn=maker.loss_fn.loss_fn) if chunked else maker
+    plain = dataclasses.replace(whole, ac_config=None)
+    flops = _flops_of(whole, modules, halve_attention=not on_cpu)
     without = _flops_of(plain, modules, halve_attention=not on_cpu) if maker.ac_config else flops
     part = maker.make(modules)
     tokens = maker.parallelism.pipeline_parallel_microbatch_size * maker.training.seq_len
@@ -230,6 +237,7 @@ def _trace(maker: PartMaker, plain: PartMaker, name: str, on_cpu: bool) -> Part:
         message_bytes=message,
         dispatched_bytes=sum(message * moe.router.top_k for moe in moes),
         passed_bytes=_passed_bytes(plain, modules),
+        chunked=chunked and name == "head",
         **_bytes_of(maker, modules, masked=on_cpu),
     )
 

@@ -354,7 +354,7 @@ def _microbatch(config: Trainer.Config) -> tuple[int, int]:
     return microbatch_size_of(config), config.training.seq_len
 
 
-_OF_ANY_SIZE = ("name", "weights", "active", "gradient_bytes")
+_OF_ANY_SIZE = ("name", "weights", "active", "gradient_bytes", "chunked")
 """What of a part does not depend on the number of sequences in a microbatch."""
 
 

@@ -8,15 +8,20 @@ tensor parallelism hides; but of an overlapped pair each half computes while the
 is taken to slow nothing down. FSDP's run beside the computation of a rank that has the whole model, and take
 processors from it.
 
-Once a batch weights are gathered and gradients reduced. Under "1F1B" and "GPipe" FSDP gathers a part's
-weights while the part before it computes its first forward, so that only what is longer than that is waited
-for; under Async2BW, and under torch's schedules of several stages, a stage has all its weights before it
-begins, and only a rank's first stage waits. Reductions are waited for under all schedules: none overlaps
-them with a backward. Without a pipeline FSDP gathers weights anew in each forward and each backward and
-reduces in each backward, all of it while the part computes: the longer of the two counts.
+Once a pass, of which Async2BW makes one a batch, weights are gathered and gradients reduced. Under "1F1B"
+and "GPipe" FSDP gathers a part's weights while the part before it computes its first forward, so that only
+what is longer than that is waited for; under Async2BW, and under torch's schedules of several stages, a stage
+has all its weights before it begins, and only a rank's first stage waits; `regathers.py` has what ranks of
+four stages or more gather again. Reductions are waited for under all schedules: none overlaps them with a
+backward.
+
+Without a pipeline FSDP gathers weights in each forward, and again in each backward if it has freed them, and
+reduces in each backward, over replicas too, all of it while the part computes: the longer of the two counts.
+The head of a loss in chunks is gathered again inside of the loss, and its gradient is reduced there, which
+the loss waits for; its backward gathers it once more. Under torch's schedules that is so in pipelines too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchtitan.config import TORCH_DTYPE_MAP
@@ -29,15 +34,25 @@ from titan_async.planning.hardware import (
     TENSOR_HIDDEN,
     Accelerator,
 )
+from titan_async.planning.layerwise import reshards_after_forward
 from titan_async.planning.layout import Layout
 from titan_async.planning.network import Network
 from titan_async.planning.parts import Part, together
 from titan_async.planning.update_cost import update_cost
 
-__all__ = ["StageCost", "message_bytes", "stage_cost"]
+__all__ = ["Collectives", "StageCost", "message_bytes", "stage_cost"]
 
 _REDUCED_BYTES = 4
 _OVERLAPPED_GATHERS = ("1F1B", "GPipe", "Async2BW")
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Collectives one after another."""
+
+    seconds: float
+    sent: float
+    """Bytes, by one rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +64,11 @@ class StageCost:
     """What activation checkpointing computes again included."""
     weight_gradient: float
     gather: float
+    """What is waited for."""
     reduction: float
     update: float
+    unshard: Collectives
+    """What gathers all its weights once, whether it is waited for or not."""
     sent: Mapping[str, float]
     exchange: tuple[float, float] = (0.0, 0.0)
     """Of the forward and of the backward, in which tokens travel between experts."""
@@ -76,28 +94,28 @@ def stage_cost(
     config: Trainer.Config, layout: Layout, parts: Mapping[str, Part], network: Network, stage: int
 ) -> StageCost:
     """The cost of one stage of a layout, whose parts are those of a microbatch of its size."""
-    own = [parts[name] for name in layout.stages[stage]]
-    times = [_PartTimes(config, layout, part, network) for part in own]
-    own = together(own)
-    each = TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize
+    apart = [parts[name] for name in layout.stages[stage]]
+    times = [_PartTimes(config, layout, part, network) for part in apart]
+    own = together(apart)
     update = update_cost(config, layout, network, [weight for part in own for weight in part.weights])
-    gathers = [_over_units(layout, part, network, each) for part in own]
-    reductions = [_over_units(layout, part, network, _REDUCED_BYTES) for part in own]
-    replicas = network.groups.replicas
-    shard_bytes = sum(part.dense + part.experts for part in own) / (layout.dp_shard * layout.tp) * 4
-    all_reduce = network.all_reduce_seconds(replicas, shard_bytes)
+    fsdp = _fsdp_of(config, layout, apart, network)
+    for part_times, collectives in zip(times, fsdp, strict=True):
+        if layout.pp == 1:
+            part_times.overlap(collectives.gather.seconds, collectives.in_backward, network.collective_share)
+        if collectives.in_loss:
+            part_times.wait(
+                collectives.gather.seconds + collectives.reduction.seconds, collectives.gather.seconds
+            )
     exchanged = _tied_bytes(layout, parts) if layout.delayed and stage in (0, layout.pp - 1) else 0.0
-    if layout.pp == 1:
-        for part_times, gather, reduction in zip(times, gathers, reductions, strict=True):
-            part_times.overlap(gather.seconds, reduction.seconds, network.collective_share)
-    repeats = layout.microbatches if layout.pp == 1 else 1
-    waits = _gather_wait(layout, stage, [g.seconds for g in gathers], [t.forward for t in times])
+    waits = _gather_wait(layout, stage, [each.gather.seconds for each in fsdp], [t.forward for t in times])
+    at_the_end = [each.reduction.seconds for each in fsdp if not each.in_loss]
+    passes = layout.passes
+    if layout.pp == 1:  # the first part's is the one after the last backward
+        at_the_end, passes = at_the_end[:1], 1
     sent = {
         "activations": _messages_sent(config, layout, stage),
-        "weights": sum(g.sent for g in gathers) * (2 * repeats if layout.pp == 1 else 1),
-        "gradients": sum(r.sent for r in reductions) * repeats
-        + 2 * shard_bytes * replicas.share_sent
-        + exchanged,
+        "weights": sum(each.gather.sent * each.gathers for each in fsdp),
+        "gradients": sum(each.reduction.sent * each.reductions for each in fsdp) + exchanged,
         "experts": sum(t.expert_bytes for t in times) * layout.microbatches,
         "tensor parallelism": sum(t.tensor_bytes for t in times) * layout.microbatches,
         "Muon": update.sent_bytes,
@@ -106,9 +124,11 @@ def stage_cost(
         forward=sum(t.forward for t in times),
         input_gradient=sum(t.input_gradient for t in times),
         weight_gradient=sum(t.weight_gradient for t in times),
-        gather=waits,
-        # Without a pipeline the first part's is the one after the last backward.
-        reduction=sum(r.seconds for r in (reductions[:1] if layout.pp == 1 else reductions)) + all_reduce,
+        gather=waits * passes,
+        unshard=Collectives(
+            sum(each.gather.seconds for each in fsdp), sum(each.gather.sent for each in fsdp)
+        ),
+        reduction=sum(at_the_end) * passes,
         update=update.seconds,
         sent=sent,
         exchange=(sum(t.exchange for t in times), sum(t.exchange * t.repeats for t in times)),
@@ -179,16 +199,23 @@ class _PartTimes:
         )
         summed = local * (each + 2 * _REDUCED_BYTES)
         self.weight_gradient = part.weight_flops / tp / speed + summed / memory
+        if part.chunked:
+            self.forward += self.input_gradient + self.weight_gradient
+            self.input_gradient = self.weight_gradient = 0.0
         passes = 1 + self.repeats
         self.expert_bytes = passes * 2 * exchanged * network.groups.experts.share_sent
         self.tensor_bytes = passes * collectives * hidden * network.groups.tensor.share_sent
 
-    def overlap(self, gather: float, reduction: float, share: float) -> None:
+    def overlap(self, forward: float, backward: float, share: float) -> None:
         """Take FSDP's collectives to run beside the computation of every microbatch, which they slow down by
         the share of the processors that they take."""
-        self.forward = max(self.forward + share * gather, gather)
-        backward = self.input_gradient + self.weight_gradient
-        self.weight_gradient += max(share * (gather + reduction), gather + reduction - backward)
+        self.forward = max(self.forward + share * forward, forward)
+        self.weight_gradient += max(share * backward, backward - self.input_gradient - self.weight_gradient)
+
+    def wait(self, forward: float, backward: float) -> None:
+        """Let every microbatch wait for collectives."""
+        self.forward += forward
+        self.input_gradient += backward
 
 
 def _choices(part: Part) -> float:
@@ -235,13 +262,39 @@ def _product_share(
 
 
 @dataclass(frozen=True)
-class _Collectives:
-    seconds: float
-    sent: float
-    """Bytes, by one rank."""
+class _Fsdp:
+    """FSDP's collectives for one part."""
+
+    gather: Collectives
+    gathers: int
+    """In a batch."""
+    reduction: Collectives
+    reductions: int
+    in_loss: bool
+    """Whether a loss in chunks does them."""
+    in_backward: float
+    """Seconds of those beside a backward, without a pipeline."""
 
 
-def _over_units(layout: Layout, part: Part, network: Network, each: int) -> _Collectives:
+def _fsdp_of(config: Trainer.Config, layout: Layout, parts: Sequence[Part], network: Network) -> list[_Fsdp]:
+    each = TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize
+    turns, frees = layout.passes, [False for _ in parts]
+    if layout.pp == 1:
+        turns = layout.microbatches
+        frees = reshards_after_forward(config.parallelism.fsdp_reshard_after_forward, parts)
+    found = []
+    for part, again in zip(together(parts), frees, strict=True):
+        gather, reduction = _over_units(layout, part, network, each), _reduction(layout, part, network)
+        if part.chunked and not layout.delayed:  # gathered for the norm, in the loss, and in the backward
+            m = layout.microbatches
+            found.append(_Fsdp(gather, turns + 2 * m, reduction, m, in_loss=True, in_backward=0.0))
+            continue
+        in_backward = again * gather.seconds + reduction.seconds
+        found.append(_Fsdp(gather, turns * (1 + again), reduction, turns, False, in_backward))
+    return found
+
+
+def _over_units(layout: Layout, part: Part, network: Network, each: int) -> Collectives:
     """An all-gather or a reduce-scatter of each FSDP unit of a part, with `each` bytes a number."""
     sizes: dict[tuple[str, bool], float] = {}
     for weight in part.weights:
@@ -249,9 +302,19 @@ def _over_units(layout: Layout, part: Part, network: Network, each: int) -> _Col
         key = weight.unit, weight.expert
         sizes[key] = sizes.get(key, 0.0) + local * each
     groups = {False: network.groups.shards, True: network.groups.expert_shards}
-    return _Collectives(
+    return Collectives(
         sum(network.gather_seconds(groups[expert], size) for (_, expert), size in sizes.items()),
         sum(groups[expert].share_sent * size for (_, expert), size in sizes.items()),
+    )
+
+
+def _reduction(layout: Layout, part: Part, network: Network) -> Collectives:
+    """A reduce-scatter of each FSDP unit of a part over its shards, and an all-reduce over replicas."""
+    scattered, replicas = _over_units(layout, part, network, _REDUCED_BYTES), network.groups.replicas
+    shard = (part.dense + part.experts) / (layout.dp_shard * layout.tp) * _REDUCED_BYTES
+    return Collectives(
+        scattered.seconds + network.all_reduce_seconds(replicas, shard),
+        scattered.sent + 2 * shard * replicas.share_sent,
     )
 
 

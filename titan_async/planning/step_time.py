@@ -23,6 +23,7 @@ from titan_async.planning.hardware import Cluster
 from titan_async.planning.layout import Layout
 from titan_async.planning.network import Network
 from titan_async.planning.parts import Part
+from titan_async.planning.regathers import with_regathers
 from titan_async.planning.stage_cost import StageCost, message_bytes, stage_cost
 
 __all__ = [
@@ -73,7 +74,8 @@ def stage_costs(
 ) -> list[StageCost]:
     """The cost of every stage."""
     network = Network(cluster, layout)
-    return [stage_cost(config, layout, parts, network, stage) for stage in range(len(layout.stages))]
+    costs = [stage_cost(config, layout, parts, network, stage) for stage in range(len(layout.stages))]
+    return with_regathers(layout, costs, network.collective_share)
 
 
 def step_time(

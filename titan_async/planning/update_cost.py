@@ -30,9 +30,6 @@ the state, and writes weight and state; for Muon also what it packs and what com
 _CLIP_BYTES = 12
 """The norm reads a gradient; clipping reads and writes it."""
 
-_FEEDBACK_BYTES = 20
-"""Error feedback: the displacement, the one before, and the correction of the weights."""
-
 
 @dataclass(frozen=True)
 class UpdateCost:
@@ -49,7 +46,7 @@ def update_cost(
     config: Trainer.Config, layout: Layout, network: Network, weights: Sequence[Weight]
 ) -> UpdateCost:
     """Clip and update of a stage that holds these weights."""
-    accelerator, feedback = network.cluster.accelerator, feeds_back(config, layout)
+    accelerator, corrects = network.cluster.accelerator, feeds_back(config, layout)
     groups = groups_of(config)
     moved = total = dearest = 0.0
     products = 0.0  # seconds of all matrices, over all ranks
@@ -57,7 +54,8 @@ def update_cost(
     for weight in weights:
         group = group_of(weight.name, groups)
         held = weight.size / (layout.dp_shard * layout.tp)  # with expert parallelism too
-        moved += held * (_PASS_BYTES.get(group.optimizer_name, 28) + _CLIP_BYTES + feedback * _FEEDBACK_BYTES)
+        feedback = _feedback_bytes(config, group.optimizer_name) if corrects else 0
+        moved += held * (_PASS_BYTES.get(group.optimizer_name, 28) + _CLIP_BYTES + feedback)
         if group.optimizer_name == "Muon":
             dtype = group.optimizer_kwargs.get("compute_dtype", "bfloat16")
             cost, matrices = _orthogonalization(weight, group.optimizer_kwargs)
@@ -73,6 +71,22 @@ def update_cost(
     longer = max(products * most / total if total else 0.0, travelling)
     passes = moved / accelerator.moved_bandwidth
     return UpdateCost(longer + passes, most, sent[False] + sent[True])
+
+
+def _feedback_bytes(config: Trainer.Config, optimizer: str) -> int:
+    """Bytes that error feedback adds to an update for each parameter in float32, on an accelerator: what each
+    of its operations (`titan_async.optim.correction`) reads and writes. Compiled, it reads and writes its
+    history in the pass that AdamW makes anyway."""
+    feedback = config.optimizer.error_feedback
+    each = 4 if feedback.dtype == "auto" else DTYPES[feedback.dtype].itemsize  # of the history
+    if feedback.compile and optimizer == "AdamW":
+        return 2 * each
+    if feedback.level == "gradient":
+        clone, change, correction, unless_skipped = 8, 8 + each, 12, 12
+        return clone + change + correction + unless_skipped
+    cast = 0 if each == 4 else each + 4
+    snapshot, displacement, unless_skipped, change, correction, history = 8, 12, 12, 8 + each, 12, 4 + each
+    return snapshot + displacement + cast + unless_skipped + change + correction + history
 
 
 def _orthogonalization(weight: Weight, options: dict[str, Any]) -> tuple[float, int]:

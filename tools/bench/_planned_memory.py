@@ -32,6 +32,8 @@ class Case:
     recipe: str
     ranks: int
     flags: tuple[str, ...] = ()
+    in_chunks: bool = False
+    """Whether the loss is computed in chunks, by the recipe of that name in `_chunked_recipes.py`."""
 
 
 def _schedule(name: str) -> tuple[str, ...]:
@@ -70,6 +72,17 @@ CASES = [
         for shards in (2, 4)
         for policy in ("always", "default", "never")
     ),
+    *(
+        Case("debug_cpu", ranks, flags, in_chunks=True)
+        for ranks, flags in [
+            (2, ()),
+            (2, BFLOAT16),
+            (2, _schedule("1F1B")),
+            (4, (*_schedule("1F1B"), *SHARDS)),
+            (2, _one_stage(2, "always")),
+            (2, _one_stage(2, "never")),
+        ]
+    ),
     Case("debug_moe_cpu", 2),
     Case("debug_moe_cpu", 4, EXPERTS),
     Case("debug_moe_cpu", 4, (*_schedule("1F1B"), *EXPERTS)),
@@ -96,9 +109,18 @@ def compare(cases: Sequence[Case]) -> list[Peak]:
     return [peak for case in cases for peak in _compare(case)]
 
 
+def _recipe(case: Case, folder: Path) -> list[str]:
+    file = ROOT / "toml_configs" / f"{case.recipe}.toml"
+    if not case.in_chunks:
+        return [str(file)]
+    changed = folder / file.name
+    changed.write_text(file.read_text().replace('recipe = "debug"', 'recipe = "debug_in_chunks"'))
+    return [str(changed), "--module", "_chunked_recipes"]
+
+
 def _compare(case: Case) -> list[Peak]:
     with tempfile.TemporaryDirectory() as folder:
-        argv = [str(ROOT / "toml_configs" / f"{case.recipe}.toml"), *case.flags, "--dump_folder", folder]
+        argv = [*_recipe(case, Path(folder)), *case.flags, "--dump_folder", folder]
         argv += ["--training.steps", str(STEPS), "--checkpoint.no-enable", "--validator.no-enable"]
         worker = [sys.executable, str(Path(__file__).with_name("_trainer_peak.py")), folder, *argv]
         os.environ["TITAN_ASYNC_LOG"] = "ERROR"

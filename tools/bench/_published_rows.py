@@ -100,6 +100,8 @@ class Row:
     """`Accelerator.attention`, if the kernels are not FlashAttention-2 or FlexAttention."""
     excused: str = ""
     """Why the plan cannot be right: the row is shown, and no bound asks for it."""
+    loss_chunks: int = 1
+    """Into which the sequence is divided for the head and the loss."""
     pure_bf16: bool = False
     """Weights, gradients and moments in bfloat16."""
     tokens: float
@@ -237,7 +239,7 @@ ROWS = [
         stages_a_rank=4, seq_len=4096, batch=8192, recompute="none", tokens=302 / 178 * 1204, fitted=True,
         excused="its all-to-alls run beside another microbatch, which plans know for Async2BW alone"),
     Row(name="Qwen3 30B-A3B, FSDP 8", source=PITH, gpu="b200-180gb", gpus=8, model=QWEN3_30B, seq_len=8192,
-        batch=64, microbatch=8, recompute="selective", tokens=19_500, gib=141.8, fitted=False),
+        batch=64, microbatch=8, recompute="selective", loss_chunks=8, tokens=19_500, gib=141.8, fitted=False),
     Row(name="DeepSeek-V3 671B, PP 4, EP 64, 8 stages a rank", source=AUTOMODEL, **H100,
         dispatch="hybridep", balanced=True, attention=CUDNN, gpus=256, model=DEEPSEEK_V3, pp=4, ep=64,
         schedule="Interleaved1F1B", stages_a_rank=8, seq_len=4096, batch=512, recompute="full", tokens=1002,

@@ -62,6 +62,7 @@ def _memory(quick: bool) -> tuple[dict[str, Any], list[Table]]:
                   title="Live tensors of a rank at its fullest")  # fmt: skip
     for p in peaks:
         flags = " ".join(flag.rpartition(".")[2] for flag in p.case.flags)
+        flags += " (loss in chunks)" * p.case.in_chunks
         table.add_row(p.case.recipe, str(p.case.ranks), flags, str(p.pp_rank), f"{p.measured / 1e6:.2f}",
                       f"{p.predicted / 1e6:.2f}", f"{p.error:+.1%}", p.moment)  # fmt: skip
     worst = max(abs(p.error) for p in peaks)

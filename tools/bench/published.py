@@ -24,7 +24,7 @@ from titan_async.config.device import ensure_device
 ensure_device()  # before torchtitan is imported
 
 from _published_rows import ROWS, UNPLANNED, Dense, Registered, Row
-from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config import CompileConfig, ParallelismConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.protocols.model_spec import ModelSpec
@@ -99,10 +99,13 @@ def config_for(row: Row) -> Trainer.Config:
     base, spec = debug(), _spec(row.model, row.dispatch)
     shards = row.gpus // (row.pp * row.tp * row.replicate)
     layers = math.ceil(len(spec.model.layers) / (row.pp * row.stages_a_rank))
+    loss = CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)
+    if row.loss_chunks > 1:
+        loss = ChunkedLossWrapper.Config(num_chunks=row.loss_chunks, loss_fn=loss)
     return dataclasses.replace(
         base,
         model_spec=spec,
-        loss=CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size),
+        loss=loss,
         optimizer=dataclasses.replace(base.optimizer, name="adamw"),
         training=dataclasses.replace(
             base.training,
@@ -241,7 +244,7 @@ def main() -> int:
     traced: dict[tuple[object, ...], dict[str, Part]] = {}
     for row in ROWS:
         if arguments.only in row.name:
-            key = row.model, row.microbatch, row.seq_len, row.recompute, row.pure_bf16
+            key = row.model, row.microbatch, row.seq_len, row.recompute, row.pure_bf16, row.loss_chunks
             traced[key] = traced.get(key) or parts_for(row)
             found.append(compare(row, traced[key]))
             print(f"{found[-1].time:.2f} {row.name} ({found[-1].gpus})", file=sys.stderr)

@@ -1,0 +1,52 @@
+"""What FSDP's collectives of a training run send."""
+
+import os
+from collections import Counter
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+KINDS = ("all_gather_single", "reduce_scatter_single", "all_reduce")
+
+
+def bytes_put_together(rank: int, group: Any, argv: list[str]) -> dict[str, int]:
+    """Train as `argv` says, and add up what the collectives of the last step put together, by kind.
+
+    Of all-reduces those of a few numbers are left out, such as norms.
+    """
+    from titan_async.config.device import ensure_device
+
+    ensure_device()
+    from titan_async.config.recipe_file import resolve
+
+    os.environ.update(LOCAL_RANK=str(rank), LOG_RANK=",".join(map(str, range(group.size()))))
+    _clear_sharding_prop_cache()  # which remembers the meshes of an earlier trainer
+    counts: Counter[str] = Counter()
+    originals = {kind: getattr(dist, kind) for kind in KINDS}
+
+    def counted(kind: str) -> Any:
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            largest = max(t.nbytes for t in (*args, *kwargs.values()) if hasattr(t, "nbytes"))
+            counts[kind] += largest if kind != "all_reduce" or largest > 1024 else 0
+            return originals[kind](*args, **kwargs)
+
+        return collective
+
+    trainer = resolve(argv).build()
+    train_step = trainer.train_step
+
+    def step(*args: Any, **kwargs: Any) -> None:
+        counts.clear()
+        train_step(*args, **kwargs)
+
+    trainer.train_step = step
+    try:
+        for kind in KINDS:
+            setattr(dist, kind, counted(kind))
+        trainer.train()
+    finally:
+        for kind, original in originals.items():
+            setattr(dist, kind, original)
+    trainer.close()
+    return dict(counts)
