@@ -1,8 +1,8 @@
 # ruff: noqa: E402
 """Plans two mixtures of experts on 8 to 8192 GPUs, and writes the tables of docs/planning.md. Run by hand:
 
-    python tools/plan_scaling.py [--gpu h100-80gb] [--only 10b,100b] [--json scaling.json] [--write
-    docs/planning.md]
+    python tools/plan_scaling.py [--gpu h100-80gb] [--only 10b,100b] [--schedules Async2BW,1F1B,ZBVZeroBubble]
+    [--json scaling.json] [--write docs/planning.md]
 
 The batch is fixed, so that this is strong scaling: each number of GPUs gets the fastest layout that fits,
 for each schedule by itself. Nothing is measured; the figures are the same on every machine. It takes some
@@ -16,7 +16,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def moe_100b() -> Trainer.Config:
         steps=59_605,
         sequences=8192,
         seq_len=4096,
-        stages=16,
+        stages=8,  # over which ZBV's two stages a rank split it too
         head_layers=2,
         shards=8,
         local_sequences=1024,
@@ -84,11 +84,11 @@ class Row:
     time: StepTime
 
 
-def scale(make: Callable[[], Trainer.Config], gpu: str) -> list[Row]:
+def scale(make: Callable[[], Trainer.Config], gpu: str, schedules: Sequence[str]) -> list[Row]:
     """The rows of one model; what does not fit or cannot be shared out is left out."""
     planner, rows = Planner(cluster_of(gpu)), []
     planner.parts_of(make())
-    for schedule in SCHEDULES:
+    for schedule in schedules:
         config = with_schedule(make(), schedule)
         for world_size in WORLD_SIZES:
             found = planner.searcher.fastest(config, world_size)
@@ -118,14 +118,14 @@ def words_of(config: Trainer.Config) -> str:
     )
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[Row], schedules: Sequence[str]) -> str:
     """The rows as a Markdown table: GPUs down, schedules across."""
-    headings = ["GPUs", *(text for schedule in SCHEDULES for text in (schedule, "step; MFU; bubble; days"))]
+    headings = ["GPUs", *(text for schedule in schedules for text in (schedule, "step; MFU; bubble; days"))]
     lines = ["| " + " | ".join(headings) + " |", "|---" * len(headings) + "|"]
     found = {(row.world_size, row.schedule): row for row in rows}
     for world_size in WORLD_SIZES:
         cells = [str(world_size)]
-        for schedule in SCHEDULES:
+        for schedule in schedules:
             row = found.get((world_size, schedule))
             cells += ["-", "-"] if row is None else [row.layout, _figures(row.time)]
         lines.append("| " + " | ".join(cells) + " |")
@@ -151,21 +151,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpu", default="h100-80gb")
     parser.add_argument("--only", default=",".join(MODELS), help="models, separated by commas")
+    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="separated by commas")
     parser.add_argument("--json", type=Path, help="file for every number")
     parser.add_argument("--write", type=Path, help="document to put the tables into")
     arguments = parser.parse_args()
     models = arguments.only.split(",")
     if unknown := sorted(set(models) - set(MODELS)):
         parser.error(f"--only {','.join(unknown)}: the models are {', '.join(MODELS)}")
+    schedules = arguments.schedules.split(",")
+    if unknown := sorted(set(schedules) - set(SCHEDULES)):
+        parser.error(f"--schedules {','.join(unknown)}: the schedules are {', '.join(SCHEDULES)}")
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore", category=UserWarning, module="torchtitan")
     record: dict[str, Any] = {}
     for name in models:
-        rows = scale(MODELS[name], arguments.gpu)
-        print(table(rows))
+        rows = scale(MODELS[name], arguments.gpu, schedules)
+        print(table(rows, schedules))
         record[name] = [dataclasses.asdict(row) for row in rows]
         if arguments.write:
-            write_table(arguments.write, f"scaling {name}", table(rows))
+            write_table(arguments.write, f"scaling {name}", table(rows, schedules))
     if arguments.json:
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")
 
