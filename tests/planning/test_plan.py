@@ -218,7 +218,7 @@ def test_a_synchronous_start_adds_days(run):
     assert other == same and other["schedule"] == "1F1B"
     flags = ("--no-suggest", "--pipeline.synchronous_steps", "75")
     out = run(f"toml_configs/{RECIPE}", *flags)[1]
-    assert f"the first 75 steps are synchronous: {1e3 * own['synchronous_step_seconds']:.0f} ms each" in out
+    assert f"the first 75 steps are synchronous: {1e3 * own['synchronous_step_seconds']:.2f} ms each" in out
     assert "synchronous" not in run(f"toml_configs/{RECIPE}", *flags, "--schedule", "1F1B")[1]
 
 
