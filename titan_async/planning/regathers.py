@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from titan_async.pipelining._order_internals import torch_order
+from titan_async.pipelining.programs import stages_of_ranks
 from titan_async.pipelining.simulation import Kind
 from titan_async.planning.layout import Layout
 from titan_async.planning.stage_cost import StageCost
@@ -62,8 +63,9 @@ def _of_a_pass(
     layout: Layout, costs: Sequence[StageCost], microbatches: int, share: float
 ) -> tuple[dict[int, float], dict[int, float]]:
     """How often each stage is gathered, and the seconds that its rank loses by that."""
-    stages = [list(layout.stages_of(rank)) for rank in range(layout.pp)]
-    gathers, waits = dict.fromkeys(range(len(costs)), 0.0), dict.fromkeys(range(len(costs)), 0.0)
+    stages = stages_of_ranks(layout.schedule, layout.pp, len(costs) // layout.pp)
+    gathers, waits = dict.fromkeys(range(len(costs)), 1.0), dict.fromkeys(range(len(costs)), 0.0)
+    gathers |= {stage: 0.0 for of_rank in stages for stage in of_rank}
     for actions in torch_order(layout.schedule, stages, microbatches, gathers=True):
         now = free = 0.0  # of the computation, and of the gathers
         ready: dict[int, float] = {}
