@@ -68,7 +68,7 @@ def test_async2bw_pays_by_the_smallest_bubble_that_the_others_leave(own, schedul
     words = f"Async2BW pays: 720 ms a step (3 stages) against {720 * (1 + bubble):.0f} ms for the fastest"
     assert verdict.sentence.startswith(words)
     assert f"({schedules[-1]} on 3 stages" in verdict.sentence
-    assert f", {bubble:.0%} faster, for one update of delay and up to 0.0 GB" in verdict.sentence
+    assert f", {bubble:.0%} faster, for one update of delay and up to 0.049 MB" in verdict.sentence
 
 
 def test_one_stage_wins_where_stages_are_uneven():

@@ -119,8 +119,9 @@ class Verdict:
             if plain.layout.pp == 1 and not self.searched:
                 return "One stage has no bubble for Async2BW to take away."
             return f"Async2BW has no layout here that runs and fits: {plain} takes {plain.seconds} a step."
-        size = self.second_version / 1e9
-        copy = f"{size:.{1 if size >= 0.1 else 4}f} GB a rank for a second version of the weights"
+        size = self.second_version
+        amount = f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.2g} MB"
+        copy = f"{amount} a rank for a second version of the weights"
         cost = f"for one update of delay and up to {copy}"
         if plain is None:
             return f"Async2BW alone runs and fits here: {fast.seconds} a step ({fast}), {cost}."
