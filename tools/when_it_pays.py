@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,7 +23,6 @@ from titan_async.config.device import ensure_device
 ensure_device()  # before torchtitan is imported
 
 from matplotlib.figure import Figure
-from plan_scaling import moe_100b, words_of, write_table
 from torchtitan.trainer import Trainer
 
 from titan_async.monitor.figures import save, style
@@ -37,9 +37,10 @@ from titan_async.planning.scale import with_schedule
 from titan_async.planning.step_time import Receives, StepTime
 from titan_async.planning.suggest import LEAST_GAIN
 from titan_async.planning.verdict import in_seconds
-from titan_async.recipes._training import on_gpus
+from titan_async.recipes._training import SMOLLM_VOCAB, on_gpus
 from titan_async.recipes.dense_models import dense_spec, llama
 from titan_async.recipes.moe import moe_10b_200b
+from titan_async.recipes.moe_models import moe, moe_spec
 
 DOCS = Path(__file__).parents[1] / "docs"
 GPU = "h100-80gb"
@@ -70,6 +71,65 @@ def dense_8b() -> Trainer.Config:
         microbatch=1,
         subset="sample-350BT",
     )
+
+
+def moe_100b() -> Trainer.Config:
+    """104 B parameters, 9 B active: the 10B recipe at twice its width, with twice the experts of 1.8 times
+    their width. Two trillion tokens in batches of 33.6 M, as a model of that size may have."""
+    return on_gpus(
+        moe_spec(
+            "104B-A9B",
+            moe(
+                vocab_size=SMOLLM_VOCAB,
+                dim=4096,
+                n_layers=46,
+                n_heads=32,
+                n_kv_heads=8,
+                n_experts=128,
+                top_k=8,
+                expert_dim=1408,
+                n_shared_experts=1,
+            ),
+        ),
+        name="moe_100b",
+        lr=3e-4,
+        steps=59_605,
+        sequences=8192,
+        seq_len=4096,
+        stages=8,  # over which ZBV's two stages a rank split it too
+        head_layers=2,
+        shards=8,
+        local_sequences=1024,
+        microbatch=1,
+        experts_over=8,
+        subset="sample-350BT",
+    )
+
+
+def words_of(config: Trainer.Config) -> str:
+    """Stages x replicas x shards, experts' ranks, sequences of a microbatch, lookahead, overlapped pairs."""
+    parallelism = config.parallelism
+    degrees = [
+        parallelism.pipeline_parallel_degree,
+        parallelism.data_parallel_replicate_degree,
+        parallelism.data_parallel_shard_degree,
+    ]
+    lookahead = config.pipeline.lookahead
+    return (
+        f"{'x'.join(map(str, degrees))}, {parallelism.expert_parallel_degree}, "
+        f"{parallelism.pipeline_parallel_microbatch_size}{f', +{lookahead}' if lookahead else ''}"
+        f"{', pairs' if config.pipeline.overlap else ''}"
+    )
+
+
+def write_table(path: Path, name: str, text: str) -> None:
+    """Put a table between the two marks that have its name."""
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    document = path.read_text(encoding="utf-8")
+    if not pattern.search(document):
+        sys.exit(f"{path} has no marks {begin} and {end}")
+    path.write_text(pattern.sub(lambda _: f"{begin}\n{text}\n{end}", document), encoding="utf-8")
 
 
 MODELS: dict[str, Callable[[], Trainer.Config]] = {

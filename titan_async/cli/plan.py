@@ -21,7 +21,7 @@ _HELP = """\
 usage: titan-async plan RECIPE.toml [flags] [--section.key value ...]
 
 Say what a run will need, without accelerators, data or tokenizer: time, memory and traffic of a step on the
-hardware named, under its own schedule and others, and a faster layout if there is one. Everything is
+hardware named, under its own schedule and others, a faster layout if there is one, and whether Async2BW pays. All is
 computed from the recipe; docs/planning.md says how, and what is left out.
 
 flags:

@@ -42,7 +42,7 @@ def _cell(found: Interval | None, signed: bool = True) -> str:
 def _measured(headings: list[str], rows: list[list[str]], named: int) -> str:
     """The table of the rows with a result; the first `named` columns say which they are."""
     kept = [row for row in rows if any(cell not in ("-", "") for cell in row[named:])]
-    return table(headings, kept or [["none has run yet", *[""] * (len(headings) - 1)]])
+    return table(headings, kept) if kept else "Not run yet."
 
 
 def length(losses: Losses) -> str:
