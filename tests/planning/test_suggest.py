@@ -198,7 +198,7 @@ def test_what_is_printed_makes_the_suggested_layout(flags):
     assert layout_of(resolve([*SPREAD, *flags, *words]), 4) == layout_of(found.config, 4)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Async2BW"])
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble", "Async2BW"])
 def test_no_layout_is_faster_than_the_fastest(schedule):
     config = config_of(2, 2, sequences=16, microbatch=4, schedule=schedule)
     slower = dataclasses.replace(SLOW, link_latency=0.02)

@@ -21,8 +21,8 @@ _HELP = """\
 usage: titan-async plan RECIPE.toml [flags] [--section.key value ...]
 
 Say what a run will need, without accelerators, data or tokenizer: time, memory and traffic of a step on the
-hardware named, under its own schedule and others, a faster layout if there is one, and whether Async2BW pays. All is
-computed from the recipe; docs/planning.md says how, and what is left out.
+hardware named, under its own schedule and others, a faster layout if there is one, and whether Async2BW
+pays. Everything is computed from the recipe; docs/planning.md says how, and what is left out.
 
 flags:
   --gpu NAME              h100-80gb (default), h200-141gb, a100-40gb, a100-80gb, b200-180gb, l40s-48gb or

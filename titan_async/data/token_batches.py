@@ -34,11 +34,11 @@ class TokenBatches(SequenceDataset):
     """Batches of packed sequences of one data-parallel rank, each of shape (batch_size, seq_len).
 
     Ranks share documents or sequences as those of `PackedDataset` do, and both end and resume alike.
+    Arguments that are not listed are those of `PackedDataset`.
 
     Args:
         source: The folder, split and order: a source whose dataset is "tokens".
         batch_size: Sequences in a batch; what fills none is left out.
-        seq_len, rank, world_size, infinite, accept_changed_data: As of `PackedDataset`.
 
     Raises:
         UserError: As `TokenFiles`; and while iterating, when a file is corrupt, or when there is too little

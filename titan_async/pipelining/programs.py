@@ -15,6 +15,7 @@ from titan_async.pipelining.simulation import Task
 
 __all__ = [
     "ONE_STAGE",
+    "SPLIT_BACKWARD",
     "V_SHAPED",
     "Norm",
     "async_programs",
@@ -22,6 +23,9 @@ __all__ = [
     "stages_of_ranks",
     "synchronous_programs",
 ]
+
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""Schedules of torch's whose backwards come in two halves: of the input, and of the weights."""
 
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 """Schedules whose stages run down the ranks and up again; others with several stages start over."""

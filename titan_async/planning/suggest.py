@@ -1,10 +1,10 @@
 """Looks for a faster layout on the same ranks, for the same batch.
 
 Tried are all degrees of pipeline, shard, replicate and expert parallelism that multiply to the same ranks,
-three sizes of microbatches, lookahead, and overlapped pairs where tokens travel between experts; tensor
-parallelism stays as it is. A quick bound sorts them out: a step takes at least what the slowest rank
-computes, plus, where the pipeline empties, the time of filling it. Those that may be faster are simulated,
-the most promising first, and of those that are the first that fits wins.
+microbatches of a quarter of the size to twice, lookahead, and overlapped pairs where tokens travel between
+experts; tensor parallelism stays as it is. A quick bound sorts them out: a step takes at least what the
+slowest rank computes, plus, where the pipeline empties, the time of filling and emptying it. Those that may
+be faster are simulated, the most promising first, and of those that are the first that fits wins.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from typing import Any
 from torchtitan.trainer import Trainer
 
 from titan_async.errors import UserError
+from titan_async.pipelining.programs import SPLIT_BACKWARD
 from titan_async.planning.hardware import Cluster
 from titan_async.planning.layout import Layout, layout_of
 from titan_async.planning.measured import Calibration
@@ -147,7 +148,8 @@ def _choices(config: Trainer.Config, world_size: int) -> Iterator[Degrees]:
     rest = world_size // parallelism.tensor_parallel_degree
     own, experts = parallelism.pipeline_parallel_microbatch_size, _experts(config)
     sequences = sequences_of(config)
-    for pp, microbatch in itertools.product(_divisors(rest), sorted({max(own // 2, 1), own, 2 * own})):
+    sizes = sorted({max(own // 4, 1), max(own // 2, 1), own, 2 * own})
+    for pp, microbatch in itertools.product(_divisors(rest), sizes):
         data_parallel = rest // pp
         if sequences % (data_parallel * microbatch) or sequences // data_parallel // microbatch < pp:
             continue
@@ -181,14 +183,26 @@ def _divisors(number: int) -> list[int]:
 
 def _least_seconds(layout: Layout, costs: list[StageCost]) -> float:
     """A bound from below for a step."""
-    ranks = [[costs[stage] for stage in layout.stages_of(rank)] for rank in range(layout.pp)]
-    pairs = [sum(cost.microbatch(layout.overlap) for cost in own) for own in ranks]
-    once = [sum(cost.gather + cost.reduction + cost.update for cost in own) for own in ranks]
-    slowest = max(layout.microbatches * pair + rest for pair, rest in zip(pairs, once, strict=True))
-    if layout.delayed or layout.pp == 1:
-        return slowest
-    # The first microbatch must have passed the other ranks' forwards before the last rank can begin.
-    return slowest + min(sum(cost.forward for cost in own) for own in ranks) / len(ranks[0])
+    fills, drains = [0.0] * layout.pp, [0.0] * layout.pp
+    if not layout.delayed:
+        # The first microbatch comes to a rank through the first stages of those before it, and the last goes
+        # back through them. What is left of a backward in two halves may fill that time.
+        before = costs[: layout.pp - 1]
+        fills = [0.0, *itertools.accumulate(cost.forward for cost in before)]
+        if layout.schedule not in SPLIT_BACKWARD:
+            drains = [0.0, *itertools.accumulate(cost.backward for cost in before)]
+    bounds = []
+    for rank, (fill, drain) in enumerate(zip(fills, drains, strict=True)):
+        own = [costs[stage] for stage in layout.stages_of(rank)]
+        again = (layout.passes - 1) * (fill + drain)
+        bounds.append(
+            max(fill, sum(cost.gather for cost in own))
+            + layout.microbatches * sum(cost.microbatch(layout.overlap) for cost in own)
+            + again
+            + max(drain, sum(cost.reduction for cost in own))
+            + sum(cost.update for cost in own)
+        )
+    return max(bounds)
 
 
 def _changes(before: Trainer.Config, after: Trainer.Config) -> dict[str, tuple[int | bool, int | bool]]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from torchtitan.trainer import Trainer
 
+from titan_async.pipelining.programs import SPLIT_BACKWARD
 from titan_async.planning.layout import Layout, layout_of
 from titan_async.planning.memory import memory_of
 from titan_async.planning.scale import with_schedule, world_size_of
@@ -31,9 +32,6 @@ _FOUND = "the fastest synchronous layout found"
 
 _CLOSE = 2 * LEAST_GAIN
 """Of a step: what parts in proportion may be off by."""
-
-_UNCOMPILED = ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV")
-"""Schedules that torch does not run with compiled stages."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class Contender:
             words += ", overlapped pairs"
         if layout.delayed:
             return words
-        if layout.schedule in _UNCOMPILED and self.config.compile.enable:
+        if layout.schedule in SPLIT_BACKWARD and self.config.compile.enable:
             words += ", not compiled"
         return f"{layout.schedule} on {words}"
 
