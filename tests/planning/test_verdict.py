@@ -10,7 +10,7 @@ from titan_async.planning.layout import layout_of
 from titan_async.planning.measured import AS_ASSUMED
 from titan_async.planning.scale import world_size_of
 from titan_async.planning.step_time import step_time
-from titan_async.planning.suggest import Searcher
+from titan_async.planning.suggest import Searcher, Suggestion
 from titan_async.planning.verdict import verdict_of
 
 EACH = 0.02
@@ -40,7 +40,8 @@ def judge(config, *, fits=lambda *_: True, suggested=None, searches=True, cluste
 
     own = time(config)
     searcher = Searcher(cluster, AS_ASSUMED, parts_of, fits)
-    return verdict_of(config, searcher, time, {own.schedule: own}, suggested, searches=searches)
+    found = None if suggested is None else Suggestion({}, time(suggested), 0.0, suggested)
+    return verdict_of(config, searcher, time, {own.schedule: own}, found, searches=searches)
 
 
 def under(*schedules):

@@ -281,7 +281,6 @@ def _accelerator(profile: DeviceProfile, **known: Any) -> Accelerator:
         **values,
         **passes,
         memory_bandwidth=elementwise.bandwidth,
-        measured_bandwidth=elementwise.bandwidth,
         measured=measured,
         calibrated_on=device.name,
         achievable=measured["bfloat16"].products / values["matrix_peak"],

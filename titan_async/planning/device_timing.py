@@ -161,16 +161,9 @@ def _profile_dtype(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Of
         fastest_product=max(2 * t.m * t.n * t.k / t.seconds for t in products),
         product_error=FitError(mean=of_products.mean_error, worst=of_products.worst_error),
         attention_error=FitError(mean=of_attention.mean_error, worst=of_attention.worst_error),
-        products=[
-            replace(
-                t,
-                fitted_seconds=2 * t.m * t.n * t.k * operation
-                + dtype.itemsize * (t.m * t.k + t.k * t.n + t.m * t.n) * moved,
-            )
-            for t in products
-        ],
+        products=[replace(t, fitted_seconds=s) for t, s in zip(products, of_products.seconds, strict=True)],
         attention=[
-            replace(t, fitted_seconds=t.operations * (attended + first / t.seq_len)) for t in attention
+            replace(t, fitted_seconds=s) for t, s in zip(attention, of_attention.seconds, strict=True)
         ],
     )
 

@@ -93,7 +93,7 @@ class Accelerator:
     processors: int
     """Streaming multiprocessors."""
     memory_bandwidth: float
-    """Bytes a second."""
+    """Bytes a second: of the data sheet, or of a large elementwise operation if it was calibrated."""
     achievable: float
     """Of a peak, what matrix products reach in training, at the clock that is left to them, if moving their
     operands does not count: fitted to published runs (docs/planning.md). `--achievable` sets another,
@@ -108,8 +108,6 @@ class Accelerator:
     """The device on which `titan-async calibrate` measured; empty if the numbers are those of this module."""
     measured: Mapping[str, Rates] | None = None
     """By dtype what was measured there. `achievable` and `attention` are then not used."""
-    measured_bandwidth: float | None = None
-    """Bytes a second of a large elementwise operation, as measured there."""
     on_cpu: bool = False
     """Whether it is a core of a CPU: attention computes all of its scores there, and there is no NCCL."""
 
@@ -120,7 +118,7 @@ class Accelerator:
     @property
     def moved_bandwidth(self) -> float:
         """Bytes a second that elementwise operations move through memory."""
-        return self.measured_bandwidth or self.memory_bandwidth * ACHIEVABLE_BANDWIDTH
+        return self.memory_bandwidth * (ACHIEVABLE_BANDWIDTH if self.measured is None else 1.0)
 
     def rates(self, dtype: str) -> Rates:
         """What it reaches in a dtype, measured if it was calibrated."""

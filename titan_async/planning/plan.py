@@ -237,9 +237,7 @@ class Planner:
         if suggests:
             found = self._suggest(config, own)
         timed = {each.schedule: each for each in (own, *others) if isinstance(each, StepTime)}
-        verdict = verdict_of(
-            config, self.searcher, self.time, timed, found and found.config, searches=suggests
-        )
+        verdict = verdict_of(config, self.searcher, self.time, timed, found, searches=suggests)
         return Plan(
             recipe=recipe,
             cluster=self.cluster,

@@ -21,9 +21,11 @@ _SMALLEST = 1e-4
 
 @dataclass(frozen=True)
 class Fit:
-    """Seconds for one unit of each of two terms, and the error of what they predict."""
+    """Seconds for one unit of each of two terms, and what they predict."""
 
     costs: tuple[float, float]
+    seconds: list[float]
+    """As predicted for each timing."""
     mean_error: float
     """Factor by which predictions are off, the geometric mean: 1.1 for a tenth."""
     worst_error: float
@@ -78,7 +80,10 @@ def fit_terms(amounts: Sequence[tuple[float, float]], seconds: Sequence[float]) 
     costs = min(found, key=lambda logs: float(_errors(terms, wanted, logs).square().sum()))
     off = _errors(terms, wanted, costs).abs()
     return Fit(
-        (costs[0].exp().item(), costs[1].exp().item()), off.mean().exp().item(), off.max().exp().item()
+        costs=(costs[0].exp().item(), costs[1].exp().item()),
+        seconds=(terms @ costs.exp()).tolist(),
+        mean_error=off.mean().exp().item(),
+        worst_error=off.max().exp().item(),
     )
 
 

@@ -17,7 +17,7 @@ from titan_async.planning.layout import Layout, layout_of
 from titan_async.planning.memory import memory_of
 from titan_async.planning.scale import with_schedule, world_size_of
 from titan_async.planning.step_time import StepTime
-from titan_async.planning.suggest import LEAST_GAIN, Searcher
+from titan_async.planning.suggest import LEAST_GAIN, Searcher, Suggestion
 from titan_async.training.pipeline import ASYNC_SCHEDULE, is_async
 
 __all__ = ["COMPARED", "Contender", "Outcome", "Verdict", "in_seconds", "verdict_of"]
@@ -26,7 +26,7 @@ COMPARED = (ASYNC_SCHEDULE, "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 """The schedules that every plan shows, besides its own."""
 
 Outcome = Literal["pays", "no difference", "does not pay", "only Async2BW", "only synchronous", "nothing"]
-"""Of the two which one is faster by `LEAST_GAIN`, or the only one that runs and fits."""
+"""Which of the two is faster by at least `LEAST_GAIN`, or the only one that runs and fits."""
 
 _FOUND = "the fastest synchronous layout found"
 
@@ -102,7 +102,7 @@ class Verdict:
 
     @property
     def sentence(self) -> str:
-        """All of it in one sentence."""
+        """The verdict as one sentence."""
         text = self._sentence()
         return text if self.searched else f"{text[:-1]}; other layouts were not looked for (--no-suggest)."
 
@@ -157,7 +157,7 @@ def verdict_of(
     searcher: Searcher,
     time: Callable[[Trainer.Config], StepTime],
     known: Mapping[str, StepTime],
-    suggested: Trainer.Config | None,
+    suggested: Suggestion | None,
     *,
     searches: bool,
 ) -> Verdict:
@@ -174,7 +174,8 @@ def verdict_of(
     """
     found = list(_contenders(config, searcher, time, known))
     if suggested is not None:
-        found += _contenders(suggested, searcher, time, {})
+        of_suggestion = {suggested.time.schedule: suggested.time}
+        found += _contenders(suggested.config, searcher, time, of_suggestion)
     if searches:
         world_size, is_one = world_size_of(config), [each.layout.pp == 1 for each in found]
         if not any(is_one):

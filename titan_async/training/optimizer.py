@@ -213,7 +213,7 @@ class AsyncOptimizers(OptimizersContainer):
         return honoured
 
     def pause_feedback(self, paused: bool) -> None:
-        """Turn error feedback off, because gradients are not late, or on again with an empty history."""
+        """Pause error feedback, or resume it with an empty history."""
         for optimizer in self.optimizers:
             if isinstance(optimizer, Muon | ErrorFeedback):
                 optimizer.feedback_paused = paused

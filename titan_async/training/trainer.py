@@ -223,7 +223,6 @@ class AsyncTrainer(Trainer):
         if self.delayed:
             # The weights of the next batch, which a checkpoint holds too, are valid until now.
             self.checkpointer.maybe_wait_for_staging()
-        if self.delayed:
             self._delay_updates(self.step > self.synchronous_steps)
         self.search.begin_batch()
         loss = torch.zeros(1, device=self.device)
@@ -241,7 +240,7 @@ class AsyncTrainer(Trainer):
         return Trained(loss, valid_tokens, global_valid_tokens, rates)
 
     def _delay_updates(self, late: bool) -> None:
-        """Let the gradients of the next batch come late or not, and correct for that or not."""
+        """Delay the updates of the next batch or not, with error feedback or paused."""
         if late and self.step == self.synchronous_steps + 1 > 1:
             line = f"step {self.step}: the synchronous start is over, updates are delayed from here on"
             self._later.add(self.step, partial(self.reporter.say, line))
