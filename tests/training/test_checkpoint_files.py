@@ -217,6 +217,23 @@ def test_killed_saves_do_not_count_and_what_they_left_goes(tmp_path: Path) -> No
     assert {path.name for path in Path(made.folder).iterdir()} == {"step-20", "step-25", other.name}
 
 
+def test_the_next_save_that_another_rank_has_begun_is_not_removed(tmp_path: Path) -> None:
+    # Two ranks, async: rank 1 had made the folder of step 5 while rank 0 still waited for step 4. Rank 0
+    # took it for what a killed save had left.
+    made, _ = checkpointer(tmp_path, "async", keep=2)
+    folder = Path(made.folder)
+    for step in (3, 5):
+        Path(folder, f"step-{step}").mkdir(parents=True)
+    made.save(4)
+    made.maybe_wait_for_saving()
+    made.close()  # which waits for what is removed
+    assert {path.name for path in folder.iterdir()} == {"step-4", "step-5"}
+    made, _ = checkpointer(tmp_path, "async", keep=2)
+    made.save(6)
+    made.maybe_wait_for_saving()
+    assert kept(made) == [4, 6]
+
+
 def test_the_one_just_saved_is_kept_whatever_its_step(tmp_path: Path) -> None:
     made, _ = checkpointer(tmp_path, keep=2)
     for step in (30, 40):

@@ -157,12 +157,16 @@ class AsyncCheckpointer(CheckpointManager):
         """Remove what is not to be kept: older checkpoints than the latest, and what killed saves have left.
 
         The one just saved is kept in any case. The others stop being checkpoints at once; their files are
-        removed in the background.
+        removed in the background. With async saves, folders of later steps stay until a later save.
         """
         if not self._most or dist.get_rank() != 0:
             return
-        folder = Path(self.folder)
-        others = [path for step, path in _folders(folder) if path != self._saving]
+        folders = _folders(Path(self.folder))
+        saved = next((step for step, path in folders if path == self._saving), None)
+        if saved is not None and self.async_mode != AsyncMode.DISABLED:
+            # Another rank, that learned of this save's end earlier, may have made the folder of the next one.
+            folders = [(step, path) for step, path in folders if step <= saved]
+        others = [path for _, path in folders if path != self._saving]
         whole = [path for path in others if _is_whole(path)]
         for path in set(others) - set(whole[-(self._most - 1) :]):
             if not path.is_symlink():  # what it leads to may be another run's
