@@ -16,7 +16,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from titan_async.config.edit import unknown_name
+from titan_async.config.suggestions import unknown_name
 from titan_async.errors import UserError
 from titan_async.monitor.figures import save, style
 from titan_async.monitor.gantt import Box, Chart, draw_charts, tint_of

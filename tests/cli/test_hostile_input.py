@@ -28,7 +28,7 @@ from tests.support.saved_runs import DENSE, ROOT, save_run
 from tests.support.training import environment, train
 from titan_async.cli import elastic, main
 from titan_async.config import toml_file
-from titan_async.config.number_ranges import check_numbers
+from titan_async.config.checks import check_numbers
 from titan_async.config.recipe_file import resolve, resolve_recipe
 from titan_async.data.files import read_documents
 from titan_async.data.tokenizer import shakespeare_tokenizer_folder

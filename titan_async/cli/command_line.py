@@ -102,7 +102,7 @@ def parse(
 
 
 def _refuse_unknown(name: str, verb: str, own: Sequence[str], recipe: bool) -> None:
-    from titan_async.config.edit import nearest
+    from titan_async.config.suggestions import nearest
 
     known = [f"--{flag}" for flag in own]
     if recipe:

@@ -70,7 +70,7 @@ def _run(argv: list[str]) -> int:
         print(f"titan-async {__version__}")
         return 0
     if argv[0] not in VERBS:
-        from titan_async.config.edit import nearest
+        from titan_async.config.suggestions import nearest
 
         what = "unknown option" if argv[0].startswith("-") else "unknown verb"
         if argv[0].endswith(".toml"):

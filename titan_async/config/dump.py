@@ -10,9 +10,9 @@ from typing import Any
 
 import tomli_w
 
-from titan_async.config.edit import dotted
-from titan_async.config.editor import MODE, choices_of, field_types, is_settable
-from titan_async.config.values import NONE_WORD
+from titan_async.config.field_values import NONE_WORD
+from titan_async.config.overrides import MODE, choices_of, field_types, is_settable
+from titan_async.config.suggestions import dotted
 
 __all__ = ["dump_config"]
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from titan_async.config.edit import Edit, FlagOrigin, nearest
+from titan_async.config.suggestions import Edit, FlagOrigin, nearest
 from titan_async.config.toml_values import MOST_NESTED
 from titan_async.errors import UserError
 

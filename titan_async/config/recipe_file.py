@@ -26,9 +26,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from titan_async.config.edit import Edit, nearest
 from titan_async.config.flags import Arguments, parse_arguments
 from titan_async.config.recipe_list import import_recipe_module, list_recipes
+from titan_async.config.suggestions import Edit, nearest
 from titan_async.config.toml_file import RecipeSource, TomlFile, read_recipe_file
 from titan_async.errors import UserError
 
@@ -115,9 +115,9 @@ def resolve_model(recipe: str, model: Mapping[str, Any], *, shown: str, flags: S
 def _resolve(source: RecipeSource, arguments: Arguments) -> Resolved:
     make_recipe, takes_model = _find_recipe(source, arguments.module)
 
-    from titan_async.config.editor import apply_edits
+    from titan_async.config.checks import check_numbers
     from titan_async.config.inner_folders import check_inner_folders
-    from titan_async.config.number_ranges import check_numbers
+    from titan_async.config.overrides import apply_edits
 
     assert source.recipe is not None
     edits, model = source.edits, None

@@ -13,8 +13,8 @@ import tomllib
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan_async.config.edit import Edit, Path, dotted, nearest
 from titan_async.config.recipe_list import recipe_files
+from titan_async.config.suggestions import Edit, Path, dotted, nearest
 from titan_async.config.toml_values import check_value, parse_toml
 from titan_async.errors import UserError
 from titan_async.whole_files import read_regular

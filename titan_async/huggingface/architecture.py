@@ -7,7 +7,7 @@ from typing import Any
 
 from torchtitan.protocols.model_spec import ModelSpec
 
-from titan_async.config.values import NONE_WORD
+from titan_async.config.field_values import NONE_WORD
 from titan_async.errors import UserError
 from titan_async.training.hf_architecture import LLAMA3_SCALING, YARN_SCALING, describe
 from titan_async.training.hf_models import MOST_LAYERS, spec_of

@@ -13,7 +13,7 @@ A100 (arXiv 2307.08691), assumed for the others. What NCCL takes is read and not
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from titan_async.config.edit import unknown_name
+from titan_async.config.suggestions import unknown_name
 from titan_async.errors import UserError
 
 __all__ = [

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from titan_async.config.values import show
+from titan_async.config.field_values import show
 
 __all__ = ["changed_options"]
 

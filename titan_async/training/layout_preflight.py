@@ -6,8 +6,8 @@ import os
 from torchtitan.config import ParallelismConfig
 from torchtitan.trainer import Trainer
 
-from titan_async.config.edit import unknown_name
-from titan_async.config.number_ranges import check_numbers
+from titan_async.config.checks import check_numbers
+from titan_async.config.suggestions import unknown_name
 from titan_async.errors import UserError
 from titan_async.training._titan_internals import split_layers
 from titan_async.training.balance import count_stages, measures_balance

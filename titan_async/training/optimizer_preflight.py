@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
-from titan_async.config.edit import nearest, unknown_name
-from titan_async.config.values import show
+from titan_async.config.field_values import show
+from titan_async.config.suggestions import nearest, unknown_name
 from titan_async.errors import UserError
 from titan_async.training.optimizer import FACTORIES, OF_THE_WHOLE_RUN, AsyncOptimizers
 from titan_async.training.optimizer_config import match_group

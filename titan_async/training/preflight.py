@@ -24,7 +24,7 @@ from torchtitan.trainer import Trainer
 
 from titan_async.checkpoint.safetensors_files import SafetensorsFolder
 from titan_async.config.device import has_accelerator
-from titan_async.config.edit import unknown_name
+from titan_async.config.suggestions import unknown_name
 from titan_async.data import DocumentEncoder
 from titan_async.data.encoder import entries_of
 from titan_async.errors import UserError

@@ -13,8 +13,8 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from titan_async.config import values
-from titan_async.config.edit import Edit, Origin, Path, dotted
+from titan_async.config import field_values as values
+from titan_async.config.suggestions import Edit, Origin, Path, dotted
 from titan_async.errors import UserError
 
 __all__ = ["apply_edits", "choices_of", "field_types", "is_settable"]
