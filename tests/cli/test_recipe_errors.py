@@ -1,4 +1,4 @@
-"""What is said about wrong recipe files and flags: one line, with place, cause and mend."""
+"""Errors of recipe files and flags: one line with the place, the cause and the fix."""
 
 from __future__ import annotations
 
@@ -25,29 +25,37 @@ WRONG_FILES = [
         "x.toml:3: unknown key loss.loss_fn.global_vocab; did you mean loss.loss_fn.global_vocab_size?",
     ),
     ("training = 3", "x.toml:2: training is a section and has no value of its own (got 3)"),
-    ("[training.steps]\na = 1", "x.toml:2: training.steps must be an integer, not a table"),
-    ('[training]\nsteps = "abc"', 'x.toml:3: training.steps must be an integer, not "abc"'),
-    ('[training]\nsteps = "3"', 'x.toml:3: training.steps must be an integer, not "3"'),
-    ("[training]\nsteps = 3.5", "x.toml:3: training.steps must be an integer, not 3.5"),
-    ("[training]\nsteps = true", "x.toml:3: training.steps must be an integer, not true"),
-    ("[training]\nmax_norm = true", "x.toml:3: training.max_norm must be a number, not true"),
-    ("[compile]\nenable = 1", "x.toml:3: compile.enable must be true or false, not 1"),
-    ("[debug]\nseed = 1979-05-27", 'x.toml:3: debug.seed must be an integer or "none", not 1979-05-27'),
+    ("[training.steps]\na = 1", "x.toml:2: training.steps is a table: input should be a valid integer"),
+    ('[training]\nsteps = "abc"', 'x.toml:3: training.steps is "abc": input should be a valid integer'),
+    ('[training]\nsteps = "3"', 'x.toml:3: training.steps is "3": input should be a valid integer'),
+    ("[training]\nsteps = 3.5", "x.toml:3: training.steps is 3.5: input should be a valid integer"),
+    ("[training]\nsteps = true", "x.toml:3: training.steps is true: input should be a valid integer"),
+    (
+        "[training]\nmax_norm = true",
+        "x.toml:3: training.max_norm is true: input should be a valid number or "
+        "input should be a valid integer",
+    ),
+    ("[compile]\nenable = 1", "x.toml:3: compile.enable is 1: input should be a valid boolean"),
+    (
+        "[debug]\nseed = 1979-05-27",
+        'x.toml:3: debug.seed is 1979-05-27: input should be a valid integer, or "none"',
+    ),
     (
         '[training]\ndtype = "fp8"',
-        'x.toml:3: training.dtype must be one of "bfloat16", "float32", not "fp8"',
+        """x.toml:3: training.dtype is "fp8": input should be 'bfloat16' or 'float32\'""",
     ),
     (
         '[compile]\ncomponents = "model"',
-        'x.toml:3: compile.components must be a list of strings, not "model"',
+        'x.toml:3: compile.components is "model": input should be a valid array',
     ),
     (
         '[compile]\ncomponents = [\n  "model",\n  3,\n]\nenable = true',
-        'x.toml:3: compile.components must be a list of strings, not ["model", 3]',
+        "x.toml:3: compile.components has the item 3: input should be a valid string",
     ),
     (
         '[optimizer.param_groups.0.optimizer_kwargs]\n# comment\nlr = "x"',
-        'x.toml:4: optimizer.param_groups.0.optimizer_kwargs.lr must be a number, not "x"',
+        'x.toml:4: optimizer.param_groups.0.optimizer_kwargs.lr is "x": '
+        "input should be a valid integer or input should be a valid number",
     ),
     (
         '[optimizer.param_groups.1]\npattern = "x"',
@@ -115,22 +123,29 @@ WRONG_FLAGS = [
     ("--traning.steps 3", "unknown flag --traning.steps; did you mean --training.steps?"),
     ("--training.steps.x 3", "unknown flag --training.steps.x; did you mean --training.steps?"),
     ("--zzz 3", "unknown flag --zzz"),
-    ("--training.steps", "--training.steps needs a value: an integer"),
-    ("--training.steps=abc", '--training.steps must be an integer, not "abc"'),
+    ("--training.steps", "--training.steps needs a value of type int"),
+    (
+        "--training.steps=abc",
+        '--training.steps is "abc": input should be a valid integer, unable to parse string as an integer',
+    ),
     ("--training.steps 5 6", "--training.steps takes one value, not 2: 5 6"),
-    ("--training.steps=5 6", "unexpected argument 6; every setting is written --section.key value"),
+    ("--training.steps=5 6", "unexpected argument 6; every field is set by --section.key value"),
     ("-x", "unknown flag -x; flags start with two dashes"),
-    ("--compile.enable maybe", '--compile.enable must be true or false, not "maybe"'),
+    (
+        "--compile.enable maybe",
+        '--compile.enable is "maybe": input should be a valid boolean, unable to interpret input',
+    ),
     ("--compile.no-enable true", "unknown flag --compile.no-enable; did you mean --compile.enable?"),
     ("--training.no-steps", "unknown flag --training.no-steps; did you mean --training.steps?"),
-    ("--training.dtype fp8", '--training.dtype must be one of "bfloat16", "float32", not "fp8"'),
+    ("--training.dtype fp8", """--training.dtype is "fp8": input should be 'bfloat16' or 'float32\'"""),
     ("--training 3", '--training is a section and has no value of its own (got "3")'),
     ("--dryrun", "unknown flag --dryrun; did you mean --dry-run?"),
     ("--dry-run yes", "--dry-run takes no value, not yes"),
     ("--model_spec x", "--model_spec is the model itself and cannot be set; choose another recipe"),
     (
         "--optimizer.param_groups.0.optimizer_kwargs.lr fast",
-        '--optimizer.param_groups.0.optimizer_kwargs.lr must be a number, not "fast"',
+        '--optimizer.param_groups.0.optimizer_kwargs.lr is "fast": '
+        "input should be a valid integer or input should be a valid number",
     ),
     (
         "--activation_checkpoint.memory_budget 0.2 --activation_checkpoint none",

@@ -18,8 +18,8 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def edits(path: str) -> list[object]:
-    return [(edit.path, edit.value) for edit in read_recipe_file(path).edits]
+def tables(path: str) -> list[object]:
+    return [table for _, table in read_recipe_file(path).tables]
 
 
 def test_a_bare_name_is_one_of_ours_unless_there_is_such_a_file() -> None:
@@ -32,10 +32,10 @@ def test_a_bare_name_is_one_of_ours_unless_there_is_such_a_file() -> None:
 def test_an_include_by_a_bare_name_is_one_of_ours_unless_there_is_such_a_file() -> None:
     Path("folder").mkdir()
     Path("folder/mine.toml").write_text(f'include = "{OURS}"\ntraining.seq_len = 64\n')
-    assert edits("folder/mine.toml") == [*edits(OURS), (("training",), {"seq_len": 64})]
+    assert tables("folder/mine.toml") == [*tables(OURS), {"training": {"seq_len": 64}}]
     Path("folder", OURS).write_text('recipe = "mine"\n')
-    found = read_recipe_file("folder/mine.toml")
-    assert (found.recipe, len(found.edits)) == ("mine", 1)
+    assert read_recipe_file("folder/mine.toml").recipe == "mine"
+    assert tables("folder/mine.toml") == [{}, {"training": {"seq_len": 64}}]
 
 
 def test_a_file_may_have_the_name_of_the_one_it_includes_elsewhere() -> None:

@@ -1,17 +1,15 @@
 """From a recipe file and flags to the configuration of a run, and back to a file.
 
-    recipe_list  which recipes there are, read and not run
-    toml_file    TOML text, the files that it includes, the line of any key
-    flags        the words of a command line
-    edit         one change, from either, and where it was written
-    editor       applies changes to a tree of dataclasses
-    values       what was written, as a field's type has it; toml_values whatever the field
-    number_ranges, inner_folders
-                 which numbers no run can use, and which folders lead out of a run's
-    recipe_file  all of these together
-    dump         the way back
-    device       torchtitan on the CPU, which has to be settled before a recipe is imported
+    recipe_list   lists recipes and recipe files, without importing a recipe
+    toml_file     reads TOML files and the files that they include; finds the line of a key
+    flags         splits the command line
+    field_values  converts TOML values and the words of flags by the type of a field
+    overrides     sets fields of a tree of dataclasses
+    checks        ranges of numbers, folders
+    recipe_file   resolves a recipe file and flags, with all of these
+    dump          writes a configuration as a recipe file
+    suggestions   "did you mean"
+    device        CPU support for torchtitan, needed before a recipe is imported
 
-Nothing is imported here: what needs torchtitan says so in its own module, so that the command line can answer
-without loading it.
+Nothing is imported here, so that the command line can print help without loading torchtitan.
 """

@@ -1,7 +1,7 @@
-"""Which device torchtitan computes on: an accelerator, or the CPU, which it does not know.
+"""CPU support for torchtitan, which expects an accelerator.
 
-`ensure_device` must run before any other torchtitan module is imported, since those bind the device at
-import. Where an accelerator exists nothing here takes effect.
+`ensure_device` must run before any other torchtitan module is imported: those bind the device at import. It
+does nothing if there is an accelerator.
 """
 
 import os
@@ -17,12 +17,12 @@ __all__ = ["ensure_device", "has_accelerator"]
 
 @lru_cache(maxsize=1)
 def has_accelerator() -> bool:
-    """Whether this process sees an accelerator (asked once, before torchtitan binds its device)."""
+    """Returns whether this process has an accelerator, as determined by the first call."""
     return torch.accelerator.is_available()
 
 
 class _CpuDevice(types.ModuleType):
-    """`torch.cpu`, with the questions that torchtitan asks of an accelerator's module."""
+    """`torch.cpu` with the functions that torchtitan calls on an accelerator's module."""
 
     def __getattr__(self, name: str):
         return getattr(torch.cpu, name)
@@ -61,7 +61,7 @@ class _CpuDevice(types.ModuleType):
 
 
 def ensure_device() -> None:
-    """Make torchtitan use the CPU if there is no accelerator. Harmless to call again.
+    """Makes torchtitan use the CPU if there is no accelerator. Idempotent.
 
     Raises:
         RuntimeError: if a torchtitan module has already bound another device.

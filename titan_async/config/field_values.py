@@ -1,27 +1,98 @@
-"""Turns what a user wrote into the value that a configuration field's type asks for.
+"""Converts what a user wrote to the value of a configuration field, by the type of the field.
 
-TOML values are judged strictly (the string "3" is no integer), words of the command line laxly.
-Every refusal is a `ValueError` whose message completes the sentence "training.steps ...".
+TOML values are converted strictly (the string "3" is not an integer), the words after a flag leniently. Each
+error is a `ValueError` whose message continues the name of the field: "training.steps" + " is ...".
 """
 
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Union
+from collections.abc import Mapping, Sequence
+from typing import Any, Union
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic.errors import PydanticUserError
-
-from titan_async.config.toml_values import check_value, parse_toml
-
-__all__ = ["describe", "free_value", "from_toml", "from_words", "members", "plain", "show"]
+__all__ = [
+    "MAX_DEPTH",
+    "NONE_WORD",
+    "check_value",
+    "format_value",
+    "from_flag",
+    "from_toml",
+    "parse_toml",
+    "plain",
+    "union_members",
+    "untyped_from_flag",
+    "untyped_from_toml",
+]
 
 NONE_WORD = "none"
-"""How a file or a flag spells None."""
+"""None in a recipe file or a flag."""
+
+MAX_DEPTH = 32
+"""Of tables and arrays within each other."""
+
+_LONG_KEY = re.compile(
+    rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MAX_DEPTH + 1}}}"""
+)
+"""A dotted key beyond that depth: tomllib's time and memory are quadratic in its length."""
+
+_INTEGER_LIMIT = 2**64
+"""TOML promises integers of 64 bits, and no field needs more."""
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parses TOML.
+
+    Raises:
+        tomllib.TOMLDecodeError: the text is not valid TOML.
+        ValueError: it is nested too deeply, or an integer has thousands of digits. The message continues
+            "one of its values".
+    """
+    if _LONG_KEY.search(text):
+        raise ValueError("is nested too deeply")
+    try:
+        data = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError:  # Python's limit for the digits of an integer
+        raise ValueError("is too large a number") from None
+    _flatten(data)
+    return data
+
+
+def check_value(value: object) -> None:
+    """Checks what no field may hold, whatever its type.
+
+    Raises:
+        ValueError: the value is nested too deeply, NaN, an integer beyond 64 bits, or a string with U+0000.
+    """
+    for item in _flatten(value):
+        if isinstance(item, str) and "\0" in item:
+            raise ValueError("has the character U+0000 in it, which no text here may have")
+        if isinstance(item, int | float) and item != item:
+            raise ValueError("must be a number, not nan")
+        if isinstance(item, int) and abs(item) >= _INTEGER_LIMIT:
+            raise ValueError("is too large a number")
+
+
+def _flatten(value: object) -> list[object]:
+    """Returns a value and everything nested in it."""
+    items, pending = [], [(value, 0)]
+    while pending:
+        item, depth = pending.pop()
+        if depth > MAX_DEPTH:
+            raise ValueError("is nested too deeply")
+        items.append(item)
+        if isinstance(item, dict):
+            pending += [(inner, depth + 1) for pair in item.items() for inner in pair]
+        elif isinstance(item, list | tuple):
+            pending += [(inner, depth + 1) for inner in item]
+    return items
 
 
 def plain(hint: Any) -> Any:
@@ -31,46 +102,14 @@ def plain(hint: Any) -> Any:
     return hint
 
 
-def members(hint: Any) -> tuple[Any, ...]:
-    """Returns the members of a union, markers kept; any other type is its own only member."""
+def union_members(hint: Any) -> tuple[Any, ...]:
+    """Returns the members of a union with their markers; another type is its only member."""
     hint = plain(hint)
-    if typing.get_origin(hint) in (Union, types.UnionType):
-        return typing.get_args(hint)
-    return (hint,)
+    return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def _allows_none(hint: Any) -> bool:
-    return any(plain(member) is type(None) for member in members(hint))
-
-
-def describe(hint: Any) -> str:
-    """Returns the words for a type, as in "must be an integer"."""
-    hint = plain(hint)
-    simple = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
-    if hint in simple:
-        return simple[hint]
-    if hint is type(None):
-        return f'"{NONE_WORD}"'
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        options = [json.dumps(option) for option in args]
-        return options[0] if len(options) == 1 else "one of " + ", ".join(options)
-    if origin in (Union, types.UnionType):
-        if float in args:
-            args = tuple(arg for arg in args if arg is not int)
-        return " or ".join(dict.fromkeys(describe(arg) for arg in args))
-    if origin in (list, tuple, Sequence, set):
-        item = describe(args[0]) if args else "a value"
-        return {"a string": "a list of strings", "an integer": "a list of integers"}.get(
-            item, f"a list, each {item}"
-        )
-    if origin in (dict, Mapping) or hint is dict:
-        return "a table"
-    return str(getattr(hint, "__qualname__", hint))
-
-
-def show(value: object) -> str:
-    """Returns the words for a value that was refused."""
+def format_value(value: object) -> str:
+    """Returns a value as a message quotes it."""
     if isinstance(value, dict):
         return "a table"
     try:
@@ -80,135 +119,120 @@ def show(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _adapter(hint: Any) -> TypeAdapter[Any]:
-    if typing.get_origin(plain(hint)) is Callable or plain(hint) is Callable:
-        raise ValueError("is code and cannot be set here; choose another recipe")
-    try:
-        return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
-    except PydanticUserError:  # a type that brings its own pydantic configuration
-        return TypeAdapter(hint)
-
-
 def from_toml(hint: Any, value: object) -> Any:
-    """Returns a TOML value as the type asks for it.
+    """Returns a TOML value as an instance of the type.
 
     Raises:
-        ValueError: the value is of another type, or as `check_value`.
+        ValueError: the value is of another type, or `check_value` raises.
     """
-    if value == NONE_WORD and _allows_none(hint):
+    if value == NONE_WORD and type(None) in union_members(hint):
         return None
     check_value(value)
-    adapter = _adapter(hint)
-    try:
-        # Strict JSON takes a list for a tuple and a string for a path, as TOML has neither.
-        return adapter.validate_json(json.dumps(value, default=str), strict=True)
-    except ValidationError:
-        raise ValueError(f"must be {describe(hint)}, not {show(value)}") from None
+    # Strict JSON accepts a list for a tuple and a string for a path, which TOML does not have.
+    return _validated(hint, value, json_text=json.dumps(value, default=str))
 
 
-def from_words(hint: Any, words: Sequence[str]) -> Any:
-    """Returns the words after a flag as the type asks for them.
+def from_flag(hint: Any, words: Sequence[str]) -> Any:
+    """Returns the words after a flag as an instance of the type.
 
     Raises:
-        ValueError: there are too few or too many words, or they are of another type.
+        ValueError: there are too few or too many words, they are of another type, or `check_value` raises.
     """
-    value = _from_words(hint, words)
+    members = [plain(member) for member in union_members(hint)]
+    others = [member for member in members if member is not type(None)]
+    kind = others[0] if len(others) == 1 else plain(hint)
+    origin = typing.get_origin(kind)
+    if not words:
+        if kind is bool:
+            return True
+        name = kind.__name__ if isinstance(kind, type) and not origin else str(kind).removeprefix("typing.")
+        raise ValueError(f"needs a value of type {name}")
+    if len(words) == 1 and words[0].lower() == NONE_WORD and len(others) < len(members):
+        return None
+    if origin in (list, tuple, Sequence, set):
+        if len(words) == 1 and words[0].lstrip().startswith("["):
+            return from_toml(kind, _parse_word(words[0]))
+        value: Any = _validated(hint, [item for word in words for item in word.split(",") if item])
+    elif origin in (dict, Mapping):
+        return from_toml(kind, _parse_word(_single(words)))
+    else:
+        value = _validated(hint, _single(words))
     check_value(value)
     return value
 
 
-def _from_words(hint: Any, words: Sequence[str]) -> Any:
-    shape = _without_none(hint)
-    if shape is bool and not words:
-        return True
-    if not words:
-        raise ValueError(f"needs a value: {describe(hint)}")
-    if len(words) == 1 and words[0].lower() == NONE_WORD and _allows_none(hint):
-        return None
-    if typing.get_origin(shape) in (list, tuple, Sequence, set):
-        return _list_from_words(shape, words)
-    if len(words) > 1:
-        raise ValueError(f"takes one value, not {len(words)}: {' '.join(words)}")
-    word = words[0]
-    if typing.get_origin(shape) is Literal:
-        for option in typing.get_args(shape):
-            if word == str(option):
-                return option
-        raise ValueError(f"must be {describe(hint)}, not {show(word)}")
-    if typing.get_origin(shape) in (dict, Mapping):
-        return from_toml(shape, _parse_toml(word))
-    try:
-        return _adapter(hint).validate_python(word)
-    except ValidationError:
-        raise ValueError(f"must be {describe(hint)}, not {show(word)}") from None
+def untyped_from_toml(current: object, value: object) -> Any:
+    """Returns a value of a table whose values have no declared type, such as `optimizer_kwargs`.
 
-
-def _without_none(hint: Any) -> Any:
-    rest = [plain(member) for member in members(hint) if plain(member) is not type(None)]
-    return rest[0] if len(rest) == 1 else plain(hint)
-
-
-def _list_from_words(hint: Any, words: Sequence[str]) -> Any:
-    if len(words) == 1 and words[0].lstrip().startswith("["):
-        return from_toml(hint, _parse_toml(words[0]))
-    items = [item for word in words for item in word.split(",") if item]
-    try:
-        return _adapter(hint).validate_python(items)
-    except ValidationError:
-        raise ValueError(f"must be {describe(hint)}, not {show(' '.join(words))}") from None
-
-
-def _parse_toml(word: str) -> object:
-    """Returns a word as the TOML value it spells, and as a string when it spells none.
+    The value that it replaces gives the type: a number is not replaced by a string. Arrays become tuples, as
+    optimizers spell `betas`, unless they replace a list.
 
     Raises:
-        ValueError: as `parse_toml`.
+        ValueError: the value is of another type than the one it replaces, or `check_value` raises.
     """
+    check_value(value)
+    if value == NONE_WORD:
+        return None
+    for kind, hint in ((bool, bool), (int | float, int | float), (tuple | list, list)):
+        if isinstance(current, kind):
+            value = from_toml(hint, value)
+            break
+    return value if isinstance(current, list) else _as_tuples(value)
+
+
+def untyped_from_flag(current: object, words: Sequence[str]) -> Any:
+    """Returns the words after a flag, read as TOML, as `untyped_from_toml` does.
+
+    Raises:
+        ValueError: there are too many words, or `untyped_from_toml` raises.
+    """
+    if not words:
+        value: object = True
+    elif isinstance(current, tuple | list):
+        text = ",".join(words)
+        value = _parse_word(text if text.startswith("[") else f"[{text}]")
+    else:
+        value = _parse_word(_single(words))
+    return untyped_from_toml(current, value)
+
+
+def _validated(hint: Any, value: object, *, json_text: str | None = None) -> Any:
+    """Returns what pydantic makes of a value: strictly of JSON, else leniently."""
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+    adapter = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
+    try:
+        if json_text is not None:
+            return adapter.validate_json(json_text, strict=True)
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        first, *others = error.errors(include_url=False)
+        if any(isinstance(key, int) for key in first["loc"]):
+            found = f"has the item {format_value(first['input'])}"
+        else:
+            found = f"is {format_value(value)}"
+        messages = [detail["msg"][:1].lower() + detail["msg"][1:] for detail in (first, *others)]
+        or_none = f', or "{NONE_WORD}"' if type(None) in union_members(hint) else ""
+        raise ValueError(f"{found}: {' or '.join(dict.fromkeys(messages))}{or_none}") from None
+
+
+def _single(words: Sequence[str]) -> str:
+    if len(words) > 1:
+        raise ValueError(f"takes one value, not {len(words)}: {' '.join(words)}")
+    return words[0]
+
+
+def _parse_word(word: str) -> object:
+    """Returns a word as a TOML value, or the word itself where it is not valid TOML."""
     try:
         return parse_toml(f"value = {word}")["value"]
     except (tomllib.TOMLDecodeError, KeyError):
         return word
 
 
-def free_value(current: object, value: object, *, words: bool) -> Any:
-    """Returns a value of a table whose keys have no declared types, such as `optimizer_kwargs`.
-
-    The value it replaces, if any, says what is expected: a number is not replaced by a string.
-    Arrays become tuples, as optimizers spell `betas`, unless they replace a list.
-
-    Raises:
-        ValueError: the value is of another kind than the one it replaces, or as `check_value`.
-    """
-    if words:
-        assert isinstance(value, list)
-        value = _free_words(current, value)
-    check_value(value)
-    if value == NONE_WORD:
-        return None
-    if isinstance(current, bool):
-        if not isinstance(value, bool):
-            raise ValueError(f"must be true or false, not {show(value)}")
-    elif isinstance(current, int | float) and isinstance(value, str | list | dict | bool):
-        raise ValueError(f"must be a number, not {show(value)}")
-    elif isinstance(current, tuple | list) and not isinstance(value, list):
-        raise ValueError(f"must be a list, not {show(value)}")
-    return _frozen(value) if not isinstance(current, list) else value
-
-
-def _free_words(current: object, words: list[str]) -> object:
-    if not words:
-        return True
-    if isinstance(current, tuple | list):
-        text = ",".join(words)
-        return _parse_toml(text if text.startswith("[") else f"[{text}]")
-    if len(words) > 1:
-        raise ValueError(f"takes one value, not {len(words)}: {' '.join(words)}")
-    return _parse_toml(words[0])
-
-
-def _frozen(value: object) -> object:
+def _as_tuples(value: object) -> object:
     if isinstance(value, list):
-        return tuple(_frozen(item) for item in value)
+        return tuple(_as_tuples(item) for item in value)
     if isinstance(value, dict):
-        return {key: None if item == NONE_WORD else _frozen(item) for key, item in value.items()}
+        return {key: None if item == NONE_WORD else _as_tuples(item) for key, item in value.items()}
     return value

@@ -1,25 +1,24 @@
 """From `RECIPE.toml [flags]` to a complete `Trainer.Config`.
 
-A recipe file names a recipe function, which returns a whole configuration, and overrides fields of
-it by their paths, in torchtitan's own section and field names; flags override the file:
+A recipe file names a recipe function, which returns a complete configuration, and overrides fields of it, by
+torchtitan's names of sections and fields. Flags override the file:
 
     recipe = "debug"
-    include = "base.toml"     # optional, read first; beside this file, or one of the project's
+    include = "base.toml"     # optional, read first: in the same folder, or one of the project's
 
     [training]
     steps = 300
 
-Nothing that a file names is imported or run: a recipe is one of the project's, or comes from the
-module that the user gives on the command line with `--module`. A recipe of the project that takes a model is
-called with the section `[model]`, plain values that describe one.
+A file cannot name code to import: a recipe is one of the project's, or is in the module that the user gives
+on the command line with `--module`. A recipe of the project that takes a model is called with the section
+`[model]`, plain values that describe one.
 
-torchtitan is imported by `resolve` only, after CPU support has been applied where it is needed.
+torchtitan is imported by `resolve` only, after `ensure_device`.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_async.config.flags import Arguments, parse_arguments
 from titan_async.config.recipe_list import import_recipe_module, list_recipes
-from titan_async.config.suggestions import Edit, nearest
+from titan_async.config.suggestions import nearest
 from titan_async.config.toml_file import RecipeSource, TomlFile, read_recipe_file
 from titan_async.errors import UserError
 
@@ -42,12 +41,12 @@ _ADOPTION = "titan_async.training.adopt"
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration, and what it was made from."""
+    """A configuration, and the recipe that it is based on."""
 
     config: Trainer.Config
     recipe: str
     base: Trainer.Config
-    """What the recipe function returns, before file and flags."""
+    """The result of the recipe function, without file and flags."""
     module: str | None
     dry_run: bool
     model: Mapping[str, Any] | None = None
@@ -75,7 +74,7 @@ def resolve(argv: Sequence[str]) -> Trainer.Config:
     """Returns the configuration that `[RECIPE.toml, flags...]` describes.
 
     Raises:
-        UserError: a file or flag is wrong; the message is one line that says where and how to mend it.
+        UserError: a file or flag is wrong; the message is one line that says where and how to fix it.
 
     Examples:
         >>> config = resolve(["debug_cpu.toml", "--training.steps", "7", "--optimizer.muon.lr", "5e-3"])
@@ -108,62 +107,53 @@ def resolve_model(recipe: str, model: Mapping[str, Any], *, shown: str, flags: S
         UserError: as `resolve`.
     """
     file = TomlFile(name_shown=shown, text="", data={})
-    edits = [Edit(path=("model",), value=model, origin=file)]
-    return _resolve(RecipeSource(shown, recipe, file, edits), parse_arguments([shown, *flags]))
+    source = RecipeSource(shown, recipe, file, [(file, {"model": model})])
+    return _resolve(source, parse_arguments([shown, *flags]))
 
 
 def _resolve(source: RecipeSource, arguments: Arguments) -> Resolved:
     make_recipe, takes_model = _find_recipe(source, arguments.module)
 
-    from titan_async.config.checks import check_numbers
-    from titan_async.config.inner_folders import check_inner_folders
-    from titan_async.config.overrides import apply_edits
+    from titan_async.config.checks import check_folders, check_numbers
+    from titan_async.config.overrides import apply_overrides
 
     assert source.recipe is not None
-    edits, model = source.edits, None
+    model = None
     if takes_model:
-        model = _model_section(source)
-        edits = [edit for edit in source.edits if edit.path != ("model",)]
+        model = _pop_model(source)
         try:
             base = make_recipe(model)
         except ValueError as error:
             raise UserError(f"{source.path}: {error}") from None
     else:
         base = _configuration(make_recipe, source)
-    config = apply_edits(base, [*edits, *arguments.edits], shown=arguments.recipe_file)
+    config = apply_overrides(base, source.tables, arguments.flags, shown=arguments.recipe_file)
     check_numbers(config)
-    check_inner_folders(config)
-    return Resolved(
-        config=config,
-        recipe=source.recipe,
-        base=base,
-        module=arguments.module,
-        dry_run=arguments.dry_run,
-        model=model,
-    )
+    check_folders(config)
+    return Resolved(config, source.recipe, base, arguments.module, arguments.dry_run, model)
 
 
 def _configuration(make_recipe: Callable[[], Any], source: RecipeSource) -> Trainer.Config:
-    """What a recipe function returns, as a configuration of the project's trainer."""
+    """Returns the result of a recipe function as a configuration of the project's trainer."""
     assert source.recipe is not None
     try:
         config = make_recipe()
     except (ValueError, NotImplementedError, ImportError, AssertionError) as error:
         sentence = " ".join(f"{error}".split()) or type(error).__name__
         raise source.recipe_file.error(("recipe",), f"the recipe {source.recipe}: {sentence}") from error
-    # By its name: the trainer belongs to a layer above, as the recipes do that return its configuration.
+    # Imported by name: the trainer is in a layer above, as are the recipes that return its configuration.
     adopt = importlib.import_module(_ADOPTION).adopt
     return adopt(config, recipe=source.recipe)  # type: ignore[no-any-return]
 
 
-def _model_section(source: RecipeSource) -> dict[str, Any]:
-    """The section `[model]`, of which later files override earlier ones' keys."""
+def _pop_model(source: RecipeSource) -> dict[str, Any]:
+    """Removes the section `[model]` from all files and returns it. Later files override earlier ones."""
     model: dict[str, Any] = {}
-    for edit in source.edits:
-        if edit.path == ("model",):
-            if not isinstance(edit.value, Mapping):
-                raise edit.origin.error(edit.path, "model is a section, as in [model]")
-            model |= edit.value
+    for file, table in source.tables:
+        section = table.pop("model", {})
+        if not isinstance(section, Mapping):
+            raise file.error(("model",), "model is a section, as in [model]")
+        model |= section
     if not model:
         raise source.recipe_file.error(
             ("recipe",),
@@ -173,18 +163,19 @@ def _model_section(source: RecipeSource) -> dict[str, Any]:
 
 
 def _find_recipe(source: RecipeSource, module: str | None) -> tuple[Callable[..., Any], bool]:
-    """The recipe's function, and whether it takes a model."""
+    """Returns the recipe function, and whether it takes a model."""
     name = source.recipe
     known = {} if module is not None else {recipe.name: recipe for recipe in list_recipes()}
     if name is None:
         choice = f": one of {', '.join(known)}" if known else ""
         raise UserError(f'{source.path}: no recipe is named; add recipe = "..."{choice}')
+    if module is None and name not in known:
+        raise _unknown_recipe(source, name, list(known))
+    from titan_async.config.device import ensure_device
+
+    ensure_device()  # before torchtitan, whose modules bind the device when they are imported
     if module is None:
-        if name not in known:
-            raise _unknown_recipe(source, name, list(known))
-        _apply_cpu_support()
         return getattr(import_recipe_module(known[name].module), name), known[name].takes_model
-    _apply_cpu_support()
     imported = _import_user_module(module)
     function = getattr(imported, name, None)
     if name.startswith("_") or not callable(function) or isinstance(function, type):
@@ -206,22 +197,14 @@ def _looks_like_recipe(name: str, value: object) -> bool:
     return not name.startswith("_") and words.endswith("Trainer.Config")
 
 
-def _apply_cpu_support() -> None:
-    # Before torchtitan: its modules bind the device when they are imported.
-    from titan_async.config.device import ensure_device
-
-    ensure_device()
-
-
 def _import_user_module(module: str) -> Any:
-    """Imports what `--module` names, by torchtitan's rules: one of its models, a module, or a package
-    whose `config_registry` holds the recipes."""
+    """Imports what `--module` names, as torchtitan does: one of its models, a module, or a package whose
+    `config_registry` has the recipes."""
     if not all(part.isidentifier() for part in module.split(".")):
         raise UserError(
-            f"--module {module}: this is no name of a Python module; write it as in an import, such as "
-            "my_recipes"
+            f"--module {module}: not a name of a Python module; write it as in an import, such as my_recipes"
         )
-    # A console command has no working directory on its path; `python -m`, as under torchrun, has.
+    # `python -m`, as under torchrun, has the working directory on its path; a console command does not.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
     candidates = [f"{module}.config_registry", module]
@@ -231,7 +214,7 @@ def _import_user_module(module: str) -> Any:
         try:
             return importlib.import_module(candidate)
         except ModuleNotFoundError as error:
-            # Only what we looked for may be missing; an import that fails inside it is the real error.
+            # Another missing module is imported by the candidate, and is the error to report.
             if not (candidate == error.name or candidate.startswith(f"{error.name}.")):
                 raise UserError(f"--module {module}: importing {candidate} failed: {error}") from error
     raise UserError(f"--module {module}: there is no such Python module")

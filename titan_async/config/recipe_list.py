@@ -1,8 +1,8 @@
-"""Finds recipes by reading their source, so that listing them imports nothing; and the recipe files.
+"""Lists the recipes, by parsing their source without importing it, and the recipe files.
 
-The recipes are in the package `titan_async.recipes`, which is the top-level folder `recipes/` of a
-checkout. An installation maps the one to the other, and `toml_configs/` to `titan_async/toml_configs`; a
-bare checkout on the path is handled here.
+The recipes are in the package `titan_async.recipes`, which is the top-level folder `recipes/` of a checkout.
+An installation maps one to the other, and `toml_configs/` to `titan_async/toml_configs`; a checkout that is
+not installed is handled here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PACKAGE = "titan_async.recipes"
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe function that was found, and not imported."""
+    """A recipe function, not imported."""
 
     name: str
     module: str
@@ -31,11 +31,11 @@ class Recipe:
     summary: str
     """The first line of its docstring."""
     takes_model: bool = False
-    """Whether it describes no model itself, and takes the section `[model]` of the recipe file."""
+    """Whether it takes the model from the section `[model]` of the recipe file."""
 
 
 def recipes_folder() -> Path | None:
-    """Returns the folder that holds the recipes, or None when the installation has none."""
+    """Returns the folder of the recipes, or None if the installation has none."""
     try:
         spec = importlib.util.find_spec(_PACKAGE)
     except ModuleNotFoundError:
@@ -47,7 +47,7 @@ def recipes_folder() -> Path | None:
 
 
 def recipe_files() -> dict[str, Path]:
-    """Returns the project's recipe files by their names, sorted."""
+    """Returns the project's recipe files by name, sorted."""
     package = Path(titan_async.__file__).parent
     folders = (package / "toml_configs", package.parent / "toml_configs")  # installed, in a checkout
     folder = next((folder for folder in folders if folder.is_dir()), None)
@@ -58,7 +58,7 @@ def list_recipes(folder: Path | None = None) -> list[Recipe]:
     """Returns the recipes of a folder (default: the project's), sorted by name.
 
     A recipe is a public function at a module's top level whose return annotation is some
-    `Trainer.Config`. A file that is not Python is passed over: importing it is what shall fail.
+    `Trainer.Config`. A file with a syntax error is skipped: importing it reports the error.
     """
     folder = folder or recipes_folder()
     if folder is None:

@@ -1,7 +1,7 @@
-"""Reads recipe files: TOML text, the files they include, and the line of any key.
+"""Reads recipe files: TOML, the files that it includes, and the line of a key.
 
-Nothing here knows what the keys mean; `editor` does. `tomllib` keeps no positions, so the
-line of a key is found only when a message needs it, by parsing prefixes of the text.
+Nothing here knows what the keys mean; `overrides` does. `tomllib` keeps no positions. The line of a key is
+found only when a message needs it, by parsing prefixes of the text.
 """
 
 from __future__ import annotations
@@ -10,52 +10,54 @@ import contextlib
 import os
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from titan_async.config.field_values import check_value, parse_toml
 from titan_async.config.recipe_list import recipe_files
-from titan_async.config.suggestions import Edit, Path, dotted, nearest
-from titan_async.config.toml_values import check_value, parse_toml
+from titan_async.config.suggestions import nearest
 from titan_async.errors import UserError
 from titan_async.whole_files import read_regular
 
-__all__ = ["RecipeSource", "TomlFile", "read_recipe_file", "read_toml"]
+__all__ = ["Path", "RecipeSource", "TomlFile", "dotted", "read_recipe_file", "read_toml"]
 
-_MOST_BYTES = 2**18
+Path = tuple[str | int, ...]
+"""Keys from the root of a configuration to a field; an integer is the index of a list."""
+
+_MAX_BYTES = 2**18
 """Of a recipe file; those of the project have about a thousand."""
 
-_MOST_PARSED = 2**23
+_MAX_PARSED = 2**23
 """Characters that may be parsed to find a line."""
 
-_MOST_INCLUDES = 32
+_MAX_INCLUDES = 32
 """Files that include each other in a row."""
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    """Returns a path as users write it: ("optimizer", "param_groups", 0) is optimizer.param_groups.0."""
+    return ".".join(str(key) for key in path)
 
 
 @dataclass(frozen=True)
 class TomlFile:
-    """A parsed TOML file; as an `Origin` it words errors as `file:line: message`."""
+    """A parsed TOML file. Errors about its keys begin with file and line."""
 
     name_shown: str
     text: str
     data: dict[str, Any] = field(repr=False)
-    lax: bool = False
 
     def name(self, path: Path) -> str:
         return dotted(path)
 
-    def unknown(self, path: Path, suggestion: Path | None, *, is_section: bool) -> UserError:
-        what = "section" if is_section else "key"
-        hint = f"; did you mean {dotted(suggestion)}?" if suggestion else ""
-        return self.error(path, f"unknown {what} {dotted(path)}{hint}")
-
     def error(self, path: Path, message: str) -> UserError:
-        line = self.line_of(path)
-        return UserError(f"{self.name_shown}:{line}: {message}")
+        return UserError(f"{self.name_shown}:{self.line_of(path)}: {message}")
 
     def line_of(self, path: Path) -> int:
         """Returns the number of the line on which the key at `path` is first written (1 if absent)."""
         lines = self.text.split("\n")
-        # The longest prefix known to be TOML by itself and to lack the key, and where to look no further.
+        # The longest prefix that is valid TOML without the key, and the shortest one known to contain it.
         without, within, found = 0, len(lines) + 1, False
         parsed = 0
         while without + 1 < within:
@@ -63,7 +65,7 @@ class TomlFile:
             for end in range(middle, within):
                 prefix = "\n".join(lines[:end]) + "\n"
                 parsed += len(prefix)
-                if parsed > _MOST_PARSED:
+                if parsed > _MAX_PARSED:
                     return 1
                 with contextlib.suppress(tomllib.TOMLDecodeError):  # of a value that spans lines
                     data = tomllib.loads(prefix)
@@ -94,7 +96,7 @@ def read_toml(path: str) -> TomlFile:
             or not TOML.
     """
     try:
-        raw = read_regular(path, _MOST_BYTES)
+        raw = read_regular(path, _MAX_BYTES)
     except FileNotFoundError:
         ours = {name.removesuffix(".toml") for name in recipe_files()}
         close = nearest(os.path.basename(path).removesuffix(".toml"), ours, cutoff=0.7)
@@ -106,7 +108,7 @@ def read_toml(path: str) -> TomlFile:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path}: cannot be read: {reason}; name a recipe file (.toml)") from None
     try:
-        # A byte order mark is what some editors leave; TOML does not allow it, but it harms nothing.
+        # Some editors write a byte order mark, which TOML does not allow.
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
@@ -134,31 +136,31 @@ def _syntax_error(path: str, text: str, error: tomllib.TOMLDecodeError) -> UserE
 
 @dataclass(frozen=True)
 class RecipeSource:
-    """What a recipe file and the files it includes say."""
+    """A recipe file and the files that it includes."""
 
     path: str
     recipe: str | None
     """The name of the recipe function, of the outermost file that gives one."""
     recipe_file: TomlFile
     """The file that names the recipe."""
-    edits: list[Edit]
-    """Base files' edits first: a later one wins."""
+    tables: list[tuple[TomlFile, dict[str, Any]]]
+    """The files with their keys, included ones first: later ones override earlier ones."""
 
 
 def read_recipe_file(path: str) -> RecipeSource:
-    """Reads a recipe file and, first, the files it includes.
+    """Reads a recipe file and the files that it includes.
 
-    A bare name that is no file in its folder is that of one of the project's recipe files.
+    A bare name that is not a file in its folder is that of one of the project's recipe files.
 
     Raises:
-        UserError: for what `read_toml` refuses, a cycle of includes, or a `recipe` or `include` that
-            is not a string.
+        UserError: `read_toml` raises, files include each other in a cycle, or `recipe` or `include` is not a
+            string.
     """
-    return _read(_or_own(path, named=path), including=())
+    return _read(_existing_or_own(path, named=path), including=())
 
 
-def _or_own(path: str, *, named: str) -> str:
-    """The project's recipe file called `named`, where there is nothing at `path`."""
+def _existing_or_own(path: str, *, named: str) -> str:
+    """Returns `path`, or the project's recipe file called `named` if `path` does not exist."""
     if os.path.exists(path) or named not in recipe_files():
         return path
     return str(recipe_files()[named])
@@ -167,31 +169,26 @@ def _or_own(path: str, *, named: str) -> str:
 def _read(path: str, *, including: tuple[str, ...]) -> RecipeSource:
     file = read_toml(path)
     data = dict(file.data)
-    recipe = _pop_string(file, data, "recipe")
+    recipe, include = (_pop_string(file, data, key) for key in ("recipe", "include"))
     if "module" in data:
         raise file.error(("module",), "module names code to import; give it as the flag --module")
-    include = _pop_string(file, data, "include")
-    edits: list[Edit] = []
-    recipe_file = file
-    if include is not None:
-        base_path = os.path.normpath(os.path.join(os.path.dirname(path), include))
-        base_path = _or_own(base_path, named=include)
-        real = os.path.realpath(base_path)
-        chain = (*including, os.path.realpath(path))
-        if real in chain:
-            raise file.error(("include",), f"{include} includes this file again; remove one of the includes")
-        if len(chain) > _MOST_INCLUDES:
-            raise file.error(
-                ("include",), f"{_MOST_INCLUDES} files include each other in a row; put them into fewer"
-            )
-        if not os.path.exists(base_path):
-            raise file.error(("include",), f"the included file {base_path} does not exist")
-        base = _read(base_path, including=chain)
-        edits += base.edits
-        if recipe is None:
-            recipe, recipe_file = base.recipe, base.recipe_file
-    edits += [Edit(path=(key,), value=value, origin=file) for key, value in data.items()]
-    return RecipeSource(path=path, recipe=recipe, recipe_file=recipe_file, edits=edits)
+    if include is None:
+        return RecipeSource(path, recipe, file, [(file, data)])
+    base_path = os.path.normpath(os.path.join(os.path.dirname(path), include))
+    base_path = _existing_or_own(base_path, named=include)
+    chain = (*including, os.path.realpath(path))
+    problem = None
+    if os.path.realpath(base_path) in chain:
+        problem = f"{include} includes this file again; remove one of the includes"
+    elif len(chain) > _MAX_INCLUDES:
+        problem = f"{_MAX_INCLUDES} files include each other in a row; put them into fewer"
+    elif not os.path.exists(base_path):
+        problem = f"the included file {base_path} does not exist"
+    if problem:
+        raise file.error(("include",), problem)
+    base = _read(base_path, including=chain)
+    recipe, recipe_file = (base.recipe, base.recipe_file) if recipe is None else (recipe, file)
+    return RecipeSource(path, recipe, recipe_file, [*base.tables, (file, data)])
 
 
 def _pop_string(file: TomlFile, data: dict[str, Any], key: str) -> str | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from titan_async.config.field_values import show
+from titan_async.config.field_values import format_value
 
 __all__ = ["changed_options"]
 
@@ -35,9 +35,11 @@ def changed_options(
         before, now = _plain(saved[key]), _plain(value)
         if before != now:
             # Parameters of one group may have been in several.
-            befores, _ = found.setdefault(name_of(match["parameter"], match["option"]), ([], show(now)))
-            if show(before) not in befores:
-                befores.append(show(before))
+            befores, _ = found.setdefault(
+                name_of(match["parameter"], match["option"]), ([], format_value(now))
+            )
+            if format_value(before) not in befores:
+                befores.append(format_value(before))
     return [f"{name} {' or '.join(befores)} -> {now}" for name, (befores, now) in found.items()]
 
 

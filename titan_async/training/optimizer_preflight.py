@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
-from titan_async.config.field_values import show
+from titan_async.config.field_values import format_value
 from titan_async.config.suggestions import nearest, unknown_name
 from titan_async.errors import UserError
 from titan_async.training.optimizer import FACTORIES, OF_THE_WHOLE_RUN, AsyncOptimizers
@@ -102,7 +102,7 @@ def _check_settings(
             raise UserError(unknown_name(f"a key of {field}", key, known))
         wanted = _wrong_kind(key, value, options[key].default)
         if wanted:
-            raise UserError(f"{field}.{key} must be {wanted}, not {show(value)}")
+            raise UserError(f"{field}.{key} must be {wanted}, not {format_value(value)}")
     if group.optimizer_name == "SGD" and settings.get("fused"):
         raise UserError(f"{field}.fused: torch's fused SGD updates no sharded parameters; leave it out")
     given: list[Any] = matched
