@@ -271,7 +271,9 @@ FLAGS = [
         needs="one",
     ),
     Case(
-        "plan-nodes", "plan RECIPE --nodes 999999999999999999", ["--nodes is 999999999999999999", "at most"]
+        "plan-nodes",
+        "plan RECIPE --nodes 999999999999999999",
+        ["--nodes: must be an integer from 1 to", "not 999999999999999999"],
     ),
     Case(
         "plan-microbatches",
@@ -313,22 +315,28 @@ FLAGS = [
         ["x.json", "\\x1b[31m", "calibrate anew"],
         written("x.json", '{"format": "titan-async calibration", "version": "\\u001b[31m"}'),
     ),
-    Case("calibrate-word", "calibrate h100.json", ["flags alone, not h100.json", "give --out"]),
-    Case("calibrate-device", ["calibrate", "--device", "\x1b[31m"], ["--device must be", "not \\x1b[31m"]),
+    Case(
+        "calibrate-word", "calibrate h100.json", ["takes no arguments but options, not h100.json", "--help"]
+    ),
+    Case(
+        "calibrate-device",
+        ["calibrate", "--device", "\x1b[31m"],
+        ["--device: invalid choice", "\\x1b[31m", "choose from"],
+    ),
     Case(
         "rehearse-steps",
         "rehearse RECIPE --steps 999999999999999999",
-        ["--steps is 999999999999999999", "at most"],
+        ["--steps: must be an integer from 1 to", "not 999999999999999999"],
     ),
     Case(
         "rehearse-width",
         "rehearse RECIPE --width-divisor 999999999999999999",
-        ["--width-divisor is", "at most"],
+        ["--width-divisor: must be an integer from 1 to"],
     ),
     Case(
         "watch-size",
         "watch events --once --width 999999999999999999",
-        ["--width is 999999999999999999", "at most 1000"],
+        ["--width: must be an integer from 1 to 1000"],
         needs="events",
     ),
     Case("watch-long-name", ["watch", "a" * 5000], ["too long for this system", "shorten it"]),
@@ -342,7 +350,7 @@ FLAGS = [
     Case(
         "convert-size",
         ["convert", "run", "out", "--max-shard-size", "9" * 400],
-        ["--max-shard-size", "such as 5GB"],
+        ["--max-shard-size: must be", "such as 5GB"],
     ),
     Case(
         "import-long-name",

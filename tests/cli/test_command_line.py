@@ -1,4 +1,4 @@
-"""Flags of verbs that also take those of a recipe; and that their help loads nothing heavy."""
+"""The command lines of verbs; their help imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from titan_async.cli.command_line import parse
-from titan_async.cli.progress import progress_bar
+from titan_async.cli.command_line import VerbParser, checked, integer, progress_bar
+from titan_async.cli.main import VERBS
 from titan_async.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("verb", ["calibrate", "convert", "import", "sample"])
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "train"])
 def test_help_imports_no_torch(verb: str) -> None:
     program = (
         "import sys; from titan_async.cli.main import main; status = main(sys.argv[1:])\n"
@@ -31,75 +31,75 @@ def test_help_imports_no_torch(verb: str) -> None:
     assert max(map(len, done.stdout.splitlines())) < 112
 
 
-def test_own_flags_may_stand_anywhere() -> None:
-    line = parse(
-        "v",
-        [
-            "--size=3",
-            "a",
-            "b",
-            "--text",
-            "--c.d",
-            "--on",
-            "--training.steps",
-            "5",
-            "--other",
-            "x",
-            "--last",
-        ],
-        ("size", "text", "other"),
-        switches=("on",),
-        optional=("last", "file"),
-        recipe=True,
-    )
-    assert line.words == ["a", "b"]
-    assert line.values == {"size": "3", "text": "--c.d", "on": None, "other": "x", "last": None}
-    assert line.recipe_flags == ["--training.steps", "5"]
-    assert (line.whole("size", 7), line.whole("weight", 7), line.whole("weight", None)) == (3, 7, None)
-    assert parse("v", ["--file", "x"], (), optional=("file",)).value("file") == "x"
-    assert parse("v", ["--file=x"], (), optional=("file",)).value("file") == "x"
-    assert parse("v", ["--file", "--size", "1"], ("size",), optional=("file",)).values == {
-        "file": None,
-        "size": "1",
-    }
+def parser(operands: str = "A [B]", *, recipe: bool = True) -> VerbParser:
+    parser = VerbParser("v", operands, "Does it.", recipe=recipe, examples=("v a --size 3",))
+    parser.option("--size", "how large", type=integer(0, 9), default=7)
+    parser.option("--weight", "how heavy", type=checked(float, "a number above 0", lambda x: x > 0))
+    parser.option("--text", "anything")
+    parser.option("--on", "a switch", action="store_true")
+    parser.option("--file", "a name, or -", nargs="?", const="-")
+    return parser
+
+
+def test_options_may_stand_anywhere() -> None:
+    argv = ["--size=3", "a", "b", "--text", "x y", "--c.d", "-1", "--on", "--training.steps=5", "--file"]
+    line = parser().parse(argv)
+    assert (line.size, line.weight, line.text, line.on, line.file) == (3, None, "x y", True, "-")
+    assert line.operands == ["a", "b"]
+    assert line.recipe_flags == ["--c.d", "-1", "--training.steps=5"]
+    assert parser().parse(["a", "--text", "--c.d"]).text == "--c.d"
+    assert parser().parse(["a", "--file", "x"]).file == parser().parse(["a", "--file=x"]).file == "x"
+    line = parser().parse(["a", "--file", "--weight", "0.5"])
+    assert (line.size, line.weight, line.file, line.recipe_flags) == (7, 0.5, "-", [])
 
 
 @pytest.mark.parametrize("recipe", [False, True])
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["--size"], "--size needs a value, as in titan-async v --help"),
-        (["--size="], "--size needs a value, as in titan-async v --help"),
-        (["--size", "--on"], "--size needs a value, as in titan-async v --help"),
-        (["--size", "1", "--size=2"], "--size is given twice: keep one"),
-        (["--on=1"], "--on takes no value, as in titan-async v --help"),
+        (["a", "--size"], "--size: expected one argument"),
+        (["a", "--size", "--on"], "--size: expected one argument"),
+        (["a", "--size", "1", "--size=2"], "--size: given twice"),
+        (["a", "--on=1"], "--on: ignored explicit argument '1'"),
+        (["a", "--size", "10"], "--size: must be an integer from 0 to 9, not 10"),
+        (["a", "--size", "-1"], "--size: must be an integer from 0 to 9, not -1"),
+        (["a", "--size", "1.5"], "--size: must be an integer from 0 to 9, not 1.5"),
+        (["a", "--size", "9" * 5000], f"--size: must be an integer from 0 to 9, not {'9' * 5000}"),
+        (["a", "--weight", "nan"], "--weight: must be a number above 0, not nan"),
+        (["a", "--szie", "1"], "unknown flag --szie; did you mean --size?"),
+        ([], "titan-async v takes A [B], not nothing"),
+        (["a", "b", "c"], "titan-async v takes A [B], not a b c"),
     ],
 )
 def test_a_mistake_is_one_sentence(argv: list[str], sentence: str, recipe: bool) -> None:
     with pytest.raises(UserError) as raised:
-        parse("v", argv, ("size",), switches=("on",), recipe=recipe)
-    assert str(raised.value) == sentence
+        parser(recipe=recipe).parse(argv)
+    assert str(raised.value) == f"{sentence} (see titan-async v --help)"
 
 
-@pytest.mark.parametrize(
-    ("flag", "recipe", "sentence"),
-    [
-        ("--szie", True, "unknown flag --szie; did you mean --size?"),
-        ("--modul", True, "unknown flag --modul; did you mean --module?"),
-        ("--szie", False, "unknown flag --szie of titan-async v; did you mean --size?"),
-        ("-q", False, "unknown flag -q of titan-async v; there are --size, --help"),
-    ],
-)
-def test_an_unknown_flag(flag: str, recipe: bool, sentence: str) -> None:
-    with pytest.raises(UserError) as raised:
-        parse("v", [flag, "1"], ("size",), recipe=recipe)
-    assert str(raised.value) == sentence
+def test_other_flags_are_those_of_a_recipe_or_unknown() -> None:
+    assert parser().parse(["a", "-q", "--dump_folder", "x"]).recipe_flags == ["-q", "--dump_folder", "x"]
+    with pytest.raises(UserError, match="^unknown flag --modul; did you mean --module?"):
+        parser().parse(["a", "--modul", "x"])
+    with pytest.raises(UserError, match=r"^unknown flag -q \(see titan-async v --help\)$"):
+        parser(recipe=False).parse(["a", "-q"])
 
 
-@pytest.mark.parametrize(("text", "least"), [("0", 1), ("-1", 0), ("x", 0), ("1.5", 0), ("9" * 19, 0)])
-def test_a_number_that_is_none(text: str, least: int) -> None:
-    with pytest.raises(UserError, match=f"--size must be a whole number from {least} on, not {text}"):
-        parse("v", ["--size", text], ("size",)).whole("size", None, least=least)
+def test_the_number_of_operands() -> None:
+    assert parser("A [A ...]").parse(["a", "b", "c"]).operands == ["a", "b", "c"]
+    assert parser("").parse([]).operands == []
+    with pytest.raises(UserError, match="^titan-async v takes no arguments but options, not a"):
+        parser("").parse(["a"])
+
+
+def test_help_names_each_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parser().parse(["--help"])
+    out = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert out.startswith("usage: titan-async v A [B] [options] [--section.key value ...]\n\nDoes it.\n")
+    assert "  --size SIZE      how large\n" in out and "  --section.key value " in out
+    assert out.endswith("examples:\n  titan-async v a --size 3\n")
 
 
 def test_a_terminal_shows_progress(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,7 @@ def test_the_script_does_the_same(run_dir: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["{run}"], "convert takes two folders, of a run and for the result, not 1, as in"),
+        (["{run}"], "titan-async convert takes RUN_DIR[/checkpoint/step-N] OUT_DIR, not {run} (see"),
         (["{run}/checkpoint/step-5", "{out}"],
          "{run}/checkpoint has no whole checkpoint of step 5: use one of steps 3 and 7"),
         (["{out}", "{out}"], "{out} is no folder: name that of a run, or of a checkpoint in it"),
@@ -200,13 +200,13 @@ def test_the_script_does_the_same(run_dir: Path, tmp_path: Path) -> None:
         (["{run}", "{bare}"], "{bare} exists already; remove it, or name another folder"),
         (["{run}", "{out}", "--weights", "stale"], "{run}/checkpoint/step-7 has no stale weights: only"),
         (["{run}", "{out}", "--weights", "ema"], "{run}/checkpoint/step-7 has no ema weights: set [ema]"),
-        (["{run}", "{out}", "--weights", "old"], "--weights must be newest, stale or ema, not old"),
-        (["{run}", "{out}", "--dtype", "int8"], "--dtype must be float32, bfloat16 or float16, not int8"),
-        (["{run}", "{out}", "--max-shard-size", "big"], "--max-shard-size must be a size such as 5GB"),
-        (["{run}", "{out}", "--max-shard-size", "0"], "--max-shard-size must be a size such as 5GB"),
+        (["{run}", "{out}", "--weights", "old"], "--weights: invalid choice: 'old' (choose from"),
+        (["{run}", "{out}", "--dtype", "int8"], "--dtype: invalid choice: 'int8' (choose from"),
+        (["{run}", "{out}", "--max-shard-size", "big"], "--max-shard-size: must be a size such as 5GB"),
+        (["{run}", "{out}", "--max-shard-size", "0"], "--max-shard-size: must be a size such as 5GB"),
         (["{run}", "{out}", "--dtpye", "bf16"], "unknown flag --dtpye; did you mean --dtype?"),
-        (["{run}", "{out}", "--recipe"], "--recipe needs a value, as in titan-async convert --help"),
-        (["{run}", "{out}", "--dtype", "bf16", "--dtype", "fp16"], "--dtype is given twice: keep one"),
+        (["{run}", "{out}", "--recipe"], "--recipe: expected one argument (see titan-async convert --help)"),
+        (["{run}", "{out}", "--dtype", "bf16", "--dtype", "fp16"], "--dtype: given twice"),
         (["{run}", "{out}", "--hf_assets_path", "{bare}"], "The folder {bare} has no tokenizer.json: set"),
     ],
 )  # fmt: skip

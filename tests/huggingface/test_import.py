@@ -172,7 +172,7 @@ def test_a_model_that_does_not_fit_is_one_sentence(
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["{model}"], "import takes the folder of a model, one for the run, and a recipe file"),
+        (["{model}"], "titan-async import takes HF_DIR RUN_DIR [RECIPE.toml], not {model}"),
         (["{model}", "{out}", "{moe}"], '{model}/config.json has model_type = "llama", where the model of'),
         (["{model}", "{model}"], "{model} exists already; remove it, or name another folder"),
         (["{model}", "{out}", "--checkpoint.no-enable"], "checkpoint.enable is off, so training would not"),

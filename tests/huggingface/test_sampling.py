@@ -125,12 +125,12 @@ def test_the_command_prints_prompt_and_text(run_dir: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        ([], "sample takes one folder, that of a run, not 0, as in"),
-        (["{run}", "--tokens", "0"], "--tokens must be a whole number from 1 on, not 0"),
-        (["{run}", "--top-k", "x"], "--top-k must be a whole number from 0 on, not x"),
-        (["{run}", "--seed", "-1"], "--seed must be a whole number from 0 on, not -1"),
-        (["{run}", "--temperature", "-0.1"], "--temperature must be 0 or a positive number, not -0.1"),
-        (["{run}", "--temperature", "nan"], "--temperature must be 0 or a positive number, not nan"),
+        ([], "titan-async sample takes RUN_DIR[/checkpoint/step-N], not nothing"),
+        (["{run}", "--tokens", "0"], "--tokens: must be an integer of at least 1, not 0"),
+        (["{run}", "--top-k", "x"], "--top-k: must be an integer of at least 0, not x"),
+        (["{run}", "--seed", "-1"], "--seed: must be an integer of at least 0, not -1"),
+        (["{run}", "--temperature", "-0.1"], "--temperature: must be 0 or a positive number, not -0.1"),
+        (["{run}", "--temperature", "nan"], "--temperature: must be 0 or a positive number, not nan"),
         (["{run}", "--weights", "stale"], "{run}/checkpoint/step-7 has no stale weights: only runs under"),
         (["{run}", "--promt", "a"], "unknown flag --promt; did you mean --prompt?"),
         (["{run}/checkpoint/step-6"], "{run}/checkpoint has no whole checkpoint of step 6: use step 7"),

@@ -10,14 +10,14 @@ from titan_async.cli.main import main
 RUN_ID = "20260101-000000-aaaa"
 
 MISTAKES = {
-    "trace": "titan-async trace needs one RUN_DIR, {what}",
-    "trace {run} {run}": "titan-async trace needs one RUN_DIR, {what}",
+    "trace": "titan-async trace takes RUN_DIR, not nothing {see}",
+    "trace {run} {run}": "titan-async trace takes RUN_DIR, not {run} {run} {see}",
     "trace {tmp}/absent": "{tmp}/absent is no folder: give {what}",
     "trace {tmp}/empty": "{tmp}/empty holds no events of a run: give {what} that recorded them",
     "trace {run} --run x": "{run} has no run x: there are {id}",
-    "trace {run} --stesp 3": "unknown flag --stesp of titan-async trace; did you mean --steps?",
-    "trace {run} --steps": "--steps needs a value, as in titan-async trace --help",
-    "trace {run} --steps 1 --steps 2": "--steps is given twice: keep one",
+    "trace {run} --stesp 3": "unknown flag --stesp; did you mean --steps? {see}",
+    "trace {run} --steps": "--steps: expected one argument {see}",
+    "trace {run} --steps 1 --steps 2": "--steps: given twice {see}",
     "trace {run} --steps 5-x": "--steps is 5-x: write A-B, A- or A, for example 10-12",
     "trace {run} --steps 5-3": "--steps is 5-3: its first step is after its last",
     "trace {run} --steps 4-9": "--steps is 4-9, but the files of run {id} hold 1-4: choose among these",
@@ -25,12 +25,12 @@ MISTAKES = {
     "trace {run} --out {tmp}/file/t.json": (
         "cannot write {tmp}/file/t.json ({tmp}/file is no folder): name another place with --out"
     ),
-    "plot": "titan-async plot needs a RUN_DIR, {what}",
+    "plot": "titan-async plot takes RUN_DIR [RUN_DIR ...], not nothing {see}",
     "plot {run} {tmp}/absent": "{tmp}/absent is no folder: give {what}",
-    "plot {run} --fromat svg": "unknown flag --fromat of titan-async plot; did you mean --format?",
-    "plot {run} --format pdf": "--format is pdf: use png or svg",
+    "plot {run} --fromat svg": "unknown flag --fromat; did you mean --format? {see}",
+    "plot {run} --format pdf": "--format: invalid choice: 'pdf' (choose from 'png', 'svg') {see}",
     "plot {run} --out x.pdf": "--out is x.pdf: name a folder, or a file that ends in .png or .svg",
-    "plot {run} --out x.png --format svg": "--out x.png is no svg: leave out one of --out and --format",
+    "plot {run} --out x.png --format svg": "--out x.png is not svg: leave out one of --out and --format",
     "plot {run} --labels a,b": (
         "--labels names 2 runs, but there are 1: give one label for each, with commas between them"
     ),
@@ -38,14 +38,14 @@ MISTAKES = {
     "plot {run} --out {tmp}/file/plots": (
         "cannot write {tmp}/file/plots/loss.png (Not a directory): name another place with --out"
     ),
-    "watch": "titan-async watch needs one RUN_DIR, {what}",
-    "watch a b": "titan-async watch needs one RUN_DIR, {what}",
+    "watch": "titan-async watch takes RUN_DIR, not nothing {see}",
+    "watch a b": "titan-async watch takes RUN_DIR, not a b {see}",
     "watch {tmp}/absent": "{tmp}/absent is no folder: give {what}",
     "watch {tmp}/empty": "{tmp}/empty holds no events of a run: give {what} that recorded them",
     "watch {run} --run x": "{run} has no run x: there are {id}",
-    "watch {run} --following me": "--following must be a whole number from 1 on, not me",
-    "watch {run} --width 0": "--width must be a whole number from 1 on, not 0",
-    "watch {run} --onec": "unknown flag --onec of titan-async watch; did you mean --once?",
+    "watch {run} --following me": "--following: must be an integer of at least 1, not me {see}",
+    "watch {run} --width 0": "--width: must be an integer from 1 to 1000, not 0 {see}",
+    "watch {run} --onec": "unknown flag --onec; did you mean --once? {see}",
     "watch {run} --following 1 --once": (
         "--following waits for a run to begin: leave out --run, --once and --svg"
     ),
@@ -64,6 +64,7 @@ def test_a_mistake_gets_one_sentence(
     (tmp_path / "empty").mkdir()
     write_run(tmp_path / "run", RUN_ID, stages=2, microbatches=2, steps=4)
     places = {"run": tmp_path / "run", "tmp": tmp_path, "id": RUN_ID, "what": "the dump_folder of a run"}
+    places["see"] = f"(see titan-async {command.split()[0]} --help)"
     before = sorted(tmp_path.rglob("*"))
     assert main([word.format(**places) for word in command.split()]) == 2
     assert capsys.readouterr() == ("", MISTAKES[command].format(**places) + "\n")

@@ -318,7 +318,7 @@ def test_a_calibration_is_named_and_goes_together_with_measured_times(run, tmp_p
 @pytest.mark.parametrize(
     ("device", "flags", "words"),
     [
-        (H100, ("--achievable", "0.5"), "--achievable and --calibration both say what products reach"),
+        (H100, ("--achievable", "0.5"), "--achievable and --calibration both set the rate of matrix products"),
         (H100, ("--gpu", "a100-80gb"), "which is h100-80gb and not a100-80gb"),
         (H100, ("--gpu", "h100"), "did you mean h100-80gb?"),
         (CORES, ("--gpu", "h100-80gb"), "measured on a CPU"),
@@ -334,17 +334,20 @@ def test_a_calibration_that_does_not_fit_is_a_mistake(run, tmp_path, device, fla
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ((), "the first argument must be a recipe file"),
+        ((), "titan-async plan takes RECIPE.toml, not nothing"),
         (("toml_configs/nothing.toml",), "toml_configs/nothing.toml: no such file"),
         ((f"toml_configs/{RECIPE}", "--gpu", "h100"), "did you mean h100-80gb?"),
-        ((f"toml_configs/{RECIPE}", "--gpu"), "--gpu needs a value"),
-        ((f"toml_configs/{RECIPE}", "--nodes", "two"), "--nodes must be a whole number from 1 on, not two"),
-        ((f"toml_configs/{RECIPE}", "--achievable", "50"), "--achievable must be a share"),
+        ((f"toml_configs/{RECIPE}", "--gpu"), "--gpu: expected one argument"),
+        (
+            (f"toml_configs/{RECIPE}", "--nodes", "two"),
+            "--nodes: must be an integer from 1 to 10000, not two",
+        ),
+        ((f"toml_configs/{RECIPE}", "--achievable", "50"), "--achievable: must be a share"),
         (
             (f"toml_configs/{RECIPE}", "--mtbf", "never"),
-            "--mtbf must be a number of hours above 0, not never",
+            "--mtbf: must be a number of hours above 0, not never",
         ),
-        ((f"toml_configs/{RECIPE}", "--mtbf", "0"), "--mtbf must be a number of hours above 0, not 0"),
+        ((f"toml_configs/{RECIPE}", "--mtbf", "0"), "--mtbf: must be a number of hours above 0, not 0"),
         ((f"toml_configs/{RECIPE}", "--node", "2"), "unknown flag --node; did you mean --nodes?"),
         ((f"toml_configs/{RECIPE}", "--schedule", "1F2B"), "did you mean 1F1B?"),
         ((f"toml_configs/{RECIPE}", "--measured", "nowhere"), "holds no measured.json"),

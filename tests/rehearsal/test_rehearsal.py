@@ -229,8 +229,11 @@ def test_the_command_rehearses_a_small_recipe(
     ("flags", "message"),
     [
         (["--rank", "64"], "--rank is 64, but the degrees multiply to 2 ranks: use one below that"),
-        (["--steps", "0"], "--steps must be a whole number from 1 on, not 0"),
-        (["--rank"], "--rank needs a value, as in titan-async rehearse --help"),
+        (
+            ["--steps", "0"],
+            "--steps: must be an integer from 1 to 1000000, not 0 (see titan-async rehearse --help)",
+        ),
+        (["--rank"], "--rank: expected one argument (see titan-async rehearse --help)"),
         (
             ["--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"],
             "a rehearsal knows schedules of one stage a rank, and Interleaved1F1B has several: set "

@@ -94,7 +94,7 @@ FILES = [
     ),
     pytest.param(
         RECIPE_TEXT.replace('"muon"', '"moun"'),
-        ["x.toml:14: ", "optimizer.name", '"muon", "adamw", "lion", "sgd"', '"moun"'],
+        ["x.toml:14: ", "optimizer.name", "'muon', 'adamw', 'lion', 'sgd'", '"moun"'],
         id="unknown-optimizer",
     ),
     pytest.param(
@@ -223,7 +223,7 @@ FLAGS = [
     ("--optimizer.muon.momentum 1.5", ["optimizer.muon.momentum: ", "1.5"]),
     ("--optimizer.muon.ns_steps 0", ["optimizer.muon.ns_steps: ", "0"]),
     ("--optimizer.muon.bucket_mb 0", ["optimizer.muon.bucket_mb is 0", "above zero"]),
-    ("--optimizer.muon.compute_dtype int8", ["optimizer.muon.compute_dtype must be one of", '"bfloat16"']),
+    ("--optimizer.muon.compute_dtype int8", ['optimizer.muon.compute_dtype is "int8"', "'bfloat16'"]),
     ("--optimizer.muon.coefficients standard", ["did you mean --optimizer.muon.ns_coefficients?"]),
     ("--optimizer.adamw.lr -1", ["optimizer.adamw.lr: ", "-1"]),
     ("--optimizer.adamw.beta1 1.5", ["optimizer.adamw.beta1: ", "1.5"]),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_async.cli.command_line import parse
+from titan_async.cli.command_line import VerbParser
 from titan_async.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,42 +15,37 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-_HELP = """\
-usage: titan-async calibrate [--device cuda|cpu] [--out FILE]
-
-Measure what one device of this machine reaches, in about a minute, for plans that do not rely on data sheets:
-matrix products of many shapes in float32 and bfloat16, attention, and memory. Of a CPU one core is measured,
-with one thread, and messages between two processes. Let nothing else run on the device meanwhile.
-
-flags:
-  --device KIND           cuda or cpu (default: cuda if there is one; CUDA_VISIBLE_DEVICES chooses
-                          among several)
-  --out FILE              where to write what was found (default: calibration.json)
-  -h, --help              this text
-
-examples:
-  titan-async calibrate --out h100.json
-  titan-async plan moe_10b_200b.toml --calibration h100.json
-"""
-
-_DEVICES = ("cuda", "cpu")
+_PARSER = VerbParser(
+    "calibrate",
+    "",
+    """\
+Measure the performance of one device of this machine, in about a minute, for plans that do not rely on data
+sheets: matrix products of many shapes in float32 and bfloat16, attention, and memory. On a CPU, one core is
+measured, with one thread, and messages between two processes. Run nothing else on the device meanwhile.""",
+    examples=("calibrate --out h100.json", "plan moe_10b_200b.toml --calibration h100.json"),
+)
+_PARSER.option(
+    "--device",
+    "default: cuda if there is a GPU; CUDA_VISIBLE_DEVICES chooses among several",
+    choices=("cuda", "cpu"),
+)
+_PARSER.option(
+    "--out",
+    "the file to write (default: calibration.json)",
+    metavar="FILE",
+    type=Path,
+    default=Path("calibration.json"),
+)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Writes a calibration or prints help; returns the exit status.
+    """Writes a calibration; returns the exit status.
 
     Raises:
-        UserError: a flag is wrong, there is no such device, or the file cannot be written.
+        UserError: an option is wrong, there is no such device, or the file cannot be written.
     """
-    if "-h" in argv or "--help" in argv:
-        print(_HELP, end="")
-        return 0
-    line = parse("calibrate", argv, ("device", "out"))
-    if line.words:
-        raise UserError(f"titan-async calibrate takes flags alone, not {line.words[0]}: give --out FILE")
-    kind, out = line.value("device"), Path(line.value("out") or "calibration.json")
-    if kind not in (None, *_DEVICES):
-        raise UserError(f"--device must be cuda or cpu, not {kind}")
+    line = _PARSER.parse(argv)
+    kind, out = line.device, line.out
     if out.is_dir():
         raise UserError(f"--out is {out}, which is a folder: name a file")
 

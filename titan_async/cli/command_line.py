@@ -1,115 +1,190 @@
-"""What stands on the command line of a verb: words, flags of its own, and flags of the recipe."""
+"""What verbs share: their command lines, ranges of steps, and what is printed while they work."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import logging
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, TypeVar
 
+from titan_async.config.suggestions import nearest
 from titan_async.errors import UserError
 
-__all__ = ["CommandLine", "parse"]
+__all__ = ["VerbParser", "checked", "integer", "progress_bar", "quiet", "step_range"]
 
-_MOST_DIGITS = 18
+T = TypeVar("T")
 
-D = TypeVar("D", int, None)
+_RECIPE_FLAGS = """\
+--section.key value     any field of the recipe, as for titan-async train
+--module MODULE         as for titan-async train"""
 
 
-@dataclass(frozen=True)
-class CommandLine:
-    """A command line, taken apart."""
+class VerbParser(argparse.ArgumentParser):
+    """Parses the command line of a verb: operands, options anywhere, and last the flags of a recipe."""
 
-    verb: str
-    words: list[str] = field(default_factory=list)
-    """What belongs to no flag; of a verb that takes a recipe's flags, what comes before all of these."""
-    values: dict[str, str | None] = field(default_factory=dict)
-    """The verb's own flags that were given, without dashes; None for one without a value."""
-    recipe_flags: list[str] = field(default_factory=list)
-    """The other flags with their values, for `resolve_recipe`."""
+    def __init__(
+        self, verb: str, operands: str, description: str, *, examples: Sequence[str], recipe: bool = False
+    ) -> None:
+        """Creates a parser without options but --help.
 
-    def value(self, flag: str) -> str | None:
-        """What was given with a flag; None if it was not."""
-        return self.values.get(flag)
+        Args:
+            verb: the name of the verb.
+            operands: their names as in a usage line; optional ones in brackets.
+            description: what the verb does.
+            examples: command lines, without "titan-async".
+            recipe: whether other options are flags of a recipe; otherwise they are errors.
+        """
+        super().__init__(
+            prog=f"titan-async {verb}",
+            usage=" ".join(
+                ["titan-async", verb, *operands.split(), "[options]", *["[--section.key value ...]"] * recipe]
+            ),
+            description=description,
+            epilog="".join(["examples:", *(f"\n  titan-async {line}" for line in examples)]),
+            formatter_class=_HelpFormatter,
+            allow_abbrev=False,
+        )
+        self.register("action", None, _StoreOnce)
+        if recipe:
+            self.add_argument_group("flags of the recipe", _RECIPE_FLAGS)
+        self._operands = operands.split()
+        self._recipe = recipe
+        self._options = {"--help": False, "-h": False}
+        """By name, whether it takes exactly one value."""
 
-    def whole(self, flag: str, default: D, *, least: int = 1, most: int | None = None) -> int | D:
-        """A flag's value as a number, `default` if it was not given.
+    def option(self, name: str, help: str, **settings: Any) -> None:
+        """Adds an option, as `add_argument` does."""
+        self._options[name] = settings.keys().isdisjoint(("action", "nargs"))
+        self.add_argument(name, help=help, **settings)
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Returns the options, and lists of words: `operands`, and `recipe_flags` with their values.
 
         Raises:
-            UserError: it is no whole number from `least` on, or above `most`.
+            UserError: the command line is wrong.
+            SystemExit: it asks for help, which has been printed.
         """
-        text = self.values.get(flag)
-        if text is None:
-            return default
-        if not re.fullmatch(rf"\d{{1,{_MOST_DIGITS}}}", text) or int(text) < least:
-            raise UserError(f"--{flag} must be a whole number from {least} on, not {text}")
-        if most is not None and int(text) > most:
-            raise UserError(f"--{flag} is {text}: set it to at most {most}")
-        return int(text)
+        words: list[str] = []
+        for word in argv:
+            # argparse takes a value that begins with a dash for an option, unless it follows "=".
+            if words and self._options.get(words[-1]) and word.partition("=")[0] not in self._options:
+                words[-1] += f"={word}"
+            else:
+                words.append(word)
+        line, others = self.parse_known_args(words)
+        first = next((index for index, word in enumerate(others) if word.startswith("-")), len(others))
+        line.operands, line.recipe_flags = others[:first], others[first:]
+        for flag in line.recipe_flags:
+            self._check_unknown(flag.partition("=")[0])
+        required = [name for name in self._operands if not name.startswith(("[", "..."))]
+        most = len(line.operands) if "...]" in self._operands else len(self._operands)
+        if not len(required) <= len(line.operands) <= most:
+            expected = " ".join(self._operands) or "no arguments but options"
+            self.error(f"{self.prog} takes {expected}, not {' '.join(line.operands) or 'nothing'}")
+        return line
+
+    def _check_unknown(self, name: str) -> None:
+        if self._recipe and (not name.startswith("--") or "." in name):
+            return
+        known = [*self._options, *["--module"] * self._recipe]
+        close = nearest(name, known, cutoff=0.8 if self._recipe else 0.6)
+        if close != name and (close or not self._recipe):
+            self.error(f"unknown flag {name}" + (f"; did you mean {close}?" if close else ""))
+
+    def error(self, message: str) -> NoReturn:
+        """Raises a `UserError`, where argparse would print the usage and exit."""
+        raise UserError(f"{message.removeprefix('argument ')} (see {self.prog} --help)")
 
 
-def parse(
-    verb: str,
-    argv: Sequence[str],
-    flags: Collection[str],
-    *,
-    switches: Collection[str] = (),
-    optional: Collection[str] = (),
-    recipe: bool = False,
-) -> CommandLine:
-    """Takes a command line apart; flags may stand anywhere.
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26, width=110)
+
+
+class _StoreOnce(argparse.Action):
+    """Stores a value, and refuses a second one."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: Any = None
+    ) -> None:
+        if getattr(namespace, self.dest) is not self.default:
+            raise argparse.ArgumentError(self, "given twice")
+        setattr(namespace, self.dest, values)
+
+
+def checked(convert: Callable[[str], T], expected: str, is_valid: Callable[[T], bool]) -> Callable[[str], T]:
+    """Returns a `type` for an option, whose error says what was `expected`."""
+
+    def parse(text: str) -> T:
+        try:
+            value = convert(text)
+            if is_valid(value):
+                return value
+        except (ValueError, OverflowError):
+            pass
+        raise argparse.ArgumentTypeError(f"must be {expected}, not {text}")
+
+    return parse
+
+
+def integer(least: int = 1, most: int = 10**18) -> Callable[[str], int]:
+    """Returns a `type` for an option that takes an integer in a range."""
+    expected = f"an integer of at least {least}" if most == 10**18 else f"an integer from {least} to {most}"
+    return checked(int, expected, lambda number: least <= number <= most)
+
+
+def step_range(text: str | None, available: range, latest: int) -> range:
+    """Parses a range of steps: "A-B", "A-" or "A".
 
     Args:
-        verb: for messages.
-        argv: what follows it.
-        flags: of the verb, without dashes, that have a value each.
-        switches: those that have none.
-        optional: those that may have one.
-        recipe: whether other flags are a recipe's, and not mistakes.
+        text: as the user wrote it; None for the `latest`.
+        available: the steps that are recorded; the range may contain others.
+        latest: the number of steps without `text`.
 
     Raises:
-        UserError: a flag has no value, or one too many, comes twice, or is unknown.
+        UserError: it is not a range.
     """
-    line = CommandLine(verb)
-    own = (*flags, *switches, *optional)
-    left = list(argv)
-    while left:
-        word = left.pop(0)
-        name, equals, value = word.partition("=")
-        flag = name.removeprefix("--")
-        if not (word.startswith("--") and flag in own):
-            if not word.startswith("-") and not line.recipe_flags:
-                line.words.append(word)
-            else:
-                _refuse_unknown(name, verb, own, recipe)
-                line.recipe_flags.append(word)
-            continue
-        if flag in line.values:
-            raise UserError(f"{name} is given twice: keep one")
-        follows = bool(left) and left[0].removeprefix("--").partition("=")[0] not in own
-        if flag in switches:
-            if equals:
-                raise UserError(f"{name} takes no value, as in titan-async {verb} --help")
-            line.values[flag] = None
-        elif equals and value:
-            line.values[flag] = value
-        elif flag in flags and (equals or not follows):
-            raise UserError(f"{name} needs a value, as in titan-async {verb} --help")
-        else:
-            takes = flag in flags or (follows and not left[0].startswith("--"))
-            line.values[flag] = left.pop(0) if takes else None
-    return line
+    if text is None:
+        return available[-latest:]
+    match = re.fullmatch(r"([1-9]\d{0,9})(-(\d{0,10}))?", text)
+    if match is None:
+        raise UserError(f"--steps is {text}: write A-B, A- or A, for example 10-12")
+    first = int(match[1])
+    last = first if match[2] is None else int(match[3]) if match[3] else max(first, available.stop - 1)
+    if last < first:
+        raise UserError(f"--steps is {text}: its first step is after its last")
+    return range(first, last + 1)
 
 
-def _refuse_unknown(name: str, verb: str, own: Sequence[str], recipe: bool) -> None:
-    from titan_async.config.suggestions import nearest
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Suppresses log messages and warnings of torchtitan about configurations and CPUs."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=UserWarning, module="torchtitan")
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # of data loaders
+            yield
+    finally:
+        logging.disable(before)
 
-    known = [f"--{flag}" for flag in own]
-    if recipe:
-        close = nearest(name, [*known, "--module"], cutoff=0.8) if name.startswith("--") else None
-        if close and close != name and "." not in name:
-            raise UserError(f"unknown flag {name}; did you mean {close}?")
-        return
-    close = nearest(name, [*known, "--help"])
-    hint = f"did you mean {close}?" if close else f"there are {', '.join([*known, '--help'])}"
-    raise UserError(f"unknown flag {name} of titan-async {verb}; {hint}")
+
+@contextlib.contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows a progress bar of bytes on stderr, if that is a terminal.
+
+    Yields:
+        A function to call with the number of bytes done and in total.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,8 +1,8 @@
-"""Runs worker processes with torchelastic, and reports what it does not: who died first.
+"""Runs worker processes with torchelastic, and reports which failed first.
 
-Every access to torchelastic's internals is here. Its agent is right for starting and watching
-processes; its silence about cause and effect, its half minute of patience with processes that do
-not end and its log lines are not.
+torchelastic starts and monitors the processes. Patches of `PContext` add: which processes failed by
+themselves rather than being stopped, signals as requests to save, and shorter time-outs for processes that do
+not exit.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from titan_async.training.preemption import SAME_PRESS_SECONDS, STOPPING, ranks_
 __all__ = ["Outcome", "WorkerExit", "run_workers"]
 
 GRACE_SECONDS = 10
-"""How long processes may take to end once another one has ended badly after SIGTERM."""
+"""Time-out for processes to exit once another one has failed after SIGTERM."""
 
 SAVE_SECONDS = 60
-"""How long processes may take to finish a step, save and end after SIGTERM."""
+"""Time-out for processes to finish a step, save and exit after SIGTERM."""
 
 _STDERR_BYTES = 1 << 16
-"""What is kept of a process's stderr: more than NCCL's watchdog and C++ say at a process's end."""
+"""Size of the tail of stderr that is kept: more than NCCL's watchdog and C++ print in an abort."""
 
 _SAME_REQUEST_SECONDS = {
-    signal.SIGTERM: 1.0,  # `timeout` sends it to its child, and then to the child's group
+    signal.SIGTERM: 1.0,  # `timeout` signals its child, and then the group of the child
     signal.SIGINT: SAME_PRESS_SECONDS,
 }
 
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """A process that ended badly, by itself."""
+    """A process that failed, and was not stopped by the launcher."""
 
     rank: int
     status: int
-    """Its exit status; minus the signal's number if a signal ended it."""
+    """Its exit status; the negative signal number if a signal ended it."""
 
 
 @dataclass(frozen=True)
@@ -60,49 +60,49 @@ class Outcome:
     """How a run of workers ended."""
 
     exits: list[WorkerExit] = field(default_factory=list)
-    """The processes that ended badly and were not stopped by us; empty after success."""
+    """The processes that failed and were not stopped by the launcher; empty after success."""
     interrupted: signal.Signals | None = None
-    """The signal that the launcher itself was sent; if the processes then saved and ended, SIGINT alone."""
+    """The signal that the launcher received; None after a SIGTERM on which all processes saved and exited."""
     failed: bool = False
-    """Whether any process did not end with status 0."""
+    """Whether any process did not exit with status 0."""
     killed_after: float | None = None
-    """Seconds after SIGTERM at which processes that were still there were killed."""
+    """Seconds after SIGTERM at which the remaining processes were killed."""
     stderr: dict[int, str] = field(default_factory=dict)
-    """The end of what each rank wrote there."""
+    """The tail of each rank's stderr."""
 
 
 @dataclass
 class _Request:
-    """What was passed on to the workers."""
+    """The signals that were forwarded to the workers."""
 
     at: dict[int, float] = field(default_factory=dict)
-    """When each signal first came, by `time.monotonic`."""
+    """When each signal was first received, by `time.monotonic`."""
     killed_after: float | None = None
 
     @property
     def signal(self) -> signal.Signals | None:
-        """The signal that says how the run ends."""
+        """The signal that determines the exit status."""
         return next((number for number in (signal.SIGINT, signal.SIGTERM) if number in self.at), None)
 
 
 def run_workers(
     command: Sequence[str], nproc: int, rendezvous: dict[str, Any], *, bind: bool = False
 ) -> Outcome:
-    """Runs `nproc` copies of `command` and returns when all have ended.
+    """Runs `nproc` copies of `command` and returns when all have exited.
 
     They write to this process's own stdout, and to its stderr through a pipe each. When one fails, or this
-    process gets SIGHUP or SIGQUIT, the others are killed. SIGTERM is passed on, as a request to save and end
-    with status 0; after `SAVE_SECONDS`, or at a second SIGTERM, they are killed. So is SIGINT, without a
-    limit of time, once all of them stop cleanly at it (`ranks_that_stop_cleanly`); before, or at a second
+    process receives SIGHUP or SIGQUIT, the others are killed. SIGTERM is forwarded, as a request to save and
+    exit with status 0; after `SAVE_SECONDS`, or at a second SIGTERM, they are killed. SIGINT is forwarded,
+    without a time-out, once all of them handle it (`ranks_that_stop_cleanly`); before that, or at a second
     SIGINT, they are killed.
 
     Args:
         command: the program and its arguments.
         nproc: the number of processes on this machine.
-        rendezvous: further fields of `LaunchConfig`, saying how the machines find each other.
+        rendezvous: further fields of `LaunchConfig`, for the rendezvous of the machines.
         bind: whether to bind each process to the NUMA node of the accelerator of its local rank.
     """
-    stderr = _Stderr(os.environ[ERROR_DIR])
+    stderr = _StderrTee(os.environ[ERROR_DIR])
     config = LaunchConfig(
         nproc_per_node=nproc,
         max_restarts=0,
@@ -114,41 +114,39 @@ def run_workers(
     )
     request = _Request()
     with (
-        _silent(),
-        _ending_at_once_before_workers(),
-        _passing_requests_on(request, nproc),
-        _noting_stops(request) as stopped,
+        _logging_disabled(),
+        _exiting_on_signals_in_rendezvous(),
+        _forwarding_signals(request, nproc),
+        _recorded_stops(request) as stopped,
     ):
         try:
-            with stderr.passed_on():
+            with stderr.forwarded():
                 elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as error:
-            # Those we stopped are in `failures` too, after the ones that ended by themselves.
+            # Processes that were stopped are in `failures` too, after those that failed by themselves.
             exits = [
                 WorkerExit(rank=rank, status=failure.exitcode)
                 for rank, failure in error.failures.items()
                 if failure.pid not in stopped
             ]
-            return Outcome(exits, request.signal, True, request.killed_after, stderr.ends())
+            return Outcome(exits, request.signal, True, request.killed_after, stderr.tails())
         except SignalException as error:
             return Outcome(interrupted=error.sigval, failed=True, killed_after=request.killed_after)
     return Outcome(interrupted=signal.SIGINT if signal.SIGINT in request.at else None)
 
 
-class _Stderr(DefaultLogsSpecs):
-    """Passes on what processes write to stderr, and keeps the end of it.
-
-    NCCL's watchdog says there why it aborts a process, and nowhere else.
+class _StderrTee(DefaultLogsSpecs):
+    """Forwards the stderr of processes, and keeps its tail, where NCCL's watchdog prints why it aborts.
 
     Args:
-        folder: where to put the pipes. Where it can hold none, processes write to this process's stderr.
+        folder: for named pipes. If its file system has none, processes write to this process's stderr.
     """
 
     def __init__(self, folder: str) -> None:
         super().__init__(log_dir=os.devnull)
         self._folder = folder
         self._selector = selectors.DefaultSelector()
-        self._ends: dict[int, bytes] = {}
+        self._tails: dict[int, bytes] = {}
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         destinations = super().reify(envs)
@@ -156,17 +154,17 @@ class _Stderr(DefaultLogsSpecs):
             path = os.path.join(self._folder, f"stderr-{environ['RANK']}")
             with contextlib.suppress(OSError):
                 os.mkfifo(path)
-                # Also for writing: else it would be at its end whenever nobody writes.
+                # Also open for writing: otherwise a read returns end of file while no process has it open.
                 pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
                 self._selector.register(pipe, selectors.EVENT_READ, int(environ["RANK"]))
                 destinations.stderrs[local_rank] = path
         return destinations
 
     @contextlib.contextmanager
-    def passed_on(self) -> Iterator[None]:
-        """While the processes run."""
+    def forwarded(self) -> Iterator[None]:
+        """Forwards while the processes run."""
         ended = threading.Event()
-        thread = threading.Thread(target=self._pass_on, args=(ended,), daemon=True)
+        thread = threading.Thread(target=self._forward, args=(ended,), daemon=True)
         thread.start()
         try:
             yield
@@ -177,27 +175,27 @@ class _Stderr(DefaultLogsSpecs):
                 os.close(key.fd)
             self._selector.close()
 
-    def _pass_on(self, ended: threading.Event) -> None:
+    def _forward(self, ended: threading.Event) -> None:
         while True:
-            over = ended.is_set()  # before the last look
+            over = ended.is_set()  # before the last select
             ready = self._selector.select(0 if over else 0.1)
             for key, _ in ready:
                 data = os.read(key.fd, _STDERR_BYTES)
-                self._ends[key.data] = (self._ends.get(key.data, b"") + data)[-_STDERR_BYTES:]
+                self._tails[key.data] = (self._tails.get(key.data, b"") + data)[-_STDERR_BYTES:]
                 with contextlib.suppress(OSError):  # it may be closed
                     while data:
                         data = data[os.write(2, data) :]
             if over and not ready:
                 return
 
-    def ends(self) -> dict[int, str]:
-        """By rank."""
-        return {rank: end.decode(errors="replace") for rank, end in self._ends.items()}
+    def tails(self) -> dict[int, str]:
+        """Returns the tail of each rank's stderr."""
+        return {rank: tail.decode(errors="replace") for rank, tail in self._tails.items()}
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    # Loggers of torchelastic carry levels of their own, so that only the global switch quiets all.
+def _logging_disabled() -> Iterator[None]:
+    # Loggers of torchelastic have levels of their own, which only the global one overrides.
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -207,19 +205,18 @@ def _silent() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ending_at_once_before_workers() -> Iterator[None]:
+def _exiting_on_signals_in_rendezvous() -> Iterator[None]:
     """Lets a signal end this process while it waits for the other machines.
 
-    The wait is a call into C++, during which Python runs no signal handler; but the interpreter still
-    writes the signal's number to its wakeup descriptor, which a thread reads. Once there are workers,
-    the agent's handlers take over.
+    The rendezvous blocks in C++, where Python runs no signal handlers, but writes the number of a signal to
+    its wakeup descriptor, which a thread reads. Once there are workers, the agent's handlers take over.
     """
     started = threading.Event()
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     start = PContext.start
 
-    def noting_start(self: PContext) -> None:
+    def recorded_start(self: PContext) -> None:
         started.set()
         start(self)
 
@@ -233,12 +230,12 @@ def _ending_at_once_before_workers() -> Iterator[None]:
     def stop(number: int, frame: object) -> None:
         raise SignalException(f"got {signal.Signals(number).name}", sigval=signal.Signals(number))
 
-    # A signal without a handler in Python is not written; the agent sets its own later.
+    # A signal without a Python handler is not written. The agent installs its own handlers later.
     terminate = signal.signal(signal.SIGTERM, stop)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    PContext.start = noting_start  # type: ignore[method-assign]
+    PContext.start = recorded_start  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -251,13 +248,13 @@ def _ending_at_once_before_workers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _passing_requests_on(request: _Request, nproc: int) -> Iterator[None]:
-    """Lets the workers themselves answer a SIGTERM or SIGINT to this process, and the agent watch them."""
+def _forwarding_signals(request: _Request, nproc: int) -> Iterator[None]:
+    """Forwards SIGTERM and SIGINT to the workers, which the agent continues to monitor."""
     start = PContext.start
     timers: list[threading.Timer] = []
     before = {number: signal.getsignal(number) for number in _SAME_REQUEST_SECONDS}
 
-    def passing_on(self: PContext) -> None:
+    def forwarding_start(self: PContext) -> None:
         start(self)
         processes = [handler.proc for handler in self.subprocess_handlers.values()]  # type: ignore[attr-defined]
 
@@ -265,7 +262,7 @@ def _passing_requests_on(request: _Request, nproc: int) -> Iterator[None]:
             alive = [process for process in processes if process.poll() is None]
             for process in alive:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # and its data loader, of the same group
+                    os.killpg(process.pid, signal.SIGKILL)  # and its data loader, in the same group
             return bool(alive)
 
         def kill_late() -> None:
@@ -276,7 +273,7 @@ def _passing_requests_on(request: _Request, nproc: int) -> Iterator[None]:
             kill()
             raise SignalException(f"got {signal.Signals(number).name}", sigval=signal.Signals(number))
 
-        def pass_on(number: int, frame: object) -> None:
+        def forward(number: int, frame: object) -> None:
             now = time.monotonic()
             if number in request.at:
                 if now - request.at[number] > _SAME_REQUEST_SECONDS[number]:
@@ -288,7 +285,7 @@ def _passing_requests_on(request: _Request, nproc: int) -> Iterator[None]:
             for process in processes:
                 process.send_signal(number)
             if number == signal.SIGINT:
-                # Not print, whose buffer the signal may have found in use. A terminal shows a ^C before it.
+                # Not print, which is not reentrant. A terminal shows ^C on the line.
                 os.write(2, ("\n" * os.isatty(2) + STOPPING + "\n").encode())
             else:
                 timer = threading.Timer(SAVE_SECONDS, kill_late)
@@ -296,11 +293,11 @@ def _passing_requests_on(request: _Request, nproc: int) -> Iterator[None]:
                 timer.start()
                 timers.append(timer)
 
-        # In place of the agent's handlers, which would end the watching.
+        # In place of the handlers of the agent, which would stop monitoring.
         for number in before:
-            signal.signal(number, pass_on)
+            signal.signal(number, forward)
 
-    PContext.start = passing_on  # type: ignore[method-assign]
+    PContext.start = forwarding_start  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -312,16 +309,16 @@ def _passing_requests_on(request: _Request, nproc: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _noting_stops(request: _Request) -> Iterator[set[int]]:
-    """Yields the set of processes that were still alive when the agent stopped them.
+def _recorded_stops(request: _Request) -> Iterator[set[int]]:
+    """Yields the set of processes that were still running when the agent stopped them.
 
-    They are killed: SIGTERM would be a request to go on to the end of the step, which without the others
-    they cannot reach. Only after such a request they are given time to finish what the others had finished.
+    They are killed: SIGTERM would ask them to finish the step, which they cannot without the others. Only
+    after a forwarded SIGTERM do they have time to save, as the others did.
     """
     stopped: set[int] = set()
     close = PContext.close
 
-    def noting_close(
+    def recording_close(
         self: PContext, death_sig: signal.Signals | None = None, timeout: int | None = None
     ) -> None:
         for handler in getattr(self, "subprocess_handlers", {}).values():
@@ -330,7 +327,7 @@ def _noting_stops(request: _Request) -> Iterator[set[int]]:
         asked = request.signal is not None and death_sig in (None, signal.SIGTERM)
         close(self, signal.SIGTERM if asked else signal.SIGKILL, GRACE_SECONDS)
 
-    PContext.close = noting_close  # type: ignore[method-assign]
+    PContext.close = recording_close  # type: ignore[method-assign]
     try:
         yield stopped
     finally:

@@ -4,58 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from titan_async.cli.command_line import parse
-from titan_async.errors import UserError
+from titan_async.cli.command_line import VerbParser, progress_bar, quiet
 
 __all__ = ["run"]
 
-_HELP = """\
-usage: titan-async import HF_DIR RUN_DIR [RECIPE.toml] [--section.key value ...]
-
+_PARSER = VerbParser(
+    "import",
+    "HF_DIR RUN_DIR [RECIPE.toml]",
+    """\
 Start a run from a model in Hugging Face's format: a folder with config.json and safetensors, as
 from_pretrained loads it and titan-async convert writes it. RUN_DIR gets a checkpoint of step 0 with these
 weights and a recipe.toml, with which training begins there, with a new optimizer and from the first batch.
 
-RECIPE.toml must be of the same model. Without it, the recipe is that in HF_DIR, which titan-async convert has
-left there, or else one that is made from config.json: of a Llama, Qwen3 (dense or a mixture of experts),
-DeepSeek-V3 or dots.llm1. The run takes HF_DIR's tokenizer, if there is one.
-
-flags:
-  --section.key value     any field of the recipe, as for titan-async train
-  --module MODULE         as for titan-async train
-  -h, --help              this text
-
-examples:
-  titan-async import hf/debug outputs/more --training.steps 100
-  titan-async import assets/hf/SmolLM2-135M outputs/smollm2 --dataloader.dataset_path my_texts/
-  titan-async train outputs/more/recipe.toml
-"""
+RECIPE.toml must be of the same model. Without it, the recipe is that in HF_DIR, which titan-async convert
+has written there, or one that is made from config.json: of a Llama, Qwen3 (dense or a mixture of experts),
+DeepSeek-V3 or dots.llm1. The run takes HF_DIR's tokenizer, if there is one.""",
+    recipe=True,
+    examples=(
+        "import hf/debug outputs/more --training.steps 100",
+        "import assets/hf/SmolLM2-135M outputs/smollm2 --dataloader.dataset_path my_texts/",
+        "train outputs/more/recipe.toml",
+    ),
+)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Writes a run's folder or prints help; returns the exit status.
+    """Writes the folder of a run; returns the exit status.
 
     Raises:
         UserError: a file, a flag or the model is wrong; nothing has been written.
     """
-    if "-h" in argv or "--help" in argv:
-        print(_HELP, end="")
-        return 0
-    line = parse("import", argv, (), recipe=True)
-    if len(line.words) not in (2, 3):
-        raise UserError(
-            "import takes the folder of a model, one for the run, and a recipe file, as in "
-            "titan-async import hf/debug outputs/more debug_cpu.toml"
-        )
-    model, run_folder, *recipe = line.words
+    line = _PARSER.parse(argv)
+    model, run_folder, *recipe = line.operands
 
-    from titan_async.cli.quiet import quiet
     from titan_async.config.device import ensure_device
 
     with quiet():
         ensure_device()  # before torchtitan is imported
 
-        from titan_async.cli.progress import progress_bar
         from titan_async.huggingface.import_model import import_model
 
         with progress_bar("importing") as progress:

@@ -1,8 +1,8 @@
-"""Starts the training processes, or becomes one of them.
+"""Starts the training processes.
 
-Under torchrun or a cluster's job step the environment says that this process is a worker already.
-Otherwise the configuration is checked here, before any process exists, and then one process is
-started for each rank on this machine.
+Under torchrun or in a cluster's job step, this process is a worker already, by its environment. Otherwise the
+configuration is checked before any process exists, and then one process is started for each rank on this
+machine.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = ["launch", "processes_per_node", "train"]
 FAILED = 1
 USER_ERROR = 2
 
-_MOST_PROCESSES = 1024
-_LAST_PORT = 2**16 - 1
+_MAX_PROCESSES = 1024
+_MAX_PORT = 2**16 - 1
 
 
 def train(argv: Sequence[str]) -> int:
-    """Trains as `[RECIPE.toml, flags...]` says and returns the exit status.
+    """Trains with `[RECIPE.toml, flags...]` and returns the exit status.
 
     Raises:
         UserError: the recipe file, a flag or the environment is wrong.
@@ -48,7 +48,7 @@ def train(argv: Sequence[str]) -> int:
 
         return int(worker.main(list(argv)) or 0)
 
-    from titan_async.cli.quiet import quiet
+    from titan_async.cli.command_line import quiet
     from titan_async.config.recipe_file import resolve_recipe
 
     live = "--live" in argv
@@ -67,7 +67,7 @@ def train(argv: Sequence[str]) -> int:
 
         check_recorded(config)
     gpus = _gpu_count()
-    fake = config.comm.mode == "fake_backend"  # one process is enough, and stands for rank 0
+    fake = config.comm.mode == "fake_backend"  # one process, which is rank 0
     if under_torchrun:
         nproc = world_size = int(os.environ["WORLD_SIZE"])
     else:
@@ -82,7 +82,7 @@ def train(argv: Sequence[str]) -> int:
         sys.stdout.write(resolved.to_toml())
         return 0
     if fake:
-        os.environ["NGPU"], nproc = str(world_size), 1  # where torchtitan looks for the number of ranks
+        os.environ["NGPU"], nproc = str(world_size), 1  # from which torchtitan takes the number of ranks
     command = [sys.executable, "-m", "titan_async.training.worker", *argv]
     folder = Path(config.dump_folder)
 
@@ -104,18 +104,18 @@ def _gpu_count() -> int:
 
 
 def processes_per_node(parallelism: Any, environ: Mapping[str, str], gpus: int) -> int:
-    """Returns how many processes to start on this machine.
+    """Returns the number of processes to start on this machine.
 
-    That is NGPU if set, else what the degrees multiply to, divided by NNODES. A
-    `data_parallel_shard_degree` of -1 takes what is left of the GPUs (1 without GPUs).
+    That is NGPU if set, else the product of the degrees, divided by NNODES. A `data_parallel_shard_degree` of
+    -1 takes the remaining GPUs (1 without GPUs).
 
     Args:
         parallelism: the configuration's `parallelism` section.
         environ: the environment, for NGPU and NNODES.
-        gpus: the GPUs of this machine.
+        gpus: the number of GPUs of this machine.
 
     Raises:
-        UserError: NGPU or NNODES does not fit the degrees, or the GPUs are too few.
+        UserError: NGPU or NNODES does not match the degrees, or there are too few GPUs.
     """
     nodes = _positive(environ, "NNODES") or 1
     given = _positive(environ, "NGPU")
@@ -153,7 +153,7 @@ def processes_per_node(parallelism: Any, environ: Mapping[str, str], gpus: int) 
                 f"{product} processes ({words}) cannot be divided over NNODES={nodes}; change the degrees"
             )
         nproc = product // nodes
-    if nproc > _MOST_PROCESSES:
+    if nproc > _MAX_PROCESSES:
         raise UserError(
             f"parallelism asks for {nproc} processes on this machine ({words}), more than any has room for: "
             "lower the degrees, or divide them over machines with NNODES"
@@ -176,10 +176,10 @@ def _positive(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def _rendezvous(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the fields of `LaunchConfig` that say how the launchers of a run find each other."""
+    """Returns the fields of `LaunchConfig` for the rendezvous of the launchers of a run."""
     nodes = _positive(environ, "NNODES") or 1
     if nodes == 1:
-        # A port of the system's choice: two runs on one machine never meet.
+        # A free port, so that two runs on one machine do not join each other.
         return {
             "min_nodes": 1,
             "max_nodes": 1,
@@ -194,8 +194,8 @@ def _rendezvous(environ: Mapping[str, str]) -> dict[str, Any]:
     if not re.fullmatch(r"[\w.:-]+", address):
         raise UserError(f"MASTER_ADDR is {address}: set it to the name or address of the first machine")
     port = _positive(environ, "MASTER_PORT") or 29500
-    if port > _LAST_PORT:
-        raise UserError(f"MASTER_PORT is {port}: set it to a free port, at most {_LAST_PORT}")
+    if port > _MAX_PORT:
+        raise UserError(f"MASTER_PORT is {port}: set it to a free port, at most {_MAX_PORT}")
     config: dict[str, Any] = {
         "min_nodes": nodes,
         "max_nodes": nodes,
@@ -207,17 +207,17 @@ def _rendezvous(environ: Mapping[str, str]) -> dict[str, Any]:
     if node_rank is not None:
         if not re.fullmatch(r"[0-9]{1,9}", node_rank) or int(node_rank) >= nodes:
             raise UserError(f"NODE_RANK must be between 0 and {nodes - 1} (NNODES={nodes}), not {node_rank}")
-        # Only the static rendezvous keeps to given node ranks; c10d orders the machines itself.
+        # Only the static rendezvous takes the ranks of nodes; c10d assigns them itself.
         config |= {"rdzv_backend": "static", "rdzv_configs": {"rank": int(node_rank)}}
     return config
 
 
 def _share_cores(nproc: int, gpus: int) -> bool:
-    """Sets how many threads a process has, unless the user has; whether to bind it to cores near its GPU."""
-    # Processes without GPUs compute on the cores, where threads of several only get in each other's way.
+    """Sets OMP_NUM_THREADS, unless it is set; returns whether to bind a process to the cores near its GPU."""
+    # Processes without GPUs compute on the cores: more threads than cores slow each other down.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(cores // nproc, 1) if gpus else 1))
-    # torch binds by numactl, which a container may lack, or not be allowed to use.
+    # torch binds with numactl, which a container may lack or forbid.
     return (
         gpus > 0
         and shutil.which("numactl") is not None
@@ -237,20 +237,20 @@ def launch(
 ) -> int:
     """Runs `nproc` copies of `command` on this machine, waits, and returns the exit status.
 
-    After a failure one line on stderr names the cause: 1, or 2 if a worker reported a user's mistake.
-    After a signal to this process the status is 128 plus its number; after SIGTERM it is 0 if all copies
-    ended with 0, having saved. After SIGINT it is 130 in any case, without a line if they have.
+    After a failure, one line on stderr names the cause, and the status is 1, or 2 after a `UserError` of a
+    worker. After a signal to this process the status is 128 plus its number; after SIGTERM it is 0 if all
+    copies saved and exited with 0. After SIGINT it is 130 in any case, without a line if they did.
 
     Args:
         nproc: the number of processes on this machine.
         command: the program and its arguments.
-        watch: the folder of the run's files, to show a view of them if there is a terminal.
-        gpus: the GPUs of this machine.
-        explain: the sentence for a rank that NCCL has ended after it waited for so many seconds in vain.
+        watch: the folder of the run, to show a view of it if there is a terminal.
+        gpus: the number of GPUs of this machine.
+        explain: returns the sentence for a rank that NCCL's watchdog aborted after a time-out in seconds.
 
     Raises:
-        UserError: the environment does not say how several machines find each other, or what the run says
-            under a view cannot be written.
+        UserError: the environment lacks the address of the first machine, or the output of a run under a view
+            cannot be written.
     """
     rendezvous = _rendezvous(os.environ)
 
@@ -270,9 +270,9 @@ def launch(
             outcome = run_workers(command, nproc, rendezvous, bind=_share_cores(nproc, gpus))
         finally:
             del os.environ[failures.ERROR_DIR], os.environ["TITAN_ASYNC_LAUNCHER_PID"]
-        status, line = _judge(outcome, failures.read_failures(folder), explain or _ended_by_watchdog)
+        status, line = _judge(outcome, failures.read_failures(folder), explain or _watchdog_sentence)
     if outcome.failed and sys.stdout.isatty():
-        sys.stdout.write("\x1b[?25h")  # the cursor, which the progress bar of a killed worker has hidden
+        sys.stdout.write("\x1b[?25h")  # show the cursor, which the progress bar of a killed worker has hidden
         sys.stdout.flush()
     if line:
         print(line, file=sys.stderr, flush=True)
@@ -282,7 +282,7 @@ def launch(
 def _judge(
     outcome: Outcome, reports: list[failures.Failure], explain: Callable[[int, float], str]
 ) -> tuple[int, str | None]:
-    """Returns the exit status and the sentence for the way a run ended."""
+    """Returns the exit status of a run, and the sentence that explains it."""
     if not outcome.failed:
         return (0 if outcome.interrupted is None else 128 + outcome.interrupted), None
     aborted = _aborted_by_watchdog(outcome, explain)
@@ -295,7 +295,7 @@ def _judge(
         elif cause is not None and cause.kind != "lost_peer":
             line += f"; rank {cause.rank} failed: {' '.join(cause.message.split())}"
         return 128 + outcome.interrupted, line
-    # A signal from outside comes first: whatever the others report is what followed from it.
+    # A signal from outside is the cause of whatever the other ranks report.
     for exit_ in outcome.exits:
         if exit_.status < 0 and exit_.rank not in aborted:
             name = signal.Signals(-exit_.status).name
@@ -303,7 +303,7 @@ def _judge(
     if cause is None:
         first = min(outcome.exits, key=lambda exit_: exit_.rank, default=None)
         if first is None:
-            return FAILED, "a rank failed without saying why"
+            return FAILED, "a rank failed without a report"
         return FAILED, f"rank {first.rank} failed (exit status {first.status})"
     if cause.kind == "user":
         return USER_ERROR, " ".join(cause.message.split())
@@ -313,14 +313,14 @@ def _judge(
     return FAILED, f"rank {cause.rank} failed (exit status {status}): {' '.join(cause.message.split())}"
 
 
-def _ended_by_watchdog(rank: int, seconds: float) -> str:
+def _watchdog_sentence(rank: int, seconds: float) -> str:
     return f"rank {rank} was ended by NCCL's watchdog after {seconds:.0f} s without an answer"
 
 
 def _aborted_by_watchdog(
     outcome: Outcome, explain: Callable[[int, float], str]
 ) -> dict[int, failures.Failure]:
-    """By rank; they could not report it themselves."""
+    """Returns the failures of ranks that NCCL's watchdog aborted, which could not report them, by rank."""
     ranks = [exit_.rank for exit_ in outcome.exits if exit_.status == -signal.SIGABRT]
     if not ranks:
         return {}

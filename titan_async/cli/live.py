@@ -1,7 +1,7 @@
-"""The launcher's side of `titan-async train --live`: a full-screen view of the run it starts.
+"""`titan-async train --live`: a full-screen view of the run that the launcher starts.
 
-The view is `titan-async watch` in a process of its own, which reads the files of the run and owns the
-terminal. What the run says meanwhile goes to a file, and its end to the terminal too, once the view is gone.
+The view is `titan-async watch` in a process of its own, which reads the files of the run and controls the
+terminal. The output of the run goes to a file meanwhile; its last lines are printed once the view is closed.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from titan_async.errors import UserError
 __all__ = ["check_recorded", "has_terminal", "view_command", "watched"]
 
 VIEW_SECONDS = 2.0
-"""How long the view may take to end by itself once the run has."""
+"""Time-out for the view to exit by itself after the run."""
 
 LAST_LINES = 20
-"""How much is shown of a run that has not said how it ended."""
+"""Lines that are printed of a run whose last lines are none of `_ENDINGS`."""
 
 _ENDINGS = (
     rb"^(trained|nothing to do:|the data ended|Ctrl-C:|SIGTERM:) ",
     rb"^Traceback \(most recent call last\)",
 )
-"""How the last lines of a run begin; the first of these that is found counts."""
+"""Patterns of the beginning of a run's last lines, in order of precedence."""
 
-_LEAVE_SCREEN = b"\x1b[?1049l\x1b[?25h"  # back from the alternate screen, with a cursor
+_LEAVE_SCREEN = b"\x1b[?1049l\x1b[?25h"  # leave the alternate screen, show the cursor
 
 
 def check_recorded(config: Any) -> None:
-    """Refuses a run of which a view would have nothing to show.
+    """Checks that a run records events, which the view reads.
 
     Raises:
-        UserError: it does not record what its ranks do.
+        UserError: it does not.
     """
     if not config.monitor.events:
         raise UserError(
-            "--live shows what a run records, and this one records nothing: set monitor.events to true, or "
+            "--live shows the events of a run, and this one records none: set monitor.events to true, or "
             "leave out --live"
         )
 
 
 def has_terminal() -> bool:
-    """Whether stdout is a terminal, and this process in its foreground."""
+    """Returns whether stdout is a terminal with this process in the foreground."""
     try:
         return os.isatty(1) and os.tcgetpgrp(1) == os.getpgrp()
     except OSError:  # the terminal of another session
@@ -61,24 +61,24 @@ def has_terminal() -> bool:
 
 
 def view_command(folder: Path) -> list[str]:
-    """The command of a view of the run in `folder`, which ends with that run or with this process."""
+    """Returns the command of a view of the run in `folder`, which exits with the run or with this process."""
     return [sys.executable, "-m", "titan_async.cli", "watch", str(folder), "--following", str(os.getpid())]
 
 
 @contextlib.contextmanager
 def watched(folder: Path) -> Iterator[None]:
-    """Gives the terminal to a view of the run in `folder`.
+    """Shows a view of the run in `folder` on the terminal.
 
-    What this process and its children write goes to `folder`/output.log instead. If the view ends before
-    the run does, what is appended from then on is printed. At the end the terminal is as it was before, and
-    shows the last lines of the run: its summary, or the traceback of an error.
+    The output of this process and its children goes to `folder`/output.log. If the view is closed before the
+    run ends, further output is printed. At the end the modes of the terminal are restored, and the last lines
+    of the run are printed: its summary, or the traceback of an error.
 
     Raises:
         UserError: the file cannot be written.
     """
     path = folder / "output.log"
-    begin = _begin_log(path)
-    with _writing_to(path) as terminal:
+    begin = _start_log(path)
+    with _redirected_to(path) as terminal:
         modes = termios.tcgetattr(terminal)
         view = subprocess.Popen(view_command(folder), stdout=terminal, stderr=terminal)
         ended = threading.Event()
@@ -89,7 +89,7 @@ def watched(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal must come back in order
+            handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal must be restored
             sys.stdout.flush()
             sys.stderr.flush()
             ended.set()
@@ -98,8 +98,8 @@ def watched(folder: Path) -> Iterator[None]:
             signal.signal(signal.SIGINT, handler)
 
 
-def _begin_log(path: Path) -> int:
-    """Writes the line that begins a run, and returns where the run's own lines will begin."""
+def _start_log(path: Path) -> int:
+    """Appends a line with the time, and returns the offset of the output that follows."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as log:
@@ -112,8 +112,8 @@ def _begin_log(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def _writing_to(path: Path) -> Iterator[int]:
-    """Sends stdout and stderr of this process and its children to `path`; yields where stdout went before."""
+def _redirected_to(path: Path) -> Iterator[int]:
+    """Redirects stdout and stderr of this process and its children to `path`; yields the former stdout."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved = [os.dup(1), os.dup(2)]
@@ -140,16 +140,16 @@ def _end(view: subprocess.Popen[bytes]) -> None:
 def _follow(
     view: subprocess.Popen[bytes], path: Path, begin: int, terminal: int, modes: list, ended: threading.Event
 ) -> None:
-    """Waits for the view's end, restores the terminal, and then prints what the run says, to its end."""
+    """Waits until the view exits, restores the terminal, then prints the output of the run until it ends."""
     if view.wait() < 0:
         _write(terminal, _LEAVE_SCREEN)
-    with contextlib.suppress(termios.error):  # it may be gone
+    with contextlib.suppress(termios.error):  # it may be closed
         termios.tcsetattr(terminal, termios.TCSADRAIN, modes)
     with path.open("rb") as log:
         over = ended.is_set()
         log.seek(begin)
-        said = log.read()
-        log.seek(begin + _where_to_show(said, over))
+        output = log.read()
+        log.seek(begin + _offset_to_print(output, over))
         while True:
             _write(terminal, log.read())
             if over:
@@ -158,16 +158,16 @@ def _follow(
             over = ended.is_set()
 
 
-def _where_to_show(said: bytes, over: bool) -> int:
-    """From where in what a run has `said` to show it once the view is gone; the end, unless it is `over`."""
+def _offset_to_print(output: bytes, over: bool) -> int:
+    """Returns the offset of the last lines of a run; the end, if there are none and the run is not `over`."""
     for ending in _ENDINGS:
-        if match := re.search(ending, said, re.MULTILINE):
+        if match := re.search(ending, output, re.MULTILINE):
             return match.start()
-    lines = said.splitlines(keepends=True)
-    return len(said) - (sum(map(len, lines[-LAST_LINES:])) if over else 0)
+    lines = output.splitlines(keepends=True)
+    return len(output) - (sum(map(len, lines[-LAST_LINES:])) if over else 0)
 
 
 def _write(terminal: int, data: bytes) -> None:
-    with contextlib.suppress(OSError):  # it may be gone
+    with contextlib.suppress(OSError):  # it may be closed
         while data:
             data = data[os.write(terminal, data) :]

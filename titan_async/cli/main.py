@@ -1,7 +1,7 @@
 """The command `titan-async VERB ...`.
 
-A verb is a module of this package with a `run(argv) -> int` and a line in `VERBS`; it is imported
-when it is called, so that no verb pays for another's dependencies.
+A verb is a module of this package with a `run(argv) -> int` and a line in `VERBS`. It is imported when it is
+called, so that a verb does not load the dependencies of the others.
 """
 
 from __future__ import annotations
@@ -12,29 +12,30 @@ import sys
 from collections.abc import Sequence
 
 from titan_async import __version__
+from titan_async.config.suggestions import nearest
 from titan_async.errors import UserError
 
 __all__ = ["MODULES", "VERBS", "main"]
 
 VERBS = {
     "train": "train a model with a recipe file",
-    "plan": "say what a run will need: time, memory, traffic",
+    "plan": "compute what a run will need: time, memory, traffic",
     "calibrate": "measure this machine's GPU or CPU, for plans",
     "rehearse": "try a run of many GPUs on this machine's CPU, rank by rank",
-    "watch": "show a run while it trains: its stages, who waits for whom, its loss",
-    "trace": "write what a run's ranks did as a file for Perfetto",
+    "watch": "show a run while it trains: its stages, which waits for which, its loss",
+    "trace": "write the spans of a run's ranks as a file for Perfetto",
     "plot": "draw runs: loss, timeline of steps, utilization",
     "convert": "write a checkpoint for Hugging Face's transformers",
     "import": "start a run from a model of Hugging Face's format",
-    "sample": "print what a model writes after a prompt",
+    "sample": "print the text that a model generates after a prompt",
 }
-"""Every verb and what it does. Its module has the same name, but for those in `MODULES`."""
+"""Every verb and what it does. Its module has the same name, except for those in `MODULES`."""
 
 MODULES = {"import": "import_model"}
-"""Verbs that Python does not take as names."""
+"""Modules of verbs that are keywords of Python."""
 
 USER_ERROR = 2
-"""The exit status for a mistake that the user can mend."""
+"""The exit status after a `UserError`."""
 
 INTERRUPTED = 130
 
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return USER_ERROR
+    except SystemExit as done:
+        return int(done.code or 0)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # `titan-async train --help | head`
@@ -70,8 +73,6 @@ def _run(argv: list[str]) -> int:
         print(f"titan-async {__version__}")
         return 0
     if argv[0] not in VERBS:
-        from titan_async.config.suggestions import nearest
-
         what = "unknown option" if argv[0].startswith("-") else "unknown verb"
         if argv[0].endswith(".toml"):
             raise UserError(f"{what} {argv[0]}; did you mean titan-async train {argv[0]}?")
@@ -96,5 +97,5 @@ verbs:
 {train.listing()}
 examples:
 {train.EXAMPLES}
-`titan-async VERB --help` says more about a verb; `titan-async --version` prints the version.
+`titan-async VERB --help` describes a verb; `titan-async --version` prints the version.
 """

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_async.cli.command_line import CommandLine, parse
+from titan_async.cli.command_line import VerbParser, checked, integer, quiet
 from titan_async.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,117 +18,132 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-_HELP = """\
-usage: titan-async plan RECIPE.toml [flags] [--section.key value ...]
-
-Say what a run will need, without accelerators, data or tokenizer: time, memory and traffic of a step on the
-hardware named, under its own schedule and others, a faster layout if there is one, and whether Async2BW
-pays. Everything is computed from the recipe; docs/planning.md says how, and what is left out.
-
-flags:
-  --gpu NAME              h100-80gb (default), h200-141gb, a100-40gb, a100-80gb, b200-180gb, l40s-48gb or
-                          rtx4090-24gb, in nodes of eight
-  --nodes N               that many nodes; data_parallel_shard_degree takes the ranks that the other degrees
-                          leave, and the batch stays as it is (default: the ranks that the recipe asks for)
-  --schedule NAME         short for --parallelism.pipeline_parallel_schedule
-  --achievable X          share of the peak that large matrix products reach (default: by GPU, 0.5 to 0.75)
-  --calibration FILE      what titan-async calibrate measured, in place of the GPU's figures; the network is
-                          that of --gpu, by default of the kind that was measured. Of a CPU: plan for the
-                          cores of that machine
-  --measured RUN_DIR      scale forward and backward to what a run measured; RUN_DIR is its dump_folder
-  --mtbf HOURS            mean time between failures of the whole job: the days then count saves, restarts and
-                          what is trained again
-  --json [FILE]           write the plan as JSON, to stdout without FILE
-  --no-suggest            do not look for a faster layout
-  --section.key value     any field of the configuration, as for titan-async train
-  --module MODULE         as for titan-async train
-  -h, --help              this text
-
-examples:
-  titan-async plan moe_10b_200b.toml
-  titan-async plan moe_10b_200b.toml --nodes 16 --gpu h200-141gb
-  titan-async plan dense_1b.toml --schedule 1F1B --json plan.json
-"""
-
-
-_MOST_NODES = 10_000
-_FLAGS = ("gpu", "nodes", "schedule", "achievable", "calibration", "measured", "mtbf")
+_PARSER = VerbParser(
+    "plan",
+    "RECIPE.toml",
+    """\
+Compute what a run will need, without accelerators, data or tokenizer: time, memory and traffic of a step on
+the hardware named, under its own schedule and others, a faster layout if there is one, and whether Async2BW
+pays. docs/planning.md describes the computation, and what it leaves out.""",
+    recipe=True,
+    examples=(
+        "plan moe_10b_200b.toml",
+        "plan moe_10b_200b.toml --nodes 16 --gpu h200-141gb",
+        "plan dense_1b.toml --schedule 1F1B --json plan.json",
+    ),
+)
+_PARSER.option(
+    "--gpu",
+    "h100-80gb (default), h200-141gb, a100-40gb, a100-80gb, b200-180gb, l40s-48gb or rtx4090-24gb, in nodes "
+    "of "
+    "eight",
+    metavar="NAME",
+)
+_PARSER.option(
+    "--nodes",
+    "number of nodes; data_parallel_shard_degree takes the ranks that the other degrees leave, and the "
+    "batch stays "
+    "as it is (default: the ranks that the recipe asks for)",
+    metavar="N",
+    type=integer(1, 10_000),
+)
+_PARSER.option("--schedule", "short for --parallelism.pipeline_parallel_schedule", metavar="NAME")
+_PARSER.option(
+    "--achievable",
+    "share of the peak that large matrix products reach (default: by GPU, 0.5 to 0.75)",
+    metavar="X",
+    type=checked(float, "a share above 0 and up to 1", lambda share: 0 < share <= 1),
+)
+_PARSER.option(
+    "--calibration",
+    "measurements of titan-async calibrate, in place of the GPU's figures; the network is that of --gpu, by "
+    "default "
+    "of the kind that was measured. If a CPU was measured: plan for the cores of that machine",
+    metavar="FILE",
+)
+_PARSER.option(
+    "--measured",
+    "scale forward and backward to what a run measured; RUN_DIR is its dump_folder",
+    metavar="RUN_DIR",
+)
+_PARSER.option(
+    "--mtbf",
+    "mean time between failures of the whole job: the days then include saves, restarts and what is trained "
+    "again",
+    metavar="HOURS",
+    type=checked(float, "a number of hours above 0", lambda hours: 0 < hours < math.inf),
+)
+_PARSER.option(
+    "--json", "write the plan as JSON, to stdout without FILE", metavar="FILE", nargs="?", const="-"
+)
+_PARSER.option("--no-suggest", "do not look for a faster layout", action="store_true")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Prints a plan or help; returns the exit status.
+    """Prints a plan; returns the exit status.
 
     Raises:
-        UserError: a file or flag is wrong, or numbers do not go together.
+        UserError: a file or flag is wrong, or numbers do not fit together.
     """
-    if "-h" in argv or "--help" in argv:
-        print(_HELP, end="")
-        return 0
-    line = parse("plan", argv, _FLAGS, switches=("no-suggest",), optional=("json",), recipe=True)
-    nodes = line.whole("nodes", None, most=_MOST_NODES)
-    achievable = _number(line, "achievable", "a share above 0 and up to 1", lambda share: 0 < share <= 1)
-    mtbf = _number(line, "mtbf", "a number of hours above 0", lambda hours: 0 < hours < math.inf)
-
-    from titan_async.cli.quiet import quiet
-
+    line = _PARSER.parse(argv)
     with quiet():
-        _plan(line, nodes, achievable, mtbf)
+        _plan(line)
     return 0
 
 
-def _plan(line: CommandLine, nodes: int | None, achievable: float | None, mtbf: float | None) -> None:
-    cluster = _cluster(line, achievable)
+def _plan(line: Namespace) -> None:
+    cluster = _cluster(line)
 
     from titan_async.config.recipe_file import resolve_recipe
 
-    schedule = line.value("schedule")
-    short = [] if schedule is None else ["--parallelism.pipeline_parallel_schedule", schedule]
-    resolved = resolve_recipe([*line.words, *line.recipe_flags, *short])  # before torchtitan, for CPUs
+    short = ["--parallelism.pipeline_parallel_schedule", line.schedule] if line.schedule else []
+    resolved = resolve_recipe([*line.operands, *line.recipe_flags, *short])  # before torchtitan, for CPUs
     config = resolved.config
 
     from titan_async.planning.plan import Planner
     from titan_async.planning.report import print_plan
     from titan_async.planning.scale import on_nodes, on_own_ranks, world_size_of
 
-    if nodes is None:
+    if line.nodes is None:
         # Without GPUs an open shard degree is 1, as for titan-async train.
         config = on_own_ranks(config, 1 if cluster.accelerator.on_cpu else cluster.per_node)
     else:
-        config = on_nodes(config, nodes, cluster.per_node)
+        config = on_nodes(config, line.nodes, cluster.per_node)
     if cluster.accelerator.on_cpu:
         _check_cores(world_size_of(config), cluster.per_node)
     planner = Planner(cluster)
-    measured = line.value("measured")
-    if measured is not None:
+    if line.measured is not None:
         from titan_async.planning.measured import calibrate
 
-        planner = Planner(cluster, calibrate(config, cluster, measured))
-    plan = planner.plan(config, resolved.recipe, suggests="no-suggest" not in line.values, mtbf=mtbf)
-    if "json" not in line.values:
+        planner = Planner(cluster, calibrate(config, cluster, line.measured))
+    plan = planner.plan(config, resolved.recipe, suggests=not line.no_suggest, mtbf=line.mtbf)
+    if line.json is None:
         print_plan(plan)
         return
-    text, file = json.dumps(plan.to_json(), indent=1) + "\n", line.value("json")
-    if file in (None, "-"):
+    text = json.dumps(plan.to_json(), indent=1) + "\n"
+    if line.json == "-":
         sys.stdout.write(text)
     else:
         from titan_async.monitor.output_files import writing_output
 
-        with writing_output(Path(file), "--json") as partial:
+        with writing_output(Path(line.json), "--json") as partial:
             partial.write_text(text, encoding="utf-8")
         print_plan(plan)
 
 
-def _cluster(line: CommandLine, achievable: float | None) -> Cluster:
+def _cluster(line: Namespace) -> Cluster:
     from titan_async.planning.hardware import cluster_of
 
-    gpu, file = line.value("gpu"), line.value("calibration")
+    gpu, file, achievable = line.gpu, line.calibration, line.achievable
     if file is None:
         cluster = cluster_of(gpu or "h100-80gb")
         return cluster if achievable is None else cluster.reaching(achievable)
     if achievable is not None:
-        raise UserError("--achievable and --calibration both say what products reach: give one of them")
+        raise UserError(
+            "--achievable and --calibration both set the rate of matrix products: give one of them"
+        )
     if gpu is not None:
-        cluster_of(gpu)  # a name that is none is a mistake of its own
+        cluster_of(gpu)  # which raises for an unknown name
 
     from titan_async.planning.device_profile import calibrated_cluster, read_profile
 
@@ -140,16 +156,3 @@ def _check_cores(ranks: int, cores: int) -> None:
             f"the plan is for {ranks} ranks, and the calibration of a machine with {cores} cores: lower the "
             "degrees of [parallelism] or --nodes; ranks that share a core are not planned"
         )
-
-
-def _number(line: CommandLine, flag: str, what: str, fits: Callable[[float], bool]) -> float | None:
-    text = line.value(flag)
-    if text is None:
-        return None
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not fits(number):
-        raise UserError(f"--{flag} must be {what}, not {text}")
-    return number

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titan_async.cli.command_line import CommandLine, parse
-from titan_async.cli.steps import step_range
+from titan_async.cli.command_line import VerbParser, step_range
 from titan_async.errors import UserError
 
 __all__ = ["run"]
@@ -19,63 +18,59 @@ _STEPS = 3
 _FORMATS = ("png", "svg")
 _WIDTH = 7.2  # inches, the text width of a page
 
-_HELP = f"""\
-usage: titan-async plot RUN_DIR [RUN_DIR ...] [flags]
-
+_PARSER = VerbParser(
+    "plot",
+    "RUN_DIR [RUN_DIR ...]",
+    """\
 Draw runs, or compare them: loss.png has the losses of all, and in a corner how far each is above the first;
-timeline.png what each stage did in a few steps; utilization.png how busy the stages were. A RUN_DIR is a
-run's dump_folder; runs that went on from each other in it are one curve. They may be going on.
-
-flags:
-  --out PATH      a folder for the files (default: plots in the first RUN_DIR), or one file for all three,
-                  whose name ends in .png or .svg
-  --format FORMAT png (default) or svg
-  --labels A,B    what to call the runs (default: the names of their folders, and schedules)
-  --steps A-B     of the timeline; or A, or A- (default: the latest {_STEPS})
-  -h, --help      this text
-
-examples:
-  titan-async plot outputs/debug
-  titan-async plot outputs/debug outputs/sync --labels Async2BW,1F1B --out compared.svg
-"""
+timeline.png what each stage did in a few steps; utilization.png how busy the stages were. A RUN_DIR is the
+dump_folder of a run, which may still be training; a run that was resumed in it is one curve.""",
+    examples=(
+        "plot outputs/debug",
+        "plot outputs/debug outputs/sync --labels Async2BW,1F1B --out compared.svg",
+    ),
+)
+_PARSER.option(
+    "--out",
+    "a folder for the files (default: plots in the first RUN_DIR), or one file for all three, whose name "
+    "ends in "
+    ".png or .svg",
+    metavar="PATH",
+    type=Path,
+)
+_PARSER.option("--format", "default: png", choices=_FORMATS)
+_PARSER.option(
+    "--labels", "names of the runs (default: those of their folders, and schedules)", metavar="A,B"
+)
+_PARSER.option("--steps", f"of the timeline; or A, or A- (default: the latest {_STEPS})", metavar="A-B")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Draws pictures or prints help; returns the exit status.
+    """Draws pictures; returns the exit status.
 
     Raises:
-        UserError: a flag is wrong, there is no such run or step, or a file cannot be written.
+        UserError: an option is wrong, there is no such run or step, or a file cannot be written.
     """
-    if "-h" in argv or "--help" in argv:
-        print(_HELP, end="")
-        return 0
-    line = parse("plot", argv, ("out", "format", "labels", "steps"))
-    if not line.words:
-        raise UserError("titan-async plot needs a RUN_DIR, the dump_folder of a run")
-    form = line.value("format") or "png"
-    if form not in _FORMATS:
-        raise UserError(f"--format is {form}: use {' or '.join(_FORMATS)}")
-    out = Path(line.value("out") or Path(line.words[0], "plots"))
+    line = _PARSER.parse(argv)
+    form, out = line.format or "png", line.out or Path(line.operands[0], "plots")
     if re.fullmatch(r"\.[A-Za-z]{2,4}", out.suffix) and out.suffix[1:] not in _FORMATS:
         raise UserError(f"--out is {out}: name a folder, or a file that ends in .png or .svg")
-    if out.suffix[1:] in _FORMATS and line.value("format") not in (None, out.suffix[1:]):
-        raise UserError(f"--out {out} is no {form}: leave out one of --out and --format")
-    labels = _given_labels(line)
-    _draw(line.words, labels, line.value("steps"), out, form)
+    if out.suffix[1:] in _FORMATS and line.format not in (None, out.suffix[1:]):
+        raise UserError(f"--out {out} is not {form}: leave out one of --out and --format")
+    _draw(line.operands, _given_labels(line.labels, len(line.operands)), line.steps, out, form)
     return 0
 
 
-def _given_labels(line: CommandLine) -> list[str] | None:
-    text = line.value("labels")
+def _given_labels(text: str | None, runs: int) -> list[str] | None:
     if text is None:
         return None
     if not text.isprintable():
         raise UserError(f"--labels is {text}, of which some cannot be drawn: use letters, digits and signs")
     labels = [label.strip() for label in text.split(",")]
-    if len(labels) != len(line.words):
+    if len(labels) != runs:
         raise UserError(
-            f"--labels names {len(labels)} runs, but there are {len(line.words)}: "
-            "give one label for each, with commas between them"
+            f"--labels names {len(labels)} runs, but there are {runs}: give one label for each, with commas "
+            "between them"
         )
     return labels
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from titan_async.cli.command_line import parse
+from titan_async.cli.command_line import VerbParser, integer, quiet
 from titan_async.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,47 +20,51 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-_HELP = """\
-usage: titan-async rehearse RECIPE.toml [--rank K] [--steps N] [--width-divisor N] [--section.key value ...]
+_PARSER = VerbParser(
+    "rehearse",
+    "RECIPE.toml",
+    """\
+Try a run of many GPUs on this machine's CPU, before paying for them. Each rank is built as in the run, in a
+fake process group of that size, which sends nothing:
 
-Try a run of many GPUs on this machine's CPU, before any of them is paid for. Each rank is built as in the
-run, in a process group of that size that sends nothing:
+  - one rank of each stage at its real width, on the meta device;
+  - the same ranks with every width divided, which train for a few updates: each shard of a parameter that
+    has had a gradient must have changed;
+  - every rank's shards of a checkpoint: together they must contain the model, the state of the optimizers
+    and the weights of the next batch, each shard once.
 
-  - one rank of each stage at its real width, without memory for it;
-  - the same ranks with every width divided, which train for a few updates among imaginary neighbours: each
-    part of a parameter that has had a gradient must have changed;
-  - every rank's part of a checkpoint: together they must hold all of the model, of the optimizers' state and
-    of the next batch's weights, each part once.
+It reads no data and no tokenizer of the recipe, and compiles nothing.""",
+    recipe=True,
+    examples=("rehearse moe_10b_200b.toml", "rehearse moe_10b_200b.toml --rank 63 --steps 1"),
+)
+_PARSER.option(
+    "--rank",
+    "try this rank alone; its shards of a checkpoint are then not compared with those of other ranks",
+    metavar="K",
+    type=integer(0),
+)
+_PARSER.option("--steps", "updates (default 3)", metavar="N", type=integer(1, 10**6), default=3)
+_PARSER.option(
+    "--width-divisor",
+    "of every width in the model (default 16); 1 for the real ones",
+    metavar="N",
+    type=integer(1, 10**6),
+    default=16,
+)
 
-It reads no data and no tokenizer of the recipe, and compiles nothing.
-
-flags:
-  --rank K                try this rank alone; its part of a checkpoint is then not compared with others'
-  --steps N               updates (default 3)
-  --width-divisor N       of every width in the model (default 16); 1 for the real ones
-  --section.key value     any field of the configuration, as for `titan-async train`
-  -h, --help              this text
-"""
-
-_MOST_SENTENCES = 20
+_MAX_SENTENCES = 20
 
 
 def run(argv: Sequence[str]) -> int:
-    """Rehearses a run, or prints help; returns the exit status.
+    """Rehearses a run; returns the exit status.
 
     Raises:
         UserError: a file or flag is wrong.
     """
-    if "-h" in argv or "--help" in argv:
-        print(_HELP, end="")
-        return 0
-    line = parse("rehearse", argv, ("rank", "steps", "width-divisor"), recipe=True)
-    steps, divisor = line.whole("steps", 3, most=10**6), line.whole("width-divisor", 16, most=10**6)
-    only = line.whole("rank", None, least=0)
+    line = _PARSER.parse(argv)
     # A rank is on the CPU here, whatever the machine has. Before torch looks for accelerators.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-    from titan_async.cli.quiet import quiet
     from titan_async.config.device import ensure_device
 
     ensure_device()
@@ -70,18 +74,18 @@ def run(argv: Sequence[str]) -> int:
     from titan_async.training import preflight
 
     with quiet():
-        config = resolve([*line.words, *line.recipe_flags])
+        config = resolve([*line.operands, *line.recipe_flags])
         world = world_size(config)
-        if only is not None and only >= world:
+        if line.rank is not None and line.rank >= world:
             raise UserError(
-                f"--rank is {only}, but the degrees multiply to {world} ranks: use one below that"
+                f"--rank is {line.rank}, but the degrees multiply to {world} ranks: use one below that"
             )
         _check_schedule(config)
         with tempfile.TemporaryDirectory() as folder:
-            small = narrowed(prepared(config, steps=steps, folder=folder), divisor)
+            small = narrowed(prepared(config, steps=line.steps, folder=folder), line.width_divisor)
             preflight.check(small, world_size=world)
     try:
-        return _rehearse(config, world, steps, divisor, only)
+        return _rehearse(config, world, line.steps, line.width_divisor, line.rank)
     except UserError:
         raise
     except Exception:
@@ -131,10 +135,10 @@ def _rehearse(config: Trainer.Config, world: int, steps: int, divisor: int, only
     for built in for_each(build, [(config, rank, world) for rank in others]):
         plans[built.rank] = built.plan
     wrong = check_plans([plans[rank] for rank in range(world)], expected)
-    for sentence in wrong[:_MOST_SENTENCES]:
+    for sentence in wrong[:_MAX_SENTENCES]:
         _say(f"  {sentence}")
-    if len(wrong) > _MOST_SENTENCES:
-        _say(f"  and {len(wrong) - _MOST_SENTENCES} more")
+    if len(wrong) > _MAX_SENTENCES:
+        _say(f"  and {len(wrong) - _MAX_SENTENCES} more")
     if wrong:
         print(f"the checkpoint would be wrong in {len(wrong)} places", file=sys.stderr)
         return 1

@@ -7,57 +7,51 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_async.cli.command_line import parse
-from titan_async.cli.steps import step_range
+from titan_async.cli.command_line import VerbParser, step_range
 from titan_async.errors import UserError
 
 __all__ = ["run"]
 
 _STEPS = 100
 
-_HELP = f"""\
-usage: titan-async trace RUN_DIR [flags]
-
-Write what the ranks of a run did, span by span, as a file for https://ui.perfetto.dev (open it there; it is
-not uploaded) or chrome://tracing: a track for each stage, arrows from each send to its receive, the versions
-of the weights, the microbatches in flight. RUN_DIR is the run's dump_folder; the run may be going on.
-
-flags:
-  --steps A-B     or one step, A, or from A on, A- (default: the latest {_STEPS}; files hold some thousand)
-  --run RUN_ID    of RUN_DIR/events (default: the latest)
-  --out FILE      .json or .json.gz (default: trace.json in the run's folder of events)
-  -h, --help      this text
-
-examples:
-  titan-async trace outputs/debug
-  titan-async trace outputs/debug --steps 1-20 --out first.json.gz
-"""
+_PARSER = VerbParser(
+    "trace",
+    "RUN_DIR",
+    """\
+Write the recorded spans of a run's ranks as a file for https://ui.perfetto.dev (open it there; it is not
+uploaded) or chrome://tracing: a track for each stage, arrows from each send to its receive, the weight
+versions, the microbatches in flight. RUN_DIR is the dump_folder of the run, which may still be training.""",
+    examples=("trace outputs/debug", "trace outputs/debug --steps 1-20 --out first.json.gz"),
+)
+_PARSER.option(
+    "--steps",
+    f"or one step, A, or from A on, A- (default: the latest {_STEPS}; files hold some thousand)",
+    metavar="A-B",
+)
+_PARSER.option("--run", "of RUN_DIR/events (default: the latest)", metavar="RUN_ID")
+_PARSER.option(
+    "--out", ".json or .json.gz (default: trace.json in the run's folder of events)", metavar="FILE"
+)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Writes a trace or prints help; returns the exit status.
+    """Writes a trace; returns the exit status.
 
     Raises:
-        UserError: a flag is wrong, there is no such run or step, or the file cannot be written.
+        UserError: an option is wrong, there is no such run or step, or the file cannot be written.
     """
-    if "-h" in argv or "--help" in argv:
-        print(_HELP, end="")
-        return 0
-    line = parse("trace", argv, ("steps", "run", "out"))
-    if len(line.words) != 1:
-        raise UserError("titan-async trace needs one RUN_DIR, the dump_folder of a run")
-    out = line.value("out")
-    if out is not None and not re.search(r"\.json(\.gz)?$", out):
-        raise UserError(f"--out is {out}: its name must end in .json or .json.gz")
+    line = _PARSER.parse(argv)
+    if line.out is not None and not re.search(r"\.json(\.gz)?$", line.out):
+        raise UserError(f"--out is {line.out}: its name must end in .json or .json.gz")
 
     from titan_async.monitor.spans import cut, folder_of, load_spans
     from titan_async.monitor.trace import write_trace
 
-    folder = folder_of(line.words[0], line.value("run"))
+    folder = folder_of(line.operands[0], line.run)
     loaded = load_spans(folder)
-    steps = step_range(line.value("steps"), loaded.steps, _STEPS)
+    steps = step_range(line.steps, loaded.steps, _STEPS)
     spans = cut(loaded, steps, what_follows=True)
-    path = Path(out) if out is not None else folder / "trace.json"
+    path = Path(line.out) if line.out is not None else folder / "trace.json"
     lost = write_trace(path, spans)
     if loaded.missing:
         print(f"no spans of ranks {', '.join(map(str, loaded.missing))}: left out", file=sys.stderr)

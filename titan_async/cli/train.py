@@ -20,43 +20,43 @@ EXAMPLES = """\
 _HELP = """\
 usage: titan-async train RECIPE.toml [--section.key value ...]
 
-Train a model. RECIPE.toml names a recipe, which is a complete configuration, and overrides what it
-likes of it, in torchtitan's own section and field names; flags override the file:
+Train a model. RECIPE.toml names a recipe, which is a complete configuration, and overrides fields of
+it, by torchtitan's names of sections and fields; flags override the file:
 
   recipe = "NAME"
-  include = "base.toml"            # optional: another file, read first; beside this one
+  include = "base.toml"            # optional: another file of the same folder, read first
   activation_checkpoint = "none"   # or "selective", "full", "memory_budget"
 
   [training]
   steps = 300
 
-Where there is no file RECIPE.toml, or base.toml, the name is that of one of the recipe files below.
+If there is no file RECIPE.toml, or base.toml, the name is that of one of the recipe files below.
 
-Outside torchrun or a cluster's job step this starts the processes itself: as many as the degrees of
-parallelism multiply to.
+Outside torchrun or a cluster's job step this starts the processes itself: as many as the product of the
+degrees of parallelism.
 
 flags:
   --section.key value     any field of the configuration, as in --training.steps 300
   --section.flag          a boolean; --section.no-flag turns it off
   --section.key a,b       a list
   --section.key none      no value, where the field allows it
-  --dry-run               check all that is checked before training (data, tokenizer, sizes), print the
-                          resulting configuration as a recipe file, and do not train
-  --live                  on a terminal, show the run full screen, as `titan-async watch` does; what it
-                          prints goes to output.log in its folder. q closes the view, and the run goes on.
+  --dry-run               run the checks before training (data, tokenizer, sizes), print the resulting
+                          configuration as a recipe file, and do not train
+  --live                  on a terminal, show the run full screen, as `titan-async watch` does; its output
+                          goes to output.log in its folder. q closes the view, and training continues.
   --module MODULE         take the recipe function from this Python module: your own, or a torchtitan
                           model such as llama3
-  -h, --help              this text
+  -h, --help              show this help message and exit
 
-Ctrl-C lets the ranks finish the step, save, and end with status 130; the same command then goes on from
-there. A second Ctrl-C ends them at once.
+Ctrl-C lets the ranks finish the step, save, and exit with status 130; the same command then resumes from
+there. A second Ctrl-C kills them.
 
 environment:
-  NGPU                    processes on this machine (default: what the degrees ask for)
+  NGPU                    processes on this machine (default: by the degrees of parallelism)
   NNODES                  machines (default 1); start the same command on each, with
   MASTER_ADDR             the name of the first one,
   MASTER_PORT             a free port there (default 29500), and
-  NODE_RANK               this machine's number from 0 (optional: otherwise agreed on)
+  NODE_RANK               the rank of this machine, from 0 (optional: assigned otherwise)
 
 {listing}
 examples:
@@ -79,7 +79,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def listing(files: Mapping[str, Path] | None = None) -> str:
-    """Returns the recipes and the recipe files, each with a line about it.
+    """Returns the recipes and the recipe files, each with its summary.
 
     Args:
         files: recipe files by their names; by default the project's.

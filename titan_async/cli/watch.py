@@ -10,59 +10,57 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_async.cli.command_line import parse
+from titan_async.cli.command_line import VerbParser, integer
 from titan_async.errors import UserError
 
 __all__ = ["run"]
 
-_HELP = """\
-usage: titan-async watch RUN_DIR [flags]
+_PARSER = VerbParser(
+    "watch",
+    "RUN_DIR",
+    """\
+Show a run while it trains, or afterwards: what each stage does and how busy it is, loss, learning rate,
+speed, and which stage waits for which. RUN_DIR is its dump_folder, on this machine or on a shared disk.
+Training is not affected. When the output is not a terminal, log lines are printed until the run ends. If a
+run is about to start, it waits for it.
 
-Show a run while it trains, or after the fact: what each stage does and how busy it is, loss, learning rate,
-speed, and who waits for whom. RUN_DIR is its dump_folder, on this machine or on a shared disk. The training
-is not touched. Without a terminal it prints what the run says, line by line, until the run ends. Where a run
-is about to begin, it waits for it.
-
-keys: q quits, p pauses, s sorts by slowest stage, ? explains what is shown
-
-flags:
-  --run RUN_ID            one of several runs in the folder (default: the latest), as in RUN_DIR/events
-  --once                  print one picture and exit
-  --svg FILE              write one picture as SVG
-  --width N, --height N   characters and lines of a picture (default: the terminal's, or 100 and 30)
-  --following PID         wait for the run that process PID starts in the folder, and end with it
-  -h, --help              this text
-
-examples:
-  titan-async watch outputs
-  titan-async watch outputs --once --width 120
-"""
+keys: q quits, p pauses, s sorts by slowest stage, ? explains the view""",
+    examples=("watch outputs", "watch outputs --once --width 120"),
+)
+_PARSER.option(
+    "--run", "one of several runs in the folder (default: the latest), as in RUN_DIR/events", metavar="RUN_ID"
+)
+_PARSER.option("--once", "print the view once and exit", action="store_true")
+_PARSER.option("--svg", "write the view once as SVG", metavar="FILE")
+_PARSER.option(
+    "--width",
+    "characters of a line (default: the terminal's, or 100)",
+    metavar="N",
+    type=integer(1, 1000),
+)
+_PARSER.option("--height", "lines (default: the terminal's, or 30)", metavar="N", type=integer(1, 1000))
+_PARSER.option(
+    "--following",
+    "wait for the run that process PID starts in the folder, and end with it",
+    metavar="PID",
+    type=integer(),
+)
 
 _PERIOD = 0.25
 _SIZE = (100, 30)
-_LARGEST = 1000
-
-
-_FLAGS = ("run", "svg", "width", "height", "following")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Shows a run, or prints help; returns the exit status.
+    """Shows a run; returns the exit status.
 
     Raises:
-        UserError: a flag is wrong, or the folder holds no run.
+        UserError: an option is wrong, or the folder contains no run.
     """
-    if "-h" in argv or "--help" in argv:
-        print(_HELP, end="")
-        return 0
-    line = parse("watch", argv, _FLAGS, switches=("once",))
-    if len(line.words) != 1:
-        raise UserError("titan-async watch needs one RUN_DIR, the dump_folder of a run")
-    run_dir, run_id, once = line.words[0], line.value("run"), "once" in line.values
-    svg, pid = line.value("svg"), line.whole("following", None)
+    line = _PARSER.parse(argv)
+    [run_dir], run_id, once, svg, pid = line.operands, line.run, line.once, line.svg, line.following
     if pid is not None and (run_id or once or svg):
         raise UserError("--following waits for a run to begin: leave out --run, --once and --svg")
-    size = line.whole("width", None, most=_LARGEST), line.whole("height", None, most=_LARGEST)
+    size = line.width, line.height
 
     from titan_async.monitor.spans import folder_of
 
