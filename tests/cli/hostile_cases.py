@@ -1,4 +1,4 @@
-"""The table of `tests/cli/test_hostile_input.py`: what is typed, which files are there, and what is said."""
+"""The table of `tests/cli/test_hostile_input.py`: command lines, files, and parts of the error."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def nothing(folder: Path) -> None:
 
 
 class Case(NamedTuple):
-    """Something wrong, and what is said of it."""
+    """A wrong command line or file, and parts of its error."""
 
     name: str
     argv: str | list[str]
-    """Of titan-async, or of tools/prepare_data.py if it begins with "prepare"; RECIPE is a good one."""
+    """Of titan-async, or of tools/prepare_data.py if it begins with "prepare"; RECIPE is a valid file."""
     words: list[str]
-    """Of the sentence: of the cause, and of the mend."""
+    """Parts of the sentence: of the cause, and of the fix."""
     make: Callable[[Path], object] = nothing
-    """Makes files in the current folder."""
+    """Writes files in the current folder."""
     needs: str = ""
-    """Which of the good folders are copied into it: a run, models, token files, a tokenizer."""
+    """The valid folder that is copied into it: a run, a model, token files, or a tokenizer."""
     variables: dict[str, str] = {}  # noqa: RUF012 - not changed
 
 
@@ -421,13 +421,13 @@ DATA = [
         "digits",
         written("a.jsonl", b'{"text": ' + b"9" * 5000 + b"}\n"),
         "a.jsonl",
-        ["Line 1 of a.jsonl", "not valid JSON", "mend"],
+        ["Line 1 of a.jsonl", "not valid JSON", "or remove"],
     ),
     data(
         "nested",
         written("a.jsonl", b'{"text": ' + b"[" * 200_000),
         "a.jsonl",
-        ["Line 1", "not valid JSON", "mend or remove"],
+        ["Line 1", "not valid JSON", "or remove"],
     ),
     data(
         "nan",

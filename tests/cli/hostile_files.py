@@ -1,4 +1,4 @@
-"""Files that nobody should trust: each function makes one, or spoils a good one."""
+"""Malicious and corrupt files: each function returns one that writes or corrupts a file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Make = Callable[[Path], Any]
 
 
 class RunsOnLoad:
-    """What a pickle of it does when it is loaded: it makes a folder, `canary`."""
+    """Creates a folder, `canary`, when a pickle of it is loaded."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, ("canary",)
@@ -54,7 +54,7 @@ def written(name: str, content: str | bytes) -> Make:
 
 
 def made(*makes: Make) -> Make:
-    """Makes one after the other."""
+    """Calls one after another."""
 
     def make(folder: Path) -> None:
         for each in makes:
@@ -64,7 +64,7 @@ def made(*makes: Make) -> Make:
 
 
 def replaced(name: str, old: str, new: str) -> Make:
-    """Changes a text file."""
+    """Replaces text in a file."""
 
     def make(folder: Path) -> None:
         text = (folder / name).read_text()
@@ -75,7 +75,7 @@ def replaced(name: str, old: str, new: str) -> Make:
 
 
 def fifo(name: str) -> Make:
-    """A pipe that nobody writes to, in place of what was there."""
+    """Replaces a file by a named pipe without a writer."""
 
     def make(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
@@ -85,7 +85,7 @@ def fifo(name: str) -> Make:
 
 
 def sparse(name: str, size: int, begin: bytes = b"") -> Make:
-    """A file of zeros that takes no room on the disk."""
+    """Writes a sparse file of zeros."""
 
     def make(folder: Path) -> None:
         with open(folder / name, "wb") as file:
@@ -96,22 +96,22 @@ def sparse(name: str, size: int, begin: bytes = b"") -> Make:
 
 
 def endless_line(name: str) -> Make:
-    """10 MB of gzip that become 10 GB of one line."""
+    """Writes 10 MB of gzip that decompress to one line of 10 GB."""
     return written(name, gzip.compress(b'{"text": "') + gzip.compress(b"a" * (1 << 20)) * 10_000)
 
 
 def many_empty(name: str) -> Make:
-    """Some KB of gzip that become three million records without text."""
+    """Writes some KB of gzip that decompress to three million records without text."""
     return written(name, gzip.compress(b'{"text":""}\n' * (1 << 16)) * 48)
 
 
 def parquet(name: str, **columns: list[object]) -> Make:
-    """A file of parquet."""
+    """Writes a parquet file."""
     return lambda folder: pyarrow.parquet.write_table(pyarrow.table(columns), folder / name)
 
 
 def damaged_parquet(name: str, at: int) -> Make:
-    """One of which some bytes are others."""
+    """Writes a parquet file with corrupt bytes."""
 
     def make(folder: Path) -> None:
         parquet(name, text=[f"line {number}" for number in range(1000)])(folder)
@@ -124,12 +124,12 @@ def damaged_parquet(name: str, at: int) -> Make:
 
 
 def pickled(name: str) -> Make:
-    """A pickle that runs something when it is loaded."""
+    """Writes a pickle that runs code when it is loaded."""
     return written(name, pickle.dumps(RunsOnLoad()))
 
 
 def changed_json(name: str, **fields: object) -> Make:
-    """Other values for fields of a JSON object."""
+    """Changes fields of a JSON object."""
 
     def make(folder: Path) -> None:
         content = json.loads((folder / name).read_text())
@@ -139,7 +139,7 @@ def changed_json(name: str, **fields: object) -> Make:
 
 
 def header(name: str, tensor: str, **fields: object) -> Make:
-    """A file of safetensors that says something else of a tensor than what it holds."""
+    """Changes the header of a safetensors file, but not its data."""
 
     def make(folder: Path) -> None:
         content = (folder / name).read_bytes()
@@ -153,7 +153,7 @@ def header(name: str, tensor: str, **fields: object) -> Make:
 
 
 def escaping_index(name: str, file: object) -> Make:
-    """An index of safetensors whose norm is in another place."""
+    """Moves the norm in a safetensors index to another file."""
 
     def make(folder: Path) -> None:
         index = json.loads((folder / name).read_text())
@@ -164,7 +164,7 @@ def escaping_index(name: str, file: object) -> Make:
 
 
 def spoiled_index(change: Callable[[Any], object]) -> Make:
-    """A checkpoint's index that says something else; without the checksum, as torch alone writes it."""
+    """Changes the index of a checkpoint, and removes its checksum, which torch does not write."""
 
     def make(folder: Path) -> None:
         file = folder / ".metadata"
@@ -176,7 +176,7 @@ def spoiled_index(change: Callable[[Any], object]) -> Make:
 
 
 def as_pytorch_bin(folder: Path) -> None:
-    """Pickled weights alone."""
+    """Replaces safetensors by pickled weights."""
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     torch.save({"model.norm.weight": RunsOnLoad()}, folder / "pytorch_model.bin")

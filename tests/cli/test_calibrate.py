@@ -1,4 +1,4 @@
-"""`titan-async calibrate`: its file is what plans read, and what users do wrong."""
+"""`titan-async calibrate`: its file, which plans read, and mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripts for clusters, with stand-ins for what a cluster has: srun, scontrol, scancel, torchrun."""
+"""The scripts for clusters, with fakes of srun, scontrol, scancel and torchrun."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SBATCH = ROOT / "tools" / "slurm" / "train.sbatch"
 
 LEFT_OUT = ("NGPU", "VENV", "LOGS", "OMP_NUM_THREADS")
 
-STAND_INS = {
+FAKES = {
     # One node after another; each runs what the script gives to it.
     "srun": """
         options=()
@@ -51,7 +51,7 @@ STAND_INS = {
 
 @pytest.fixture
 def job(tmp_path: Path) -> dict[str, str]:
-    """The environment of a job on two nodes of four GPUs, in whose folder the stand-ins note their calls."""
+    """The environment of a job on two nodes of four GPUs, in whose folder the fakes record their calls."""
     (tmp_path / "calls").mkdir()
     (tmp_path / "recipe.toml").touch()
     for folder, names in (
@@ -61,7 +61,7 @@ def job(tmp_path: Path) -> dict[str, str]:
         (tmp_path / folder).mkdir(parents=True)
         for name in names:
             program = tmp_path / folder / name
-            program.write_text(f"#!/usr/bin/env bash\n{STAND_INS[name]}\n")
+            program.write_text(f"#!/usr/bin/env bash\n{FAKES[name]}\n")
             program.chmod(0o755)
     variables = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
     return variables | {
@@ -148,7 +148,7 @@ def test_a_signal_lets_the_ranks_save(
         out, _ = script.communicate(timeout=MOST_SECONDS)
     finally:
         script.kill()
-        (tmp_path / "calls" / "scancel").touch()  # without which a stand-in works for ever
+        (tmp_path / "calls" / "scancel").touch()  # which ends a fake
     assert script.returncode == 0
     assert "asked to stop" in out
     assert calls(tmp_path, "scancel") == [["--signal=TERM", "1234567"]]
@@ -165,7 +165,7 @@ def test_a_signal_lets_the_ranks_save(
         ({"SLURM_GPUS_ON_NODE": ""}, ["recipe.toml"], "Slurm has given no GPUs to "),
     ],
 )
-def test_what_is_missing_is_said(
+def test_missing_variables_are_reported(
     change: dict[str, str], arguments: list[str], message: str, tmp_path: Path, job: dict[str, str]
 ) -> None:
     done = run(tmp_path, job | change, *arguments)

@@ -1,9 +1,9 @@
-"""Invocations and files that nobody should trust: one sentence each, and nothing else happens.
+"""Malicious and corrupt input: each is refused with one sentence, and has no other effect.
 
-Not run, not half-written, not waited for, not kept in memory: whatever a file holds and whatever is typed,
-the command says in one line what is wrong and how to mend it, ends with status 2, and leaves the folder as it
-was. `tests/cli/hostile_cases.py` has the table.
-`tests/training/test_mistakes.py` and the tests of the layers have the mistakes of people who mean well.
+Whatever a file contains and whatever is typed, the command prints one line with the cause and the fix, exits
+with status 2, and does not change the folder. It runs no code of the files; time and memory are bounded.
+`tests/cli/hostile_cases.py` has the table. `tests/training/test_mistakes.py` and the tests of the layers have
+ordinary mistakes.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from titan_async.data.files import read_documents
 from titan_async.data.tokenizer import shakespeare_tokenizer_folder
 from titan_async.errors import UserError
 
-pytestmark = pytest.mark.timeout(120)  # a case that waits for a pipe would wait for ever
+pytestmark = pytest.mark.timeout(120)  # a read from a pipe without a writer would block
 
 MOST_SECONDS = 60
-"""Of a processor, after which a case is taken to compute for ever; the longest takes 2."""
+"""Of processor time; the longest case takes 2."""
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run, its model in one file and in several, a recorded run, token files, and a tokenizer."""
+    """A run, its model in one file and in several, events of a run, token files, and a tokenizer."""
     folder = tmp_path_factory.mktemp("good")
     save_run(folder / "run")
     write_run(folder / "events", steps=4, stages=2)
@@ -75,7 +75,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int]]:
-    """Everything in a folder, with kind and size."""
+    """Returns the mode and size of everything in a folder."""
     found = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()
@@ -90,7 +90,7 @@ def test_there_are_enough_cases() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_one_sentence_and_nothing_else(
+def test_input_is_refused_with_one_sentence_and_no_other_effect(
     case: Case,
     good: Path,
     here: Path,
@@ -121,7 +121,7 @@ def test_one_sentence_and_nothing_else(
 @pytest.mark.parametrize(
     "make", [files.endless_line("a.jsonl.gz"), files.sparse("a.txt", 10 << 30)], ids=["gzip", "zeros"]
 )
-def test_a_bomb_takes_little_memory(make: Callable[[Path], object], tmp_path: Path) -> None:
+def test_memory_is_bounded_for_decompression_bombs(make: Callable[[Path], object], tmp_path: Path) -> None:
     make(tmp_path)
     [file] = tmp_path.iterdir()
     tracemalloc.start()
@@ -142,10 +142,10 @@ def refusal(config: Any) -> str:
     return "nothing"
 
 
-def test_every_number_has_limits() -> None:
-    """No field of the configuration, whatever it is for, takes NaN or a number that no run reaches."""
+def test_every_number_has_a_range() -> None:
+    """No field of the configuration accepts NaN or an integer beyond 64 bits."""
     config = resolve([str(DENSE)])
-    taken, seen = [], 0
+    accepted, seen = [], 0
 
     def visit(section: Any, path: str) -> None:
         nonlocal seen
@@ -158,18 +158,18 @@ def test_every_number_has_limits() -> None:
                 wrong: tuple[float, ...] = (2**70, -(2**70)) if isinstance(value, int) else (float("nan"),)
                 for number in wrong:
                     setattr(section, field.name, number)
-                    said = refusal(config)
-                    if f"{path}{field.name} is {number}" not in said:
-                        taken.append(f"{path}{field.name} = {number}: {said}")
+                    error = refusal(config)
+                    if f"{path}{field.name} is {number}" not in error:
+                        accepted.append(f"{path}{field.name} = {number}: {error}")
                 setattr(section, field.name, value)
 
     visit(config, "")
     assert seen > 40
-    assert not taken
+    assert not accepted
 
 
-def test_what_is_strange_and_harmless_is_taken(here: Path) -> None:
-    """What says that code belongs to a tokenizer or a model is not run, and no reason to refuse the rest."""
+def test_code_of_a_tokenizer_is_not_run_and_no_error(here: Path) -> None:
+    """A tokenizer that names remote code is loaded without it."""
     shutil.copytree(shakespeare_tokenizer_folder(), "tokenizer")
     code = {"AutoTokenizer": ["evil.Tokenizer", None]}
     files.changed_json("tokenizer_config.json", auto_map=code, tokenizer_class="Evil")(Path("tokenizer"))
@@ -187,8 +187,8 @@ def test_code_in_a_model_is_not_run(good: Path, here: Path) -> None:
     assert sorted(path.name for path in here.iterdir()) == ["one", "out"]
 
 
-def test_the_pickles_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a folder without `canary` says something."""
+def test_the_pickles_run_code_when_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the absence of `canary` shows that no pickle was loaded."""
     monkeypatch.chdir(tmp_path)
     files.pickled("a")(tmp_path)
     pickle.loads(Path("a").read_bytes())
@@ -209,11 +209,11 @@ def test_the_line_of_a_key_is_found_in_a_long_file(here: Path, monkeypatch: pyte
     monkeypatch.setattr(toml_file.tomllib, "loads", loads)
     with pytest.raises(UserError, match=rf"^x\.toml:{line}: unknown key training.stesp"):
         resolve_recipe(["x.toml"])
-    assert 0 < sum(parsed) < 40 * len(text), "it is looked for line by line"
+    assert 0 < sum(parsed) < 40 * len(text), "it was parsed line by line"
 
 
-def test_no_rank_waits_for_one_that_cannot_load(good: Path, tmp_path: Path) -> None:
-    """What only training processes can find: an index is good, and the file that it names is not there."""
+def test_all_ranks_stop_when_one_cannot_load(good: Path, tmp_path: Path) -> None:
+    """Only training processes can notice: the index is valid, and a file that it names is missing."""
     shutil.copytree(good / "run", tmp_path / "other")
     (tmp_path / "other/checkpoint/step-7/__0_0.distcp").unlink()
     initial = tmp_path / "other/checkpoint/step-7"

@@ -1,8 +1,7 @@
-"""The launcher: how many processes, and what is said when one of them fails.
+"""The launcher: the number of processes, and the message when one of them fails.
 
-The workers here are small scripts without torch; what they do is named by their argument. The launcher is a
-fork of a process that has imported torch. What must come after something else waits for it: for a file, for a
-line, for the end of a process.
+The workers are small scripts without torch, whose argument names a case. The launcher is a fork of a process
+that has imported torch. Events are ordered by waiting for a file, a line, or the exit of a process.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ WORKER = """
     elif case in ("watchdog", "watchdog_error", "aborted"):
         if rank == 0:  # as NCCL does in another rank, whose watchdog has not noticed
             go_on()
-        sys.stderr.write(open(f"{folder}/last_words").read())
+        sys.stderr.write(open(f"{folder}/stderr_text").read())
         sys.stderr.flush()
         os.abort()
     elif case == "environment":
@@ -174,7 +173,7 @@ terminate called after throwing an instance of 'c10::DistBackendError'
 remote process exited or there was a network error, NCCL version 2.28.9
 Exception raised from checkForNCCLErrorsInternal
 """
-LAST_WORDS = {
+STDERR = {
     "watchdog": TIMED_OUT,
     "watchdog_error": LOST,
     "aborted": "terminate called after throwing an instance of 'std::bad_alloc'\n",
@@ -187,8 +186,8 @@ Start = Callable[..., forks.Forked]
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a launcher of two workers of a case.
 
-    For it a second signal is the same request as the first however late it comes; with
-    SAME_REQUEST_SECONDS 0 it is another one however soon it comes.
+    A second signal is the same request as the first, after any time; with SAME_REQUEST_SECONDS 0 it is always
+    another request.
     """
     (tmp_path / "worker.py").write_text(textwrap.dedent(WORKER))
     left_out = ("NNODES", "NODE_RANK", "NGPU", "RANK", "OMP_NUM_THREADS")
@@ -207,7 +206,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def wait_for_all(name: str, folder: Path) -> list[str]:
-    """Until both workers have written a file of this name; returns what is in them."""
+    """Waits until both workers have written a file of this name; returns the contents."""
     files = [folder / f"{name}-{rank}" for rank in range(2)]
     until(lambda: all(file.exists() for file in files), f"not all workers have written {name}")
     return [file.read_text() for file in files]
@@ -218,7 +217,7 @@ def pids_of(folder: Path) -> list[int]:
 
 
 def wait_for_ready(folder: Path) -> list[int]:
-    """Until the workers, and the launcher, do about signals what they will."""
+    """Waits until the workers and the launcher have installed their signal handlers."""
     wait_for_all("ready", folder)
     wait_for_looks(folder)
     return pids_of(folder)
@@ -247,7 +246,9 @@ def test_outcomes(case: str, status: int, message: str, start: Start, tmp_path: 
     assert (launcher.returncode, err) == (status, message)
     assert sorted(out.split("\n")) == (["", "rank 0 of 2", "rank 1 of 2"] if case == "fine" else [""])
     assert_gone(pids_of(tmp_path))
-    assert not list(tmp_path.glob("asked-*")), "one was asked to end that could not, without the other"
+    assert not list(tmp_path.glob("asked-*")), (
+        "a worker was asked to finish its step, which it cannot do without the other"
+    )
     assert not list(tmp_path.glob("titan_async_*")), "the folder of reports is left over"
 
 
@@ -263,13 +264,13 @@ def test_outcomes(case: str, status: int, message: str, start: Start, tmp_path: 
         ("aborted", "rank 1 was killed by SIGABRT; the other ranks were stopped\n"),
     ],
 )
-def test_what_nccl_said_before_it_aborted_a_rank(
+def test_the_message_of_nccl_before_it_aborts_a_rank(
     case: str, message: str, start: Start, tmp_path: Path
 ) -> None:
-    (tmp_path / "last_words").write_text(LAST_WORDS[case])
+    (tmp_path / "stderr_text").write_text(STDERR[case])
     launcher = start(case)
     _, err = launcher.communicate(timeout=MOST_SECONDS)
-    assert (launcher.returncode, err) == (1, LAST_WORDS[case] + message)
+    assert (launcher.returncode, err) == (1, STDERR[case] + message)
 
 
 @pytest.mark.parametrize(
@@ -279,16 +280,14 @@ def test_what_nccl_said_before_it_aborted_a_rank(
         (3, "RuntimeError: boom", "rank 0 failed (exit status 3): RuntimeError: boom"),
     ],
 )
-def test_a_watchdog_only_notices_what_another_rank_has_done(
-    status: int, report: str | None, line: str
-) -> None:
+def test_another_failure_precedes_that_of_the_watchdog(status: int, report: str | None, line: str) -> None:
     exits = [elastic.WorkerExit(1, -signal.SIGABRT), elastic.WorkerExit(0, status)]
     outcome = elastic.Outcome(exits, failed=True, stderr={1: TIMED_OUT})
     reports = [] if report is None else [failures.Failure(0, "error", report, time.time())]
     assert launch._judge(outcome, reports, lambda rank, seconds: "timed out") == (1, line)
 
 
-def test_the_launcher_names_the_limit_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_message_contains_the_timeout_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "launch", lambda *args, **kwargs: options.update(kwargs) or 0)
@@ -338,9 +337,9 @@ def test_ranks_share_the_cores(
 STOPPING = "stopping after this step and saving; press Ctrl-C again to stop at once\n"
 
 
-# No worker has said yet that it stops cleanly at SIGINT.
+# No worker handles SIGINT yet.
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_to_the_launcher_ends_every_worker(
+def test_a_signal_to_the_launcher_stops_every_worker(
     number: signal.Signals, start: Start, tmp_path: Path
 ) -> None:
     launcher = start("endless")
@@ -353,16 +352,16 @@ def test_a_signal_to_the_launcher_ends_every_worker(
 
 
 def assert_saved(launcher: forks.Forked, status: int, folder: Path) -> None:
-    """What is still to be said is nothing, and both workers come to their end."""
+    """Asserts that nothing more is printed, and that both workers save and exit."""
     assert not list(folder.glob("saved-*"))
-    # The launcher learns of the ends that follow after it has heard the signals that were sent before.
+    # The launcher has handled the signals sent so far before it sees the workers exit.
     (folder / "go").touch()
     assert launcher.communicate(timeout=MOST_SECONDS) == ("", "")
     assert launcher.returncode == status
     assert sorted(path.name for path in folder.glob("saved-*")) == ["saved-0", "saved-1"]
 
 
-def test_after_sigterm_workers_may_save_and_end_with_0(start: Start, tmp_path: Path) -> None:
+def test_after_sigterm_workers_may_save_and_exit_with_0(start: Start, tmp_path: Path) -> None:
     launcher = start("saves")
     wait_for_ready(tmp_path)
     launcher.send_signal(signal.SIGTERM)
@@ -372,7 +371,7 @@ def test_after_sigterm_workers_may_save_and_end_with_0(start: Start, tmp_path: P
 
 
 @pytest.mark.parametrize(("number", "before"), [(signal.SIGTERM, ""), (signal.SIGINT, STOPPING)])
-def test_a_save_that_fails_after_a_request_is_told(
+def test_a_save_that_fails_after_a_request_is_reported(
     number: signal.Signals, before: str, start: Start, tmp_path: Path
 ) -> None:
     launcher = start("fails_to_save")
@@ -396,11 +395,11 @@ def test_after_ctrl_c_workers_may_save_and_the_status_is_130(start: Start, tmp_p
     wait_for_ready(tmp_path)
     press_ctrl_c(launcher)
     wait_for_all("asked", tmp_path)
-    launcher.send_signal(signal.SIGINT)  # the same press, come by another way
+    launcher.send_signal(signal.SIGINT)  # the same request, from another sender
     assert_saved(launcher, 130, tmp_path)
 
 
-def test_a_second_ctrl_c_ends_at_once(start: Start, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_kills(start: Start, tmp_path: Path) -> None:
     launcher = start("never_saves", SAME_REQUEST_SECONDS="0")
     pids = wait_for_ready(tmp_path)
     press_ctrl_c(launcher)
@@ -413,7 +412,7 @@ def test_a_second_ctrl_c_ends_at_once(start: Start, tmp_path: Path) -> None:
     assert_gone(pids)
 
 
-def test_ctrl_c_ends_at_once_while_one_worker_does_not_stop_cleanly_yet(start: Start, tmp_path: Path) -> None:
+def test_ctrl_c_kills_while_one_worker_does_not_handle_it_yet(start: Start, tmp_path: Path) -> None:
     launcher = start("never_saves")
     pids = wait_for_ready(tmp_path)
     (mark,) = tmp_path.glob("titan_async_*/stops-cleanly-1")
@@ -424,7 +423,7 @@ def test_ctrl_c_ends_at_once_while_one_worker_does_not_stop_cleanly_yet(start: S
     assert_gone(pids)
 
 
-def test_sigterm_and_then_ctrl_c_is_the_first_of_each(start: Start, tmp_path: Path) -> None:
+def test_sigterm_and_then_ctrl_c_are_two_first_requests(start: Start, tmp_path: Path) -> None:
     launcher = start("saves", SAME_REQUEST_SECONDS="0")
     wait_for_ready(tmp_path)
     launcher.send_signal(signal.SIGTERM)
@@ -438,12 +437,12 @@ def test_workers_that_do_not_save_are_killed(start: Start, tmp_path: Path) -> No
     pids = wait_for_ready(tmp_path)
     launcher.send_signal(signal.SIGTERM)
     _, err = launcher.communicate(timeout=MOST_SECONDS)
-    said = "stopped by SIGTERM; ranks that had not saved after 1 s were killed\n"
-    assert (launcher.returncode, err) == (143, said)
+    message = "stopped by SIGTERM; ranks that had not saved after 1 s were killed\n"
+    assert (launcher.returncode, err) == (143, message)
     assert_gone(pids)
 
 
-def test_a_second_sigterm_ends_at_once(start: Start, tmp_path: Path) -> None:
+def test_a_second_sigterm_kills(start: Start, tmp_path: Path) -> None:
     launcher = start("never_saves", SAME_REQUEST_SECONDS="0")
     pids = wait_for_ready(tmp_path)
     launcher.send_signal(signal.SIGTERM)
@@ -456,8 +455,8 @@ def test_a_second_sigterm_ends_at_once(start: Start, tmp_path: Path) -> None:
     assert_gone(pids)
 
 
-def test_signals_are_the_same_request_for_longer_than_programs_and_for_less_than_people_take() -> None:
-    """`timeout` sends two within some milliseconds; nobody presses a key for the second time so soon."""
+def test_the_time_in_which_signals_are_the_same_request() -> None:
+    """`timeout` sends two signals within milliseconds; people press Ctrl-C again after more than a second."""
     assert elastic._SAME_REQUEST_SECONDS.keys() == {signal.SIGTERM, signal.SIGINT}
     assert all(0.2 < seconds < 1.5 for seconds in elastic._SAME_REQUEST_SECONDS.values())
 
@@ -480,7 +479,7 @@ def test_a_signal_ends_a_launcher_that_waits_for_other_machines(
             connection, _ = first_machine.accept()  # which it waits for in C++; there is no answer
         else:
             connection = TCPStore("localhost", port, timeout=timedelta(seconds=MOST_SECONDS))
-            connection.wait(["torch.rendezvous.titan_async"])  # it has said that it is there
+            connection.wait(["torch.rendezvous.titan_async"])  # it has joined the rendezvous
         launcher.send_signal(number)
         _, err = launcher.communicate(timeout=MOST_SECONDS)
         del connection

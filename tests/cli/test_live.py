@@ -1,4 +1,4 @@
-"""`--live`: who has the terminal, where the lines go, and how both are left.
+"""`--live`: the terminal, the log file, and the state of both afterwards.
 
 The processes here are small scripts in a terminal of their own: two workers, and a stand-in for the view that
 takes the alternate screen and single keys as a real one does. The launcher is a fork of a process that has
@@ -104,16 +104,16 @@ class Terminal:
         os.write(self.terminal, key.encode())
 
     def read(self) -> bool:
-        """Read what is shown, if it is so soon; False once nobody has the terminal open."""
+        """Reads the output so far; returns False once the terminal is closed."""
         if select.select([self.terminal], [], [], 0.05)[0]:
             try:
                 self.shown += os.read(self.terminal, 4096).decode().replace("\r\n", "\n")
-            except OSError:  # Linux's way to say so
+            except OSError:  # on Linux, once it is closed
                 return False
         return True
 
     def wait_for(self, text: str) -> None:
-        """Until the terminal has shown `text`."""
+        """Waits until the terminal has shown `text`."""
         until(lambda: text in self.shown or not self.read(), f"{text!r} is not shown")
         assert text in self.shown
 
@@ -137,7 +137,7 @@ class Terminal:
         (self.folder / name).touch()
 
     def status(self) -> int:
-        """The launcher's exit status, once it has ended and all that it has shown is read."""
+        """Waits until the launcher exits and its output is read; returns its exit status."""
         until(lambda: not self.read(), "the launcher does not end")
         return self.launcher.wait(MOST_SECONDS)
 
@@ -162,7 +162,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 ENDING = "trained 9 steps\nfiles of the run: here\n"
 
 
-def test_the_view_has_the_terminal_and_the_file_the_lines(start: Start, tmp_path: Path) -> None:
+def test_the_view_is_on_the_terminal_and_the_output_in_the_file(start: Start, tmp_path: Path) -> None:
     (tmp_path / "output.log").write_text("of an earlier run\ntrained 1 steps\n")
     run = start()
     run.wait_for("view: up")
@@ -180,9 +180,7 @@ def test_the_view_has_the_terminal_and_the_file_the_lines(start: Start, tmp_path
     assert lines[3:] == ["worker is ready"] * 2 + ["step 9/9", *ENDING.splitlines()]
 
 
-def test_a_view_that_does_not_end_is_ended_and_the_terminal_left_in_order(
-    start: Start, tmp_path: Path
-) -> None:
+def test_a_view_that_does_not_exit_is_killed_and_the_terminal_restored(start: Start, tmp_path: Path) -> None:
     (tmp_path / "stubborn").touch()
     run = start()
     run.wait_for("view: up")
@@ -195,7 +193,7 @@ def test_a_view_that_does_not_end_is_ended_and_the_terminal_left_in_order(
     assert run.shown.endswith(f"view: up\n\x1b[?1049l\x1b[?25h{ENDING}")
 
 
-def test_after_q_the_run_goes_on_as_without_a_view(start: Start, tmp_path: Path) -> None:
+def test_after_q_the_run_continues_as_without_a_view(start: Start, tmp_path: Path) -> None:
     run = start()
     run.wait_for("view: up")
     run.wait_for_ready_workers()
@@ -214,7 +212,7 @@ def test_after_q_the_run_goes_on_as_without_a_view(start: Start, tmp_path: Path)
     assert run.shown.count("trained 9 steps") == 1 and "worker is ready" not in run.shown
 
 
-def test_ctrl_c_reaches_the_view_and_the_run_which_saves(start: Start, tmp_path: Path) -> None:
+def test_ctrl_c_closes_the_view_and_the_run_saves(start: Start, tmp_path: Path) -> None:
     run = start()
     run.wait_for("view: up")
     run.wait_for_ready_workers()
@@ -267,7 +265,7 @@ def test_without_a_terminal_lines_are_plain(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--live", "--live=yes"])
-def test_where_no_launcher_takes_it_the_flag_is_refused(flag: str) -> None:
+def test_the_flag_is_refused_without_a_launcher(flag: str) -> None:
     with pytest.raises(UserError, match=r"^--live is for .* elsewhere use titan-async watch RUN_DIR"):
         parse_arguments(["x.toml", flag])
 
@@ -284,7 +282,7 @@ def test_the_flag_names_the_folder_to_watch_and_does_not_reach_the_workers(
     assert calls == [(2, command, Path("outputs/x")), (2, command, None)]
 
 
-def test_a_run_that_records_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_events_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="set monitor.events to true, or leave out --live"):
         launch.train([str(RECIPE), "--monitor.no-events", "--live"])

@@ -1,4 +1,4 @@
-"""The command itself: verbs, help, exit statuses; and that help loads nothing heavy."""
+"""The command: verbs, help and exit statuses; help imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_mistake_is_one_line_and_status_2(
 
 @pytest.mark.parametrize("anew", [False, slow(True)])
 def test_dry_run_prints_only_the_recipe_file(anew: bool, tmp_path: Path) -> None:
-    """Also if all modules are imported for it, whatever these may have to say."""
+    """Also when all modules are imported, which may log."""
     Path(tmp_path, "x.toml").write_text(RECIPE + '[checkpoint]\nfolder = "ckpt \\"ü"\n', encoding="utf-8")
     command = [sys.executable, "-m", "titan_async.cli", "train", "x.toml", "--module", "llama3", "--dry-run"]
     command += ["--hf_assets_path", str(shakespeare_tokenizer_folder())]
@@ -84,7 +84,7 @@ def test_dry_run_prints_only_the_recipe_file(anew: bool, tmp_path: Path) -> None
     else:
         result = forks.run(command, cwd=tmp_path, env=env)
     assert result.returncode == 0
-    (note,) = result.stderr.splitlines()  # of how it will train
+    (note,) = result.stderr.splitlines()  # about the training
     assert "training.disable_cuda_graphs is set" in note
     assert tomllib.loads(result.stdout)["checkpoint"]["folder"] == 'ckpt "ü'
 
@@ -98,14 +98,14 @@ def test_recipes_are_listed_without_running_them(tmp_path: Path) -> None:
         'def small() -> "Trainer.Config":\n    """A small one.\n\n    More."""\n'
         "def big() -> AsyncTrainer.Config: ...\n"
         "def _helper() -> Trainer.Config: ...\n"
-        "def told(model: dict) -> Trainer.Config: ...\n"
+        "def with_model(model: dict) -> Trainer.Config: ...\n"
         "def other() -> int: ...\n"
     )
     found = [(r.name, r.module, r.summary, r.takes_model) for r in list_recipes(tmp_path)]
     assert found == [
         ("big", "some", "", False),
         ("small", "some", "A small one.", False),
-        ("told", "some", "", True),
+        ("with_model", "some", "", True),
     ]
 
 
@@ -140,9 +140,9 @@ def test_a_worker_process_does_not_launch(monkeypatch: pytest.MonkeyPatch) -> No
     assert seen == [["x.toml", "--training.steps", "3"]]
 
 
-def test_reports_of_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_root_cause_of_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(failures.ERROR_DIR, raising=False)
-    assert not failures.report_failure("error", "nobody reads this")
+    assert not failures.report_failure("error", "without a launcher")
     monkeypatch.setenv(failures.ERROR_DIR, str(tmp_path))
     for rank, kind in ((2, "lost_peer"), (1, "error"), (0, "user")):
         monkeypatch.setenv("RANK", str(rank))

@@ -1,4 +1,4 @@
-"""What right recipe files and flags resolve to."""
+"""The configurations of valid recipe files and flags."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_flags_override_the_file_and_the_file_its_include(recipe_in: Callable[..
     assert recipe_in('include = "base.toml"', "--training.steps", "9").config.training.steps == 9
 
 
-def test_checks_see_final_values_only(recipe_in: Callable[..., Resolved]) -> None:
+def test_post_init_sees_final_values_only(recipe_in: Callable[..., Resolved]) -> None:
     # Each of these alone is refused: the degree needs the switch, and 3 does not divide 8.
     config = recipe_in(
         RECIPE + "[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_microbatch_size = 3",
@@ -108,7 +108,7 @@ def test_activation_checkpoint_modes(recipe_in: Callable[..., Resolved]) -> None
     assert mode('activation_checkpoint = "full"') == FullAC.Config()
     budget = '[compile]\nenable = true\n[activation_checkpoint]\nmemory_budget = 0.25\nmode = "memory_budget"'
     assert mode(budget) == MemoryBudgetAC.Config(memory_budget=0.25)
-    # Another mode starts from its own defaults, and what the file says of the first is forgotten.
+    # Another mode starts from its own defaults; keys of the first one in the file are discarded.
     assert mode(budget, "--activation_checkpoint", "selective") == SelectiveAC.Config()
     assert mode("[activation_checkpoint]\ndebug = true") == SelectiveAC.Config(debug=True)
     flags = ["--activation_checkpoint.debug", "--activation-checkpoint.mode", "full"]
@@ -154,25 +154,27 @@ def without_model(config: Any) -> Any:
         "--optimizer.param_groups.0.optimizer_kwargs.betas 0.8,0.9 --optimizer.implementation for-loop",
     ],
 )
-def test_what_dry_run_prints_resolves_to_the_same(recipe_in: Callable[..., Resolved], flags: str) -> None:
+def test_the_output_of_dry_run_resolves_to_the_same_configuration(
+    recipe_in: Callable[..., Resolved], flags: str
+) -> None:
     resolved = recipe_in(RECIPE, *flags.split())
     Path("printed.toml").write_text(resolved.to_toml(), encoding="utf-8")
     again = resolve_recipe(["printed.toml", "--module", "llama3"])
     assert without_model(again.config) == without_model(resolved.config)
     assert again.to_toml() == resolved.to_toml()
-    # Not by luck: the file sets what the recipe would have set otherwise.
+    # The file overrides the recipe.
     if flags:
         assert without_model(resolved.config) != without_model(resolved.base)
 
 
-def test_dry_run_says_what_a_file_cannot(recipe_in: Callable[..., Resolved]) -> None:
+def test_dry_run_comments_what_a_file_cannot_set(recipe_in: Callable[..., Resolved]) -> None:
     text = recipe_in(RECIPE, "--override.imports", "torchtitan.x.y").to_toml()
     assert "# model_spec: llama3 debugmodel, by the recipe\n" in text
     assert "# override.imports: ['torchtitan.x.y']\n" in text
     assert "# The recipe is found with --module llama3\n" in text
 
 
-def test_own_recipes_can_be_written_and_read_again(tmp_path: Path) -> None:
+def test_own_recipes_survive_a_round_trip(tmp_path: Path) -> None:
     for recipe in list_recipes():
         if recipe.takes_model:  # tests/huggingface/test_hub_models.py
             continue

@@ -1,4 +1,4 @@
-"""Two nodes, each with a torchrun of its own, that meet at an address: here both are this machine."""
+"""Two nodes, each with a torchrun of its own and a common rendezvous; here both are this machine."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def start_nodes(folder: Path, restarts: int) -> list[Forked]:
 
 
 def wait_for(nodes: list[Forked], folder: Path) -> str:
-    """Waits for success, and returns what rank 0 has said, on whichever node it was."""
+    """Waits for success, and returns the output of rank 0, on whichever node it was."""
     try:
         statuses = [node.wait(timeout=120) for node in nodes]
     finally:
         for node in nodes:
             node.kill()
-    said = [(folder / f"node-{node}.err").read_text() for node in range(2)]
-    assert statuses == [0, 0], "\n".join(said)
+    output = [(folder / f"node-{node}.err").read_text() for node in range(2)]
+    assert statuses == [0, 0], "\n".join(output)
     return "".join((folder / f"node-{node}.out").read_text() for node in range(2))
 
 
@@ -111,7 +111,7 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(undisturbed: 
         assert torch.equal(mine[name], value), name
 
 
-def test_restarts_that_look_for_the_dead_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarts_that_wait_for_dead_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     worker.check_restarts()

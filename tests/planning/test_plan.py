@@ -318,7 +318,11 @@ def test_a_calibration_is_named_and_goes_together_with_measured_times(run, tmp_p
 @pytest.mark.parametrize(
     ("device", "flags", "words"),
     [
-        (H100, ("--achievable", "0.5"), "--achievable and --calibration both set the rate of matrix products"),
+        (
+            H100,
+            ("--achievable", "0.5"),
+            "--achievable and --calibration both set the rate of matrix products",
+        ),
         (H100, ("--gpu", "a100-80gb"), "which is h100-80gb and not a100-80gb"),
         (H100, ("--gpu", "h100"), "did you mean h100-80gb?"),
         (CORES, ("--gpu", "h100-80gb"), "measured on a CPU"),

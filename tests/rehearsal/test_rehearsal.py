@@ -236,7 +236,7 @@ def test_the_command_rehearses_a_small_recipe(
         (["--rank"], "--rank: expected one argument (see titan-async rehearse --help)"),
         (
             ["--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"],
-            "a rehearsal knows schedules of one stage a rank, and Interleaved1F1B has several: set "
+            "a rehearsal supports schedules of one stage a rank, and Interleaved1F1B has several: set "
             'parallelism.pipeline_parallel_schedule to "Async2BW" or "1F1B"',
         ),
         (

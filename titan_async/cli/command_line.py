@@ -116,7 +116,7 @@ class _StoreOnce(argparse.Action):
 
 
 def checked(convert: Callable[[str], T], expected: str, is_valid: Callable[[T], bool]) -> Callable[[str], T]:
-    """Returns a `type` for an option, whose error says what was `expected`."""
+    """Returns a `type` for an option, whose error names what was `expected`."""
 
     def parse(text: str) -> T:
         try:

@@ -53,6 +53,7 @@ _PARSER.option(
 )
 
 _MAX_SENTENCES = 20
+_print = partial(print, flush=True)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -62,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
         UserError: a file or flag is wrong.
     """
     line = _PARSER.parse(argv)
-    # A rank is on the CPU here, whatever the machine has. Before torch looks for accelerators.
+    # All ranks are on the CPU. This must be set before torch initializes CUDA.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
     from titan_async.config.device import ensure_device
@@ -99,7 +100,7 @@ def _check_schedule(config: Trainer.Config) -> None:
     parallelism = config.parallelism
     if count_stages(parallelism) > parallelism.pipeline_parallel_degree:
         raise UserError(
-            "a rehearsal knows schedules of one stage a rank, and "
+            "a rehearsal supports schedules of one stage a rank, and "
             f"{parallelism.pipeline_parallel_schedule} has several: set "
             'parallelism.pipeline_parallel_schedule to "Async2BW" or "1F1B"'
         )
@@ -112,49 +113,51 @@ def _rehearse(config: Trainer.Config, world: int, steps: int, divisor: int, only
 
     stages = config.parallelism.pipeline_parallel_degree
     each = world // stages
-    # Of each stage another of its ranks: they hold different parts.
+    # A different rank of each stage: they have different shards.
     chosen = [stage * each + stage % each for stage in range(stages)] if only is None else [only]
 
-    _say(f"{world} ranks on {stages} stages. At the real width, without memory:")
+    _print(f"{world} ranks on {stages} stages. At the real width, without memory:")
     for shape in for_each(build_at_real_width, [(config, rank, world) for rank in chosen]):
-        _say(_of_shape(shape))
+        _print(_format_shape(shape))
 
-    _say(f"{steps} updates of them at 1/{divisor} of the width:")
+    _print(f"{steps} updates of them at 1/{divisor} of the width:")
     plans = {}
     train = partial(rehearse, steps=steps, divisor=divisor)
     for trained in for_each(train, [(config, rank, world) for rank in chosen]):
         plans[trained.rank] = trained.plan
-        _say(_of_training(trained))
+        _print(_format_training(trained))
     if only is not None:
         return 0
 
     others = [rank for rank in range(world) if rank not in plans]
-    _say(f"a checkpoint, with the parts of the other {len(others)} ranks:")
+    _print(f"a checkpoint, with the parts of the other {len(others)} ranks:")
     [expected] = for_each(partial(expected_entries, divisor=divisor), [(config, world)])
     build = partial(rehearse, steps=0, divisor=divisor)
     for built in for_each(build, [(config, rank, world) for rank in others]):
         plans[built.rank] = built.plan
     wrong = check_plans([plans[rank] for rank in range(world)], expected)
     for sentence in wrong[:_MAX_SENTENCES]:
-        _say(f"  {sentence}")
+        _print(f"  {sentence}")
     if len(wrong) > _MAX_SENTENCES:
-        _say(f"  and {len(wrong) - _MAX_SENTENCES} more")
+        _print(f"  and {len(wrong) - _MAX_SENTENCES} more")
     if wrong:
         print(f"the checkpoint would be wrong in {len(wrong)} places", file=sys.stderr)
         return 1
     tensors = sum(shape is not None for shape in expected.values())
-    _say(f"  {len(expected):,} entries, {tensors:,} of them tensors: all are there, every part of each once")
+    _print(
+        f"  {len(expected):,} entries, {tensors:,} of them tensors: all are there, every part of each once"
+    )
     return 0
 
 
-def _of_shape(shape: Shape) -> str:
+def _format_shape(shape: Shape) -> str:
     return (
         f"  stage {shape.stage}, rank {shape.rank}: {shape.parameters:,} parameters, "
         f"{shape.local_parameters:,} of them here; {_abbreviated(shape.modules)}"
     )
 
 
-def _of_training(trained: Trained) -> str:
+def _format_training(trained: Trained) -> str:
     line = f"  stage {trained.stage}, rank {trained.rank}: {trained.moved} parameters have changed here"
     if trained.still:
         line += f"; {len(trained.still)} had no gradient ({', '.join(trained.still)})"
@@ -162,7 +165,7 @@ def _of_training(trained: Trained) -> str:
 
 
 def _abbreviated(modules: Sequence[str]) -> str:
-    """The names, with one word for all layers: they follow each other."""
+    """Returns the names of modules, with a range for the layers, which are consecutive."""
     layers = [name.partition(".")[2] for name in modules if name.startswith("layers.")]
     words = [name for name in modules if not name.startswith("layers.")]
     if layers:
@@ -171,7 +174,3 @@ def _abbreviated(modules: Sequence[str]) -> str:
             words.index("tok_embeddings") + 1 if "tok_embeddings" in words else 0, f"layers {numbers}"
         )
     return ", ".join(words)
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)

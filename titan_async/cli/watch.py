@@ -113,7 +113,7 @@ def _picture(folder: Path, svg: str | None, width: int | None, height: int | Non
 
         with writing_output(Path(svg), "--svg") as partial:
             drawn = console.export_svg(title="titan-async watch")
-            # Without the fonts, which whoever looks at it would fetch from the network.
+            # Without web fonts, which a viewer would fetch from the network.
             partial.write_text(re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL), encoding="utf-8")
         return
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
