@@ -20,8 +20,7 @@ def add_weights_option(parser: VerbParser) -> None:
     parser.option(
         "--weights",
         "newest (default); stale: those of one update ago, which the next batch of a delayed run reads; or "
-        "ema: "
-        "their moving average",
+        "ema: their moving average",
         choices=("newest", "stale", "ema"),
         default="newest",
     )
@@ -92,9 +91,8 @@ def run(argv: Sequence[str]) -> int:
             done = convert(saved, out, dtype=dtype, max_shard_size=line.max_shard_size, progress=progress)
     count = sum(name.endswith(".safetensors") for name in done.files)
     print(
-        f"{out}: {done.description['architectures'][0]} of {done.parameters:,} parameters, {line.weights} "
-        "weights "
-        f"of step {saved.step} in {done.description['torch_dtype']}, {done.nbytes / 1e9:.2f} GB in {count} "
-        f"file{'s' * (count > 1)}"
+        f"{out}: {done.description['architectures'][0]} of {done.parameters:,} parameters, "
+        f"{line.weights} weights of step {saved.step} in {done.description['torch_dtype']}, "
+        f"{done.nbytes / 1e9:.2f} GB in {count} file{'s' * (count > 1)}"
     )
     return 0

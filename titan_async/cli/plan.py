@@ -35,15 +35,13 @@ pays. docs/planning.md describes the computation, and what it leaves out.""",
 _PARSER.option(
     "--gpu",
     "h100-80gb (default), h200-141gb, a100-40gb, a100-80gb, b200-180gb, l40s-48gb or rtx4090-24gb, in nodes "
-    "of "
-    "eight",
+    "of eight",
     metavar="NAME",
 )
 _PARSER.option(
     "--nodes",
     "number of nodes; data_parallel_shard_degree takes the ranks that the other degrees leave, and the "
-    "batch stays "
-    "as it is (default: the ranks that the recipe asks for)",
+    "batch stays as it is (default: the ranks that the recipe asks for)",
     metavar="N",
     type=integer(1, 10_000),
 )
@@ -57,8 +55,7 @@ _PARSER.option(
 _PARSER.option(
     "--calibration",
     "measurements of titan-async calibrate, in place of the GPU's figures; the network is that of --gpu, by "
-    "default "
-    "of the kind that was measured. If a CPU was measured: plan for the cores of that machine",
+    "default of the kind that was measured. If a CPU was measured: plan for the cores of that machine",
     metavar="FILE",
 )
 _PARSER.option(

@@ -33,8 +33,7 @@ dump_folder of a run, which may still be training; a run that was resumed in it 
 _PARSER.option(
     "--out",
     "a folder for the files (default: plots in the first RUN_DIR), or one file for all three, whose name "
-    "ends in "
-    ".png or .svg",
+    "ends in .png or .svg",
     metavar="PATH",
     type=Path,
 )

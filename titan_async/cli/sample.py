@@ -26,8 +26,7 @@ _PARSER.option("--tokens", "number of tokens at most (default 100)", metavar="N"
 _PARSER.option(
     "--temperature",
     "1 samples the model's distribution, lower values favour likely tokens, 0 takes the most likely one "
-    "(default "
-    "0.8)",
+    "(default 0.8)",
     metavar="X",
     type=checked(float, "0 or a positive number", lambda value: math.isfinite(value) and value >= 0),
     default=0.8,
