@@ -39,9 +39,9 @@ def test_an_unknown_part_is_named():
 
 def test_error_feedback_is_compared_with_the_optimizer_alone(tmp_path):
     path = tmp_path / "results.json"
-    done = run("--millions", 1, "--repetitions", 1, "--json", path, script="error_feedback.py")
+    done = run("--millions", 1, "--repeats", 1, "--json", path, script="error_feedback.py")
     assert done.returncode == 0, done.stderr
-    medians = json.loads(path.read_text())
+    medians = json.loads(path.read_text())["parts"]["update"]
     assert len(medians) == 4 and all(median > 0 for median in medians.values())
     assert all(name in done.stdout for name in medians)
 
@@ -51,7 +51,7 @@ def test_recording_is_compared_with_not_recording(tmp_path):
     path = tmp_path / "results.json"
     done = run("--quick", "--json", path, script="events.py")
     assert done.returncode == 0, done.stderr
-    record = json.loads(path.read_text())
+    record = json.loads(path.read_text())["parts"]
     ours, theirs = record["spans"]
     assert ours["caller"] > 0 and theirs["caller"] > 0
     # Two forwards and backwards with their messages, and what a batch has once.

@@ -20,7 +20,7 @@ def test_both_ways_write_the_same(tmp_path: Path) -> None:
         [sys.executable, BENCH / "convert.py", "--quick", "--folder", tmp_path, "--json", record], timeout=240
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(record.read_text())
+    found = json.loads(record.read_text())["parts"]["convert"]
     assert (found["ranks"], found["tensors"], found["parameters"]) == (2, 225, 3_481_648)
     names = [
         "imports alone",

@@ -11,10 +11,10 @@ BENCH = Path(__file__).parents[1] / "tools" / "bench" / "data.py"
 
 def test_every_loader_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    arguments = ("--repetitions", 1, "--millions", 1, "--documents", 300, "--json", path)
+    arguments = ("--repeats", 1, "--millions", 1, "--documents", 300, "--json", path)
     done = forks.run([sys.executable, BENCH, *arguments], timeout=600)
     assert done.returncode == 0, done.stderr
-    results = json.loads(path.read_text())["results"]
+    results = json.loads(path.read_text())["parts"]["loaders"]
     assert [result["loader"] for result in results[:3]] == [
         "ours, token files",
         "ours, text",

@@ -22,8 +22,8 @@ def test_ours_runs_in_every_layout_and_is_recorded(tmp_path):
     path = tmp_path / "results.json"
     done = run("muon.py", "--quick", "--only", "notes,moe", "--ranks", "2", "--json", path)
     assert done.returncode == 0, done.stderr
-    record = json.loads(path.read_text())
-    results = {(r["case"]["workload"], r["name"]): r for r in record["results"]}
+    parts = json.loads(path.read_text())["parts"].values()
+    results = {(r["case"]["workload"], r["name"]): r for part in parts for r in part["results"]}
     for workload in ("notes", "moe"):
         assert f"{workload}, 2 ranks" in done.stdout
         for name in ("ours", "ours, error feedback", "ours in ErrorFeedback"):
@@ -41,11 +41,11 @@ def test_ours_runs_in_every_layout_and_is_recorded(tmp_path):
 
 def test_the_gpu_script_runs_where_there_is_none(tmp_path):
     path = tmp_path / "results.json"
-    done = run(
-        "muon_cuda.py", "--quick", "--only", "360M", "--device", "cpu", "--repetitions", 1, "--json", path
-    )
+    done = run("muon_cuda.py", "--quick", "--only", "360M", "--device", "cpu", "--repeats", 1, "--json", path)
     assert done.returncode == 0, done.stderr
-    ours = next(r for r in json.loads(path.read_text())["results"] if r["name"] == "ours, bfloat16")
+    ours = next(
+        r for r in json.loads(path.read_text())["parts"]["360M"]["results"] if r["name"] == "ours, bfloat16"
+    )
     assert len(ours["seconds"]) == 1 and ours["error"] < 0.1
 
 

@@ -50,6 +50,7 @@ class Pool:
     """
 
     def __init__(self, sizes: list[int]) -> None:
+        self.ranks = max(sizes)
         self._folder = tempfile.TemporaryDirectory()
         self._connections: list[Connection] = []
         self._processes: list[Any] = []

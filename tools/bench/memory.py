@@ -21,6 +21,9 @@ from titan_async.planning.live_tensors import StorageTracker
 
 __all__ = ["Peak", "Sizes", "measure_memory", "peak_of_steps", "predict_peak", "sizes_of"]
 
+SHAPES = [(4, 4), (4, 8)]
+"""Ranks and microbatches."""
+
 _MODEL = Model(2, 128, 128)
 
 

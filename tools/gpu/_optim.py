@@ -1,6 +1,5 @@
 """Muon beside torch.optim.Muon: tools/bench/muon_cuda.py on the matrices of one layer of an 8B model."""
 
-import argparse
 import importlib.util
 import statistics
 from collections.abc import Iterator
@@ -21,10 +20,9 @@ def muon(place: Place) -> Iterator[tuple[str, Any]]:
     if not place.gpus:
         torch.compiler.set_stance("force_eager")  # compiling takes longer than all the rest
     large = not place.gpus or torch.cuda.get_device_properties(place.device).total_memory > 20e9
-    options = argparse.Namespace(device=place.kind, quick=not place.gpus, repetitions=10 if place.gpus else 1)
-    rows = {
-        row["name"]: row for row in muon_cuda.measure("8B" if large else "360M", options, (_TORCH, *_OURS))
-    }
+    model, repeats = "8B" if large else "360M", 10 if place.gpus else 1
+    found = muon_cuda.measure(model, place.kind, not place.gpus, repeats, (_TORCH, *_OURS))
+    rows = {row["name"]: row for row in found}
     reference = statistics.median(rows[_TORCH]["seconds"])
     kernels = importlib.util.find_spec("quack") is not None
     for name in _OURS:

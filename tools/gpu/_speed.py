@@ -8,6 +8,7 @@ import compute
 import memory
 import torch
 from _checks import DIFFERS, NOTED, OK, WRONG, Place, Row, joined
+from _pipelines import forget
 from _transformer import Model
 
 __all__ = ["judge_peak", "judge_speed", "peak", "speed"]
@@ -38,7 +39,7 @@ def speed(place: Place, blocks: int) -> Iterator[tuple[str, Any]]:
         ]:
             compute.prepare(place.rank, group, schedule, microbatches, model, **options)
             seconds = compute.repeat(place.rank, group, schedule, microbatches, model, steps)
-            compute.forget(place.rank, group)
+            forget(place.rank, group)
             baseline = baseline or seconds
             kind = {True: ", receives early", False: ", receives late", None: ""}[
                 options.get("early_receives")
