@@ -44,6 +44,7 @@ class Losses:
 
     def __init__(self, results: Results) -> None:
         self._results = results
+        self.wallclock = results.wallclock
         self._seeds: dict[Run, dict[int, dict[str, Any]]] = defaultdict(dict)
         for row in results.by_key.values():
             run = Run(**row["run"])
