@@ -6,8 +6,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.table import Table
-
 
 @dataclass(frozen=True)
 class Attempt:
@@ -63,24 +61,3 @@ def summarize(family: str, fault: str, attempts: Sequence[Attempt]) -> Result:
 def _median(seconds: Sequence[float | None]) -> float | None:
     known = [value for value in seconds if value is not None]
     return statistics.median(known) if known else None
-
-
-def as_table(results: Sequence[Result]) -> Table:
-    """A row for each fault, with a line between families."""
-    table = Table(title="Faults")
-    table.add_column("fault")
-    for heading in ("tried", "survived", "steps lost", "noticed, s", "resumed, s"):
-        table.add_column(heading, justify="right")
-    table.add_column("said", overflow="fold")
-    for number, result in enumerate(results):
-        if number and result.family != results[number - 1].family:
-            table.add_section()
-        table.add_row(
-            result.fault,
-            str(result.tried),
-            str(result.survived),
-            "" if result.work_lost is None else str(result.work_lost),
-            *("" if value is None else f"{value:.1f}" for value in (result.notice, result.resume)),
-            result.said,
-        )
-    return table

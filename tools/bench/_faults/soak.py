@@ -15,7 +15,7 @@ import numpy as np
 
 from _faults.result import Attempt, Result, summarize
 from _faults.runs import MOE_RECIPE, start
-from _faults.watched import ranks_of
+from tests.support.training import processes_of
 
 MEGABYTES_AN_HOUR = 20.0
 """Of private memory, and of the part of it in use, of a rank: what slopes may be for the run to be flat."""
@@ -108,7 +108,7 @@ def _slope(points: list[tuple[float, float]]) -> float:
 
 def _processes(launcher: int) -> list[tuple[str, int]]:
     """The launcher and its ranks, by name."""
-    return [("launcher", launcher), *((f"rank {rank}", pid) for rank, pid in ranks_of(launcher).items())]
+    return [("launcher", launcher), *((f"rank {rank}", pid) for rank, pid in processes_of(launcher).items())]
 
 
 def _in_use(file: Path, begin: float) -> list[tuple[float, float]]:
