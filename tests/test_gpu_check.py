@@ -24,8 +24,6 @@ GPU = Path(__file__).parents[1] / "tools" / "gpu"
 
 @pytest.fixture(autouse=True)
 def modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    for folder in (GPU, GPU.parent / "bench"):
-        monkeypatch.syspath_prepend(str(folder))
     # The script sets both.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -69,7 +67,7 @@ def test_the_recurrence_is_told_from_a_synchronous_run(monkeypatch: pytest.Monke
 
     def synchronous(stages: int, data: Any) -> list[torch.Tensor]:
         model = torch.nn.Sequential(*ranks.layers(stages))
-        optimizer = torch.optim.SGD(model.parameters(), lr=ranks._LR)
+        optimizer = torch.optim.SGD(model.parameters(), lr=ranks.LR)
         for inputs, targets in data:
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(inputs[0]), targets[0]).backward()
