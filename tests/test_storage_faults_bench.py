@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from _faults.checkpoints import damages
+from _faults.runs import Run
+from _faults.undisturbed import sentence_of
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_async.checkpoint._dcp_files_internals import (
@@ -18,12 +20,6 @@ from titan_async.checkpoint._dcp_files_internals import (
     SealingWriter,
     ValueLoadPlanner,
 )
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "bench"))
-
-from _faults.checkpoints import damages
-from _faults.runs import Run
-from _faults.undisturbed import sentence_of
 
 
 def load(folder: Path) -> str | None:
