@@ -49,7 +49,7 @@ def test_all_that_needs_no_gpu(tmp_path: Path) -> None:
     for name in ("clock", "gemm", "calibrate", "waits", "host in step", "host in Muon, error feedback"):
         assert verdicts[name] == "not checked"
     for name in ("Muon, plain", "utilization, Async2BW, receives late"):
-        assert verdicts[name] == "noted"  # times are nobody's concern here
+        assert verdicts[name] == "noted"  # times are not tested
     assert verdicts["recurrence, overlapped pairs"] == verdicts["recurrence, overlapped pairs, FSDP2"] == "ok"
     assert verdicts["peak memory, 1F1B"] == verdicts["peak memory, Async2BW"] == "ok"
 

@@ -1,4 +1,4 @@
-"""The comparison of Muons still runs, and counts rightly; its times are nobody's concern here."""
+"""The comparison of Muons still runs and counts correctly; its times are not tested."""
 
 import pytest
 import torch

@@ -83,7 +83,7 @@ def train(
         state = trainer.optimizers.state_dict() | trainer.state_dict().get("next_weights", {})
         trained.state = {name: whole(v) for name, v in state.items() if isinstance(v, Tensor)}
     finally:
-        torch.Tensor.bfloat16 = bfloat16  # `prepare` may have replaced it, and the process goes on
+        torch.Tensor.bfloat16 = bfloat16  # `prepare` may have replaced it, and the process is used again
         trainer.close()
     return trained
 
@@ -118,7 +118,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def whole_values(parts: Sequence[nn.Module]) -> Values:
-    """All that training changes, and what it is called in a model that nothing is wrapped around."""
+    """All that training changes, by the names in the unwrapped model."""
     for part in parts:
         for module in part.modules():
             if isinstance(module, FSDPModule):

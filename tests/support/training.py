@@ -28,7 +28,7 @@ SHORT_STEPS = ("--training.seq_len", "64", "--validator.steps", "2")
 
 @dataclass(frozen=True)
 class Run:
-    """What a finished run said."""
+    """Status and output of a finished run."""
 
     status: int
     out: str

@@ -47,7 +47,7 @@ Part = Callable[["Bench"], Measured]
 
 
 class Bench:
-    """A benchmark's flags and parts. `arguments`, `quick`, `repeats` and `pool` are there once a part runs.
+    """A benchmark's flags and parts. `arguments`, `quick`, `repeats` and `pool` are set when a part runs.
 
     Args:
         doc: the description that --help prints.
@@ -187,7 +187,7 @@ def record_of(result: Any) -> dict[str, Any]:
 
 
 def table(title: str, columns: Mapping[str, Callable[[Any], object]], rows: Iterable[Any]) -> Table:
-    """A table of `rows`, whose cells are what `columns` make of them; "-" stands for None."""
+    """A table of `rows`: each column maps a row to its cell, where None is shown as "-"."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""The peak of live tensors of whole training runs, against what the planner says of them."""
+"""Peak bytes of live tensors of training runs, measured and planned."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ DEEP = ("--parallelism.pipeline_parallel_degree", "4")
 
 
 def _one_stage(shards: int, policy: str) -> tuple[str, ...]:
-    """Small microbatches, so that weights and gradients count beside the activations."""
+    """Small microbatches, so that weights and gradients are large compared with activations."""
     degrees = ("--parallelism.pipeline_parallel_degree", "1", *SHARDS[:1], str(shards))
     batch = ("--training.local_batch_size", "2", "--training.global_batch_size", str(4 * shards))
     policies = ("--parallelism.fsdp_reshard_after_forward", policy)

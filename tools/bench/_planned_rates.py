@@ -1,4 +1,4 @@
-"""Processor time of training runs on a CPU, against plans with a calibration that was made just before."""
+"""Processor time of training runs on a CPU, measured and planned with a calibration made just before."""
 
 import statistics
 from collections.abc import Sequence

@@ -135,7 +135,7 @@ class Pool:
                     results[rank] = result
                 else:
                     failures[rank] = f"rank {rank} failed:\n{result}"
-                    # The others may now wait for this rank for ever.
+                    # The others may now wait for this rank until their timeout.
                     deadline = min(deadline, time.monotonic() + _GRACE)
         if pending or ended:
             self.close()

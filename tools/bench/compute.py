@@ -1,4 +1,4 @@
-"""Throughput when the stages really compute: a transformer, here on two ranks of one thread each.
+"""Throughput of stages that compute: a transformer, here on two ranks of one thread each.
 
 `tools/gpu/check.py` measures the same on GPUs.
 """

@@ -1,4 +1,4 @@
-"""What error feedback adds to a step of AdamW. Run by hand:
+"""Overhead of error feedback in a step of AdamW. Run by hand:
 
     python tools/bench/error_feedback.py [--millions 50] [--compile] [--json results.json]
 

@@ -1,4 +1,4 @@
-"""What recording events costs: CPU time of a span, against torchtitan's trace spans, and of a training step.
+"""Overhead of recording events: CPU time of a span, against torchtitan's trace spans, and of a step.
 
 A span is begun and ended a hundred thousand times; what the writing thread does for it counts apart. In a
 pipeline of two ranks that really compute, steps with and without a recorder take turns.

@@ -3,7 +3,7 @@
     python tools/bench/interleaving.py [--only pace,jitter,limits,balance] [--json results.json]
 
 Nothing is timed, so that the numbers are the same on every machine. It takes about a minute.
-docs/interleaving.md says what came out.
+docs/interleaving.md has the results.
 """
 
 import statistics

@@ -160,7 +160,7 @@ def measure(
                 for _ in range(2):
                     tensors.restore()
                     row["extra"] = tensors.memory(optimizer.step)
-        except Exception as error:  # whatever it raises is its answer
+        except Exception as error:  # reported as a refusal
             row["refusal"] = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:90]}"
             continue
         running.append((row, optimizer, off))

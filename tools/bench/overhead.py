@@ -1,7 +1,7 @@
-"""What the schedule itself costs: time of the main thread in `step` outside of forwards and backwards.
+"""Overhead of the schedule: time of the main thread in `step` outside of forwards and backwards.
 
-CPU time of the thread is counted, which waiting for a neighbour does not add to: what is left is Python,
-swapping versions of the weights, and starting messages. The stages have the number of parameters of a
+CPU time of the thread is counted, without waiting for neighbours: it is Python, swapping versions of the
+weights, and starting messages. The stages have the number of parameters of a
 real one, since a swap goes through them, and next to no elements.
 """
 

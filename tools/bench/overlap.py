@@ -1,4 +1,4 @@
-"""How much of the experts' messages overlapped pairs hide, and what a pair costs where there is none to hide.
+"""How much of the experts' messages overlapped pairs hide, and their overhead without latency to hide.
 
     python tools/bench/overlap.py [--quick] [--only sleeping,computing] [--experts 1] [--json results.json]
 
@@ -7,8 +7,8 @@ A rank has two layers like those of a mixture of experts, each with two all-to-a
 - "sleeping": layers sleep, and each message takes a set time over gloo between the expert-parallel ranks of a
   stage, of which there are two. Sleeping takes no processor, so that there may be more processes than cores;
   `--experts 1` leaves out the work of the messages themselves.
-- "computing": matrix products, and messages that take what they take. On few cores they compete with the
-  computation for the processor; what is hidden is reported, whatever it is.
+- "computing": matrix products, and real messages. On few cores they compete with the computation for the
+  processor; the hidden share is only reported.
 
 All schedules are measured in one run, by turns; figures are medians of the repetitions. The exit status is 1
 if a floor is missed, as it is on busy cores: of messages that take half as long as the computation at least

@@ -1,11 +1,11 @@
-"""Compares what the planner predicts with what is measured here. Run by hand:
+"""Compares plans with measurements on this machine. Run by hand:
 
     python tools/bench/planner.py [--only time,memory,rates] [--json results.json]
 
 "time": steps of every schedule with stages that sleep 20 ms forward and 40 ms backward, as in schedule.py,
 against the simulation of the same.
 
-"memory": the most bytes of live tensors that ranks of the debug recipes hold in four steps, against the plan.
+"memory": peak bytes of live tensors of ranks of the debug recipes in four steps, against the plan.
 
 "rates": processor time of forwards, backwards and steps of the debug recipes, against plans that
 were made with a calibration of this machine, as by titan-async calibrate.

@@ -1,11 +1,11 @@
 # ruff: noqa: E402
-"""Compares what the planner predicts with training runs that others published. Run by hand:
+"""Compares plans with published training runs. Run by hand:
 
     python tools/bench/published.py [--only Llama] [--json results.json] [--markdown]
 
 The runs are those of `_published_rows.py`. Half of them were there to choose the constants of
 `titan_async/planning/hardware.py` by; the others are held out. The exit status is 1 if a held-out run is
-missed by more than 15 % in time or 10 % in memory, unless its row says why the plan cannot know. It takes two
+missed by more than 15 % in time or 10 % in memory, unless its row gives a reason. It takes two
 minutes."""
 
 import dataclasses
@@ -84,7 +84,7 @@ def _apart(ratio: float) -> float:
 
 
 def cluster_for(row: Row) -> Cluster:
-    """The row's hardware, with what it says about it."""
+    """The row's hardware, with the row's own figures."""
     cluster = cluster_of(row.gpu)
     accelerator = cluster.accelerator
     if row.attention:

@@ -1,11 +1,11 @@
-"""How busy the stages are when computing takes a known time: stages that sleep, exactly or with jitter.
+"""Utilization of stages whose computation takes a known time: they sleep, exactly or with jitter.
 
 Utilization is the share of a step in which a rank sleeps, m (tF + tB) / time of a step. Every rank sleeps
 20 ms for each forward and 40 ms for each backward, whatever number of stages it holds; where a schedule
 separates them, the gradient of the input and that of the weights take half of a backward each.
 
-`BARE` is what the machine leaves to reach: the same forwards, backwards and messages in Async2BW's order, by
-autograd and gloo alone.
+`BARE` is the utilization that this machine can reach: the same forwards, backwards and messages in Async2BW's
+order, by autograd and gloo alone.
 """
 
 import ctypes
@@ -90,7 +90,7 @@ class Utilization:
 
 
 class Clock:
-    """Sleeps, and adds up for how long it was asked to."""
+    """Sleeps, and adds up the requested seconds."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -157,7 +157,7 @@ class SleepingStage(nn.Module):
 
 
 class _Bare:
-    """Runs Async2BW's order as a `Pipeline` does, and nothing beside: no checks, versions, clip or update."""
+    """Runs Async2BW's order as a `Pipeline` does, without checks, weight versions, clip or update."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, microbatches: int) -> None:
         self.module = module

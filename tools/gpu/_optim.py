@@ -1,4 +1,4 @@
-"""Muon beside torch.optim.Muon: tools/bench/muon_cuda.py on the matrices of one layer of an 8B model."""
+"""Muon against torch.optim.Muon: tools/bench/muon_cuda.py on the matrices of one layer of an 8B model."""
 
 import importlib.util
 import statistics

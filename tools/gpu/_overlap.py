@@ -1,4 +1,4 @@
-"""Overlapped pairs: is the recurrence exact with experts on several ranks, and are their messages hidden?"""
+"""Overlapped pairs: whether the recurrence is exact with experts on two ranks, and messages hidden."""
 
 import functools
 import statistics

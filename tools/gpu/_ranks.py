@@ -1,4 +1,4 @@
-"""Several ranks, on a GPU each or on one: is the recurrence exact, and does the host ever wait?"""
+"""Several ranks, on a GPU each or on one: whether the recurrence is exact, and whether the host waits."""
 
 import os
 import statistics
@@ -41,7 +41,7 @@ _ROWS = 4
 
 
 class Sleepy(nn.Module):
-    """Holds up the device at random, forward and backward: what no event orders then goes wrong."""
+    """Delays the device at random, forward and backward: missing synchronization then gives wrong results."""
 
     def __init__(self, device: str, seed: int) -> None:
         super().__init__()

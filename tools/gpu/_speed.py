@@ -1,4 +1,4 @@
-"""Several ranks: how busy stages of a transformer are, and what they hold at their peak."""
+"""Several ranks: utilization and peak memory of stages of a transformer."""
 
 import os
 from collections.abc import Iterator
@@ -66,7 +66,7 @@ def peak(place: Place) -> Iterator[tuple[str, Any]]:
     microbatches = place.ranks + 2
     with joined(place) as group:
         model = model_of(place)
-        compute.pair(place.rank, group, model, 1)  # cuBLAS keeps what it takes the first time
+        compute.pair(place.rank, group, model, 1)  # cuBLAS keeps its workspace
         sizes = memory.sizes_of(place.rank, group, model)
         for schedule, lookahead in (("1F1B", None), ("Async2BW", 0)):
             predicted = memory.predict_peak(sizes, place.rank, place.ranks, microbatches, lookahead)

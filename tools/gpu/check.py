@@ -1,4 +1,4 @@
-"""Checks on whatever GPUs there are what has so far been shown on CPU alone. In ten minutes at most:
+"""Checks on the available GPUs what has been tested on CPU only. In ten minutes at most:
 
     python tools/gpu/check.py [--only recurrence host] [--json results.json]
     python tools/gpu/check.py --cpu      # what needs no GPU

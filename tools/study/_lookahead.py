@@ -1,4 +1,4 @@
-"""Weights ahead of where the updates have brought them: what was tried beside the library's error feedback.
+"""Weights extrapolated beyond their updates: alternatives to the library's error feedback.
 
 With y the weights that an optimizer's own displacements D_b add up to, error feedback of strength s trains
 at W[b+1] = y[b+1] + s D_b: the last displacement once more (but for the first, which it leaves uncorrected).

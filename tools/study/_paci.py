@@ -40,5 +40,5 @@ class PaciGradients:
 
 def _show(params: list[nn.Parameter], weights: dict[nn.Parameter, Tensor]) -> None:
     for param in params:
-        # Through .data, which autograd does not see: the backward is to use what is there by then.
+        # Through .data, which autograd does not track: the backward uses the weights of its own time.
         param.data.copy_(weights[param])

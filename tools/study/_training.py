@@ -133,7 +133,7 @@ def _rounded(loss: float) -> float:
 
 
 class _Loop:
-    """The optimizers of a run, and what of the study's own acts between their steps."""
+    """The optimizers of a run, and the study's own corrections between their steps."""
 
     def __init__(self, run: Run, model: Decoder) -> None:
         assert isinstance(run.lr, float)

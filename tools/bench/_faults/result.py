@@ -1,4 +1,4 @@
-"""What a run did about a fault: the row of the table."""
+"""The outcome of a fault: a row of the table."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ class Attempt:
     """One try of a fault."""
 
     survived: bool
-    """Whether the run did what it is to do: went on or resumed to the weights of an undisturbed run, or ended
-    with the sentence and status that it is to end with, and left nothing half-written."""
+    """Whether the run continued or resumed to the weights of a run without faults, or failed with the
+    expected message and status, and left no partial files."""
     work_lost: int | None = None
-    """Steps that were trained once more after resuming."""
+    """Steps that were trained again after resuming."""
     notice: float | None = None
-    """Seconds from the fault to the end of all processes, or to what the run says of it."""
+    """Seconds from the fault to the end of all processes, or to the run's message about it."""
     resume: float | None = None
     """Seconds from starting again to the end of the first step after that."""
     said: str = ""
-    """The line in which the run names the fault; why it did not survive, if it did not."""
+    """The line in which the run reports the fault; the reason if it did not survive."""
 
 
 @dataclass(frozen=True)

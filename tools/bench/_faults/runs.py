@@ -1,4 +1,4 @@
-"""Starts runs of the debug recipes in a folder, and reads what they have left there."""
+"""Starts runs of the debug recipes in a folder, and reads their checkpoints."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def start(
     fault: Mapping[str, Any] | None = None,
     out: IO[str] | int = subprocess.PIPE,
 ) -> subprocess.Popen[str]:
-    """Start a run, in a session of its own, that writes to `folder`/run, and what it says to `out`."""
+    """Start a run, in a session of its own, that writes to `folder`/run, with stdout to `out`."""
     return subprocess.Popen(
         command(*flags, recipe=recipe), cwd=folder, env=environment(fault), text=True,
         stdout=out, stderr=subprocess.PIPE, start_new_session=True,
@@ -76,13 +76,13 @@ def train(
 def train_undisturbed(
     folder: Path, steps: int, *flags: object, fault: Mapping[str, Any] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Make the folder and a run in it that nothing disturbs, and return the state that it saves at its end.
+    """Create the folder, train in it without faults, and return the state saved at the end.
 
     Args:
         folder: of the run.
         steps: how many the flags say.
         flags: of the run.
-        fault: what `_faults.injected` is to change that does no harm.
+        fault: a change by `_faults.injected` that is no fault, such as a local hub.
     """
     folder.mkdir()
     done = train(folder, *flags, fault=fault, timeout=900)

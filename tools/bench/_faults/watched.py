@@ -1,4 +1,4 @@
-"""Runs that are watched while they go on: what they say, when, and by which processes."""
+"""Runs whose output is read while they train: lines with their times, and the processes of ranks."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from tests.support.training import processes_of
 __all__ = ["SHUTDOWN_TIMEOUT", "Watched", "under_the_launcher", "under_torchrun"]
 
 SHUTDOWN_TIMEOUT = 100
-"""Seconds that torchrun gives processes after SIGTERM, as the README has it."""
+"""torchrun's --shutdown-timeout, as the README recommends."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a run, and when it came, in seconds since the epoch."""
+    """A line of a run, and its time, in seconds since the epoch."""
 
     time: float
     text: str
 
 
 class Watched:
-    """Reads what a run says.
+    """Reads the output of a run.
 
     Args:
-        process: that starts the ranks, with pipes for what it says.
+        process: the launcher, with pipes for stdout and stderr.
     """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
