@@ -59,18 +59,23 @@ def arguments(folder: Path, recipe: str, *flags: object) -> list[str]:
     return [str(file), "--module", "tests.support.recipes", "--dump_folder", str(folder), *map(str, flags)]
 
 
+def become_worker(rank: int, group: Any) -> None:
+    """Make torchtitan take this process of a pool for a rank of a run, also after an earlier run."""
+    from titan_async.config.device import ensure_device
+
+    ensure_device()
+    os.environ.update(LOCAL_RANK=str(rank), LOG_RANK=",".join(map(str, range(group.size()))))
+    _clear_sharding_prop_cache()  # which remembers the meshes of an earlier trainer
+
+
 def train(
     rank: int, group: Any, argv: Sequence[str], prepare: Callable[[Any, Trained], None] | None = None
 ) -> Trained:
     """Train one rank's part; `prepare` is called with the trainer before it starts."""
-    from titan_async.config.device import ensure_device
-
-    ensure_device()
+    become_worker(rank, group)
     from titan_async.config.recipe_file import resolve
 
-    os.environ.update(LOCAL_RANK=str(rank), LOG_RANK=",".join(map(str, range(group.size()))))
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan does where it starts torch.distributed
-    _clear_sharding_prop_cache()  # which remembers the meshes of an earlier trainer
     trainer = resolve(argv).build()
     bfloat16 = torch.Tensor.bfloat16
     try:
