@@ -134,9 +134,8 @@ def test_ranks_that_fail_or_hang(
 
 
 def test_figures_are_judged() -> None:
-    kernels, ranks, speed, optim, overlap, checks = (
-        importlib.import_module(name)
-        for name in ("_kernels", "_ranks", "_speed", "_optim", "_overlap", "_checks")
+    kernels, ranks, speed, overlap, checks = (
+        importlib.import_module(name) for name in ("_kernels", "_ranks", "_speed", "_overlap", "_checks")
     )
     gpus, gpu = checks.Place(0, 4, 4, 0), checks.Place(0, 4, 1, 0)
     losses = {"2": 0.01, "4": 0.03, "8": 0.07, "16": 0.13, "32": 0.26, "48": 0.4}
@@ -154,10 +153,10 @@ def test_figures_are_judged() -> None:
         (kernels.judge_clock, [3.0, 900.0, 1e-5, True], "ok"),
         (kernels.judge_clock, [300.0, 900.0, 1e-5, True], "WRONG"),
         (kernels.judge_clock, [3.0, 900.0, 1e-5, False], "WRONG"),
-        (optim.judge_muon, [0.6, 0.01, None], "ok"),
-        (optim.judge_muon, [1.2, 0.01, None], "differs"),
-        (optim.judge_muon, [0.6, 0.5, None], "WRONG"),
-        (optim.judge_muon, [None, None, "RuntimeError: no"], "WRONG"),
+        (speed.judge_muon, [0.6, 0.01, None], "ok"),
+        (speed.judge_muon, [1.2, 0.01, None], "differs"),
+        (speed.judge_muon, [0.6, 0.5, None], "WRONG"),
+        (speed.judge_muon, [None, None, "RuntimeError: no"], "WRONG"),
         (ranks.judge_host, [0.31, 0.3, {}], "ok"),
         (ranks.judge_host, [0.31, 0.05, {}], "WRONG"),
         (ranks.judge_host, [0.01, 0.01, {"muon.py:3": 1}], "WRONG"),
