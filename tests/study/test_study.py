@@ -13,13 +13,17 @@ import pytest
 import report
 import run as run_study
 import torch
-from _compensation import compensate_gradients_
 from _gaps import Losses, interval
 from _long_tables import LONG_TABLES, RATES, long_run
-from _lookahead import AdaptiveStrength, Prediction, SmoothedFeedback
 from _model import MODELS, Decoder, Mixture, Shape, language_loss
 from _optimizers import OPTIMIZERS, build_optimizers
-from _paci import PaciGradients
+from _remedies import (
+    AdaptiveStrength,
+    PaciGradients,
+    Prediction,
+    SmoothedFeedback,
+    compensate_gradients_,
+)
 from _results import DEFAULT_PATH, Results, own_rate, own_rate_runs, resolved, tuned_rate
 from _rotation import RotatedAdamW
 from _runs import Run, grid_runs, load_questions, rates_of, run_key
