@@ -47,32 +47,42 @@ HARMLESS = [
 ]
 """All values are finite, so no update is skipped."""
 
-EXPERTS = "moe.routed_experts.inner_experts"
 
-DENSE = {
-    "NaN in a layer's output, first stage": {"place": "activations", "stage": 0, "layer": "layers.1",
-                                             "steps": [3], "value": math.nan},
-    "infinity in a layer's output, last stage": {"place": "activations", "stage": 1, "layer": "layers.4",
-                                                 "steps": [5], "value": math.inf},
-    "NaN in one parameter's gradient, last stage": {"place": "gradient", "stage": 1, "steps": [8],
-                                                    "parameter": "layers.4.attention.wo.weight",
-                                                    "value": math.nan},
-    "infinity in one parameter's gradient, first stage": {"place": "gradient", "stage": 0, "steps": [10],
-                                                          "parameter": "layers.1.attention.wo.weight",
-                                                          "value": -math.inf},
-}  # fmt: skip
-MOE = {
-    "NaN in one expert's output, first stage": {"place": "expert", "stage": 0, "layer": "layers.1",
-                                                "steps": [3], "value": math.nan},
-    "infinity in one expert's output, last stage": {"place": "expert", "stage": 1, "layer": "layers.4",
-                                                    "steps": [5], "value": math.inf},
-    "NaN in one router's gradient, last stage": {"place": "gradient", "stage": 1, "steps": [8],
-                                                 "parameter": "layers.4.moe.router.gate.weight",
-                                                 "value": math.nan},
-    "infinity in one expert's gradient, first stage": {"place": "gradient", "stage": 0, "steps": [10],
-                                                       "parameter": f"layers.1.{EXPERTS}.w1_EFD",
-                                                       "value": math.inf},
-}  # fmt: skip
+def _faults(
+    place: str, output: str, last: tuple[str, str], first: tuple[str, str], value: float
+) -> dict[str, Fault]:
+    """Faults in outputs and in gradients of either stage, each in a batch of its own.
+
+    Args:
+        place: of the faults in outputs.
+        output: what `place` spoils.
+        last, first: what owns the gradient on the last and on the first stage, and the parameter.
+        value: of the fault on the first stage.
+    """
+
+    def of_output(stage: int, step: int, value: float) -> Fault:
+        layer = f"layers.{1 + 3 * stage}"
+        return {"place": place, "stage": stage, "layer": layer, "steps": [step], "value": value}
+
+    def of_gradient(stage: int, step: int, parameter: str, value: float) -> Fault:
+        return {"place": "gradient", "stage": stage, "steps": [step], "parameter": parameter, "value": value}
+
+    return {
+        f"NaN in {output}, first stage": of_output(0, 3, math.nan),
+        f"infinity in {output}, last stage": of_output(1, 5, math.inf),
+        f"NaN in {last[0]}'s gradient, last stage": of_gradient(1, 8, last[1], math.nan),
+        f"infinity in {first[0]}'s gradient, first stage": of_gradient(0, 10, first[1], value),
+    }
+
+
+DENSE = _faults(
+    "activations", "a layer's output", ("one parameter", "layers.4.attention.wo.weight"),
+    ("one parameter", "layers.1.attention.wo.weight"), -math.inf,
+)  # fmt: skip
+MOE = _faults(
+    "expert", "one expert's output", ("one router", "layers.4.moe.router.gate.weight"),
+    ("one expert", "layers.1.moe.routed_experts.inner_experts.w1_EFD"), math.inf,
+)  # fmt: skip
 
 LASTING = {
     "NaN in a layer's output": (RECIPE, DENSE, 0, "the output of stage 0 (rank 0)"),
