@@ -70,8 +70,8 @@ def covering(cases: Sequence[Case], strength: int) -> list[bool]:
 def is_left_out(items: list[Any], slow_too: bool = False) -> list[bool]:
     """Whether each collected test is deselected.
 
-    A test is if it is marked as `slow`, or if the `covering` of its function does not need it. With `slow_too`
-    marked tests run, and of crossed parameters a covering of the next strength, too.
+    A test is if it is marked as `slow`, or if the `covering` of its function does not need it. With
+    `slow_too` marked tests run, and of crossed parameters a covering of the next strength, too.
     """
     left_out = [not slow_too and item.get_closest_marker("slow") is not None for item in items]
     crossed: dict[str, list[int]] = {}

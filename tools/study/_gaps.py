@@ -44,7 +44,6 @@ class Losses:
 
     def __init__(self, results: Results) -> None:
         self._results = results
-        self.wallclock = results.wallclock
         self._seeds: dict[Run, dict[int, dict[str, Any]]] = defaultdict(dict)
         for row in results.by_key.values():
             run = Run(**row["run"])
@@ -58,6 +57,10 @@ class Losses:
                 return {}
             run = replace(run, lr=rate)
         return self._seeds.get(replace(run, seed=0), {})
+
+    def wallclock(self, budget_s: float) -> list[dict[str, Any]]:
+        """The results of question 8 for runs of so many seconds."""
+        return [row for row in self._results.wallclock if row["budget_s"] == budget_s]
 
     def rate(self, run: Run) -> float | None:
         """The learning rate of a run whose `lr` is "tuned" or "own"; None if it was not compared."""

@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from _model import MODELS, Decoder
 from _optimizers import build_optimizers
-from _pipelines import clip_over_pipeline
 from _text import Batches, splits
 from _training import MAX_NORM, learning_rate
 from torch import Tensor, nn
@@ -120,6 +119,13 @@ def _loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
     return F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten())
 
 
+def _clip_over_stages(params: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """What `ScheduleAsync2BW.clip_grad_norm_` does, for a schedule that has nothing of its own."""
+    squared = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]) ** 2
+    dist.all_reduce(squared, group=group)
+    nn.utils.clip_grads_with_norm_(params, MAX_NORM, squared.sqrt())
+
+
 def train_stage(rank: int, group: dist.ProcessGroup, run: PipelineRun) -> dict[str, Any]:
     """Train the stage of this rank.
 
@@ -148,7 +154,7 @@ def train_stage(rank: int, group: dist.ProcessGroup, run: PipelineRun) -> dict[s
         if isinstance(schedule, ScheduleAsync2BW):
             schedule.clip_grad_norm_(MAX_NORM)
         else:
-            clip_over_pipeline(params, group, MAX_NORM)
+            _clip_over_stages(params, group)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

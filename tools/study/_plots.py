@@ -6,12 +6,13 @@ Error bars are 95 % intervals over seeds.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from _gaps import Interval, Losses
 from _long_tables import LENGTHS, RATES, SHARES, long_run
 from _runs import Run, rates_of
-from _tables import COMPARED, LEVELS, MOMENTA, NAMES, PAPER, STRENGTHS, mitigations, plain_momentum
+from _tables import BUDGETS, COMPARED, LEVELS, MOMENTA, NAMES, PAPER, STRENGTHS, mitigations, plain_momentum
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -181,10 +182,10 @@ def mitigation_gaps(figure: Figure, losses: Losses, base: Run) -> None:
     panels[0].invert_yaxis()
 
 
-def wallclock(figure: Figure, losses: Losses, base: Run) -> None:
+def wallclock(figure: Figure, losses: Losses, base: Run, budget_s: float) -> None:
     """Training loss against seconds, the mean over seeds; a panel a setting."""
     groups: dict[str, dict[str, list[list]]] = defaultdict(lambda: defaultdict(list))
-    for row in losses.wallclock:
+    for row in losses.wallclock(budget_s):
         groups[row["setting"]][row["schedule"]].append(row["curve"])
     panels = np.atleast_1d(figure.subplots(1, max(1, len(groups)), sharey=True))
     colours = {"1F1B": PLAIN, "Async2BW": DELAYED, "Async2BW+EF": CORRECTED}
@@ -241,7 +242,7 @@ PLOTS: dict[str, tuple[Callable[[Figure, Losses, Run], None], tuple[float, float
     "rates": (rates, (9, 6.5)),
     "mixture": (mixture, (10, 2.8)),
     "mitigations": (mitigation_gaps, (9, 3.6)),
-    "wallclock": (wallclock, (9, 2.8)),
+    **{name: (partial(wallclock, budget_s=seconds), (9, 2.8)) for name, seconds in BUDGETS.items()},
     "length": (length, (10, 3)),
     "start": (start, (7, 2.8)),
 }
