@@ -4,6 +4,7 @@ Drawn examples may take their time: how long one takes says more about the machi
 """
 
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,9 @@ from hypothesis import settings
 
 from tests.support.processes import Pools
 from tests.support.selection import Scheduling, has_ranks, is_left_out
+from tests.support.tools import module_folders
+
+sys.path += module_folders()
 
 settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")

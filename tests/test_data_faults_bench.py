@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import datasets
 import pytest
+from _faults import data, inject_data, local_hub
+from _faults.data import FAULTS, STREAM_FAULT, TOKEN_FAULTS, Fault, Start
+from _faults.result import Attempt
 
 from titan_async.data import (
     DocumentEncoder,
@@ -23,13 +25,6 @@ from titan_async.data import (
 )
 from titan_async.data import shakespeare_tokenizer_folder as tokenizer
 from titan_async.errors import UserError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "bench"))
-
-from _faults import data, inject_data, local_hub
-from _faults.data import FAULTS, STREAM_FAULT, TOKEN_FAULTS, Fault, Start
-from _faults.result import Attempt
-
 from titan_async.training.trainer import AsyncTrainer
 
 

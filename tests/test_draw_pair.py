@@ -4,11 +4,8 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-
 import draw_pair as tool
+import pytest
 
 
 def test_a_pair_hides_all_messages_and_nothing_hides_them_one_after_the_other() -> None:

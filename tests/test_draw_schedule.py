@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import draw_schedule as tool
 import pytest
 from matplotlib.figure import Figure
 
@@ -13,9 +14,6 @@ from titan_async.monitor.gantt import Box
 from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import draw_schedule as tool  # noqa: E402
 
 RANKS, MICROBATCHES = 4, 8
 

@@ -1,24 +1,17 @@
 """The study of several stages a rank: its searches against brute force, and its smallest form as a whole."""
 
 import itertools
-import json
-import sys
-from pathlib import Path
 
 import pytest
+from _greedy import greedy_programs
+from _layout import Layout, least_peak, most_utilization
+from _periodic import find_order
+from _placements import PLACEMENTS, slowest_rank
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support import forks
+from tests.support.tools import measured
 from titan_async.pipelining.simulation import simulate
-
-SCRIPT = Path(__file__).parents[1] / "tools" / "bench" / "interleaving.py"
-sys.path.insert(0, str(SCRIPT.parent))
-
-from _greedy import greedy_programs  # noqa: E402
-from _layout import Layout, least_peak, most_utilization  # noqa: E402
-from _periodic import find_order  # noqa: E402
-from _placements import PLACEMENTS, slowest_rank  # noqa: E402
 
 
 def best_by_trying(placement, layers, ranks, first, last):
@@ -101,9 +94,6 @@ def test_no_order_is_found_where_none_can_be():
 
 
 def test_the_study_runs_and_records_everything(tmp_path):
-    path = tmp_path / "results.json"
-    done = forks.run([sys.executable, SCRIPT, "--quick", "--json", path], timeout=600)
-    assert done.returncode == 0, done.stderr
-    record = json.loads(path.read_text())
-    assert list(record) == ["pace", "jitter", "limits", "balance"]
-    assert all(record.values())
+    parts = measured(tmp_path, "bench/interleaving.py", "--quick")
+    assert list(parts) == ["pace", "jitter", "limits", "balance"]
+    assert all(parts.values())

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+import planted_faults as tool
 import pytest
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import planted_faults as tool  # noqa: E402
 
 FAULTS = tool.read_table()
 LAYERS = {path.parent.name for path in (ROOT / "titan_async").glob("*/__init__.py")}

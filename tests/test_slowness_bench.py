@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "bench"))
-
 from _faults import inject_slowness, slowness, soak
 from _faults.slowness import BACKWARD, FORWARD, UNDISTURBED, Shape, Slowness
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from _faults.baseline import error_line
+from _faults.checkpoints import damages
+from _faults.runs import Run
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_async.checkpoint._dcp_files_internals import (
@@ -18,12 +20,6 @@ from titan_async.checkpoint._dcp_files_internals import (
     SealingWriter,
     ValueLoadPlanner,
 )
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "bench"))
-
-from _faults.checkpoints import damages
-from _faults.runs import Run
-from _faults.undisturbed import sentence_of
 
 
 def load(folder: Path) -> str | None:
@@ -69,4 +65,4 @@ def test_every_damage_is_told_as_expected(tmp_path: Path) -> None:
     ],
 )
 def test_a_sentence_is_one_line_and_the_status_of_a_mistake(status: int, err: str, good: bool) -> None:
-    assert sentence_of(Run(status, "", err), "cannot save") == ("cannot save x" if good else None)
+    assert error_line(Run(status, "", err), "cannot save") == ("cannot save x" if good else None)

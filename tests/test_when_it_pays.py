@@ -1,18 +1,15 @@
 """The tool that computes docs/when.md: bubbles whose closed form is known, and what it marks as fastest."""
 
 import dataclasses
-import sys
 from pathlib import Path
 
 import pytest
+import when_it_pays as tool
+
+from titan_async.planning.memory import Memory
+from titan_async.planning.step_time import StepTime
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import when_it_pays as tool  # noqa: E402
-
-from titan_async.planning.memory import Memory  # noqa: E402
-from titan_async.planning.step_time import StepTime  # noqa: E402
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(4, 4), (4, 16), (8, 16)])

@@ -1,4 +1,4 @@
-"""What a delay costs where the answer is known, and what error feedback wins back.
+"""The cost of a delay on problems of known solution, with error feedback and without.
 
     python tools/delay_theory.py            # three minutes on one core
 

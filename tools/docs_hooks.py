@@ -1,4 +1,4 @@
-"""What mkdocs does beside its own: the README and its like are pages, and links to source files plain text.
+"""Hooks of mkdocs: the README and its like become pages, and links to source files plain text.
 
 On a code host the same files link to each other and to the sources where they lie.
 """

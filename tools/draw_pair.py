@@ -37,7 +37,7 @@ def one_after_the_other() -> list[Box]:
 
 
 def together() -> list[Box]:
-    """The same by turns: a half goes on once its tokens are there and the other one waits for its own."""
+    """The same by turns: a half continues once its tokens have arrived and the other one waits."""
     boxes: list[Box] = []
     now, arrived = 0.0, [0.0, 0.0]
     for number, segments in enumerate(zip(BACKWARD, FORWARD, strict=True), 1):

@@ -133,7 +133,7 @@ def progress_bar(of_what: str) -> Progress:
         TextColumn("remaining"),
         TimeRemainingColumn(),
         console=console,
-        disable=not console.is_terminal,  # a file shows what was said, and nothing that moves
+        disable=not console.is_terminal,  # when output is not a terminal, there is no progress bar
     )
 
 

@@ -106,7 +106,7 @@ def moe_100b() -> Trainer.Config:
     )
 
 
-def words_of(config: Trainer.Config) -> str:
+def layout_label(config: Trainer.Config) -> str:
     """Stages x replicas x shards, experts' ranks, sequences of a microbatch, lookahead, overlapped pairs."""
     parallelism = config.parallelism
     degrees = [
@@ -199,9 +199,9 @@ def fastest(
     layout, parts = layout_of(best, world_size), planner.parts_of(best)
     few = dataclasses.replace(layout, microbatches=min(layout.microbatches, 4 * layout.pp), passes=1)
     memory = max((memory_of(best, few, parts, rank) for rank in range(layout.pp)), key=lambda m: m.total)
-    words = words_of(best) + (", early" if receives == "always" else "")
-    print(f"{family.name} on {world_size}: {words}, {in_seconds(time.step_seconds)}", file=sys.stderr)
-    return Row(family.name, world_size, words, time, memory)
+    label = layout_label(best) + (", early" if receives == "always" else "")
+    print(f"{family.name} on {world_size}: {label}, {in_seconds(time.step_seconds)}", file=sys.stderr)
+    return Row(family.name, world_size, label, time, memory)
 
 
 def scale(name: str) -> list[Row]:

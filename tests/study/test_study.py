@@ -8,34 +8,36 @@ from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
+import _training
 import pytest
+import report
+import run as run_study
 import torch
+from _gaps import Losses, interval
+from _long_tables import LONG_TABLES, RATES, long_run
+from _model import MODELS, Decoder, Mixture, Shape, language_loss
+from _optimizers import OPTIMIZERS, build_optimizers
+from _remedies import (
+    AdaptiveStrength,
+    PaciGradients,
+    Prediction,
+    SmoothedFeedback,
+    compensate_gradients_,
+)
+from _results import DEFAULT_PATH, Results, own_rate, own_rate_runs, resolved, tuned_rate
+from _rotation import RotatedAdamW
+from _runs import Run, grid_runs, load_questions, rates_of, run_key
+from _text import Batches, splits
+from _training import evaluate, learning_rate, stages_of, train
 from torch import nn
+
+from tests.support import forks
+from tests.support.selection import slow
+from titan_async.errors import UserError
+from titan_async.optim import ErrorFeedback
 
 ROOT = Path(__file__).parents[2]
 STUDY = ROOT / "tools" / "study"
-sys.path.insert(0, str(STUDY))
-
-import _training  # noqa: E402
-import report  # noqa: E402
-import run as run_study  # noqa: E402
-from _compensation import compensate_gradients_  # noqa: E402
-from _gaps import Losses, interval  # noqa: E402
-from _long_tables import LONG_TABLES, RATES, long_run  # noqa: E402
-from _lookahead import AdaptiveStrength, Prediction, SmoothedFeedback  # noqa: E402
-from _model import MODELS, Decoder, Mixture, Shape, language_loss  # noqa: E402
-from _optimizers import OPTIMIZERS, build_optimizers  # noqa: E402
-from _paci import PaciGradients  # noqa: E402
-from _results import DEFAULT_PATH, Results, own_rate, own_rate_runs, resolved, tuned_rate  # noqa: E402
-from _rotation import RotatedAdamW  # noqa: E402
-from _runs import Run, grid_runs, load_questions, rates_of, run_key  # noqa: E402
-from _text import Batches, splits  # noqa: E402
-from _training import evaluate, learning_rate, stages_of, train  # noqa: E402
-
-from tests.support import forks  # noqa: E402
-from tests.support.selection import slow  # noqa: E402
-from titan_async.errors import UserError  # noqa: E402
-from titan_async.optim import ErrorFeedback  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -611,7 +613,7 @@ def test_the_document_shows_the_committed_results():
     assert report.filled(document, made) == document, "run tools/study/report.py"
     for name in made:
         assert f"<!-- table {name} -->" in document, name
-    for picture in [*report.PLOTS, *report.LONG_PLOTS, "wallclock"]:
+    for picture in report.PLOTS:
         assert f"study/{picture}.svg" in document and (report.DOCS / "study" / f"{picture}.svg").is_file()
 
 

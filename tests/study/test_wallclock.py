@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,15 +9,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import _pipeline_run
+import _training
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "study"))
-
-import _pipeline_run
-import _training
 import wallclock
 from _model import MODELS, Decoder, language_loss
 from _optimizers import build_optimizers
@@ -26,6 +21,7 @@ from _pipeline_run import SCHEDULES, Part, PipelineRun, train_stage
 from _pool import Pool
 from _text import Batches
 from _training import learning_rate
+from torch import Tensor, nn
 
 from titan_async.optim import DelayedGradients, ErrorFeedback
 

@@ -19,7 +19,7 @@ PARTS = 4
 
 
 class Router(nn.Module):
-    """Each row takes one of four vectors; a bias that no gradient reaches has a say in which.
+    """Each row takes one of four vectors; a bias without gradient takes part in the choice.
 
     Buffers of every kind: `bias` is read by forwards and changed by updates; `counts` (not in the state, as
     torchtitan's) is changed by forwards and reset by updates; `rows` is an integer under two names, `seen`
@@ -48,7 +48,7 @@ class Router(nn.Module):
             self.rows_again.add_(len(x))
             self.seen.logical_or_(chosen.any(0))
             self.total = self.total + chosen.sum(0)
-        # The size of the bias has a say too: which version of it was read always shows.
+        # The size of the bias counts too: the result depends on which version of it was read.
         weight = (scores * chosen).sum(-1, keepdim=True) * (1 + self.bias.square().sum())
         return x + torch.tanh(weight * self.vectors[choice] * x)
 

@@ -108,7 +108,7 @@ class Forked:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """What it writes from now on, to its stdout and to its stderr, once it has ended."""
+        """Its further output to stdout and stderr, once it has ended."""
         deadline = None if timeout is None else time.monotonic() + timeout
         texts: dict[int, str] = {}
 

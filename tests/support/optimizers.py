@@ -1,4 +1,4 @@
-"""Small optimizers as other packages have them, each with something that a run has to know."""
+"""Small optimizers like those of other packages, each with a property that a run must handle."""
 
 from collections.abc import Callable
 from typing import Any
@@ -55,7 +55,7 @@ class Coupled(Averaged):
 
 
 class Forgetful(Averaged):
-    """Keeps what it depends on where no checkpoint looks."""
+    """Keeps state in an attribute that is not in `state_dict`."""
 
     count = 0
 

@@ -20,7 +20,7 @@ from xdist.workermanage import WorkerController
 __all__ = ["Scheduling", "covering", "has_ranks", "is_left_out", "slow"]
 
 Case = tuple[tuple[str, int], ...]
-"""Each parameter's name and what tells its value from its others."""
+"""Each parameter's name and a key of its value."""
 
 
 class Scheduling(LoadFileScheduling):
@@ -46,7 +46,7 @@ def slow(*values: Any, id: str | None = None) -> Any:
 
 
 def covering(cases: Sequence[Case], strength: int) -> list[bool]:
-    """Says of each case whether it is among those in which all values of any `strength` parameters meet.
+    """Whether each case is among those in which all values of any `strength` parameters meet.
 
     With strength 1 every value occurs at least once; with 2 every pair of values of two parameters does. The
     next case to be taken is always the one in which most values meet that have not yet; of several, the one
@@ -68,10 +68,10 @@ def covering(cases: Sequence[Case], strength: int) -> list[bool]:
 
 
 def is_left_out(items: list[Any], slow_too: bool = False) -> list[bool]:
-    """Says of each collected test whether the suite leaves it out.
+    """Whether each collected test is deselected.
 
-    It does if the test is marked as `slow`, or if the `covering` that its function asks for does not need it.
-    With `slow_too` marked tests stay, and of crossed parameters a covering of the next strength besides.
+    A test is if it is marked as `slow`, or if the `covering` of its function does not need it. With
+    `slow_too` marked tests run, and of crossed parameters a covering of the next strength, too.
     """
     left_out = [not slow_too and item.get_closest_marker("slow") is not None for item in items]
     crossed: dict[str, list[int]] = {}

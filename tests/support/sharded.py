@@ -208,7 +208,7 @@ def train(
     Args:
         clip: the batches whose gradient is clipped.
         between: called after every step and its update.
-        break_it: breaks the code in this process and returns what mends it.
+        break_it: plants a fault in this process and returns the function that removes it.
     """
     run = prepare(wrap, names, **model)
     losses, norms = [], []

@@ -91,7 +91,7 @@ class StandInDevice:
 
 
 class _Calls(TorchFunctionMode):
-    """Calls that say where tensors are, which operations on the CPU do not."""
+    """Calls that name the device of tensors, which operations on the CPU do not."""
 
     def __init__(self, device: StandInDevice) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
 """What FSDP's collectives of a training run send."""
 
-import os
 from collections import Counter
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from tests.support.trainer_loop import become_worker
 
 KINDS = ("all_gather_single", "reduce_scatter_single", "all_reduce")
 
@@ -15,13 +15,9 @@ def bytes_put_together(rank: int, group: Any, argv: list[str]) -> dict[str, int]
 
     Of all-reduces those of a few numbers are left out, such as norms.
     """
-    from titan_async.config.device import ensure_device
-
-    ensure_device()
+    become_worker(rank, group)
     from titan_async.config.recipe_file import resolve
 
-    os.environ.update(LOCAL_RANK=str(rank), LOG_RANK=",".join(map(str, range(group.size()))))
-    _clear_sharding_prop_cache()  # which remembers the meshes of an earlier trainer
     counts: Counter[str] = Counter()
     originals = {kind: getattr(dist, kind) for kind in KINDS}
 

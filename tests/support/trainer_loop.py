@@ -59,18 +59,23 @@ def arguments(folder: Path, recipe: str, *flags: object) -> list[str]:
     return [str(file), "--module", "tests.support.recipes", "--dump_folder", str(folder), *map(str, flags)]
 
 
+def become_worker(rank: int, group: Any) -> None:
+    """Make torchtitan take this process of a pool for a rank of a run, also after an earlier run."""
+    from titan_async.config.device import ensure_device
+
+    ensure_device()
+    os.environ.update(LOCAL_RANK=str(rank), LOG_RANK=",".join(map(str, range(group.size()))))
+    _clear_sharding_prop_cache()  # which remembers the meshes of an earlier trainer
+
+
 def train(
     rank: int, group: Any, argv: Sequence[str], prepare: Callable[[Any, Trained], None] | None = None
 ) -> Trained:
     """Train one rank's part; `prepare` is called with the trainer before it starts."""
-    from titan_async.config.device import ensure_device
-
-    ensure_device()
+    become_worker(rank, group)
     from titan_async.config.recipe_file import resolve
 
-    os.environ.update(LOCAL_RANK=str(rank), LOG_RANK=",".join(map(str, range(group.size()))))
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan does where it starts torch.distributed
-    _clear_sharding_prop_cache()  # which remembers the meshes of an earlier trainer
     trainer = resolve(argv).build()
     bfloat16 = torch.Tensor.bfloat16
     try:
@@ -83,7 +88,7 @@ def train(
         state = trainer.optimizers.state_dict() | trainer.state_dict().get("next_weights", {})
         trained.state = {name: whole(v) for name, v in state.items() if isinstance(v, Tensor)}
     finally:
-        torch.Tensor.bfloat16 = bfloat16  # `prepare` may have replaced it, and the process goes on
+        torch.Tensor.bfloat16 = bfloat16  # `prepare` may have replaced it, and the process is used again
         trainer.close()
     return trained
 
@@ -118,7 +123,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def whole_values(parts: Sequence[nn.Module]) -> Values:
-    """All that training changes, and what it is called in a model that nothing is wrapped around."""
+    """All that training changes, by the names in the unwrapped model."""
     for part in parts:
         for module in part.modules():
             if isinstance(module, FSDPModule):

@@ -12,6 +12,7 @@ from typing import Any
 
 import titan_async
 from tests.support import forks
+from titan_async.monitor.processes import is_alive
 
 __all__ = ["RECIPE", "ROOT", "SMALL", "Run", "command", "environment", "processes_of", "start", "train"]
 
@@ -27,7 +28,7 @@ SHORT_STEPS = ("--training.seq_len", "64", "--validator.steps", "2")
 
 @dataclass(frozen=True)
 class Run:
-    """What a finished run said."""
+    """Status and output of a finished run."""
 
     status: int
     out: str
@@ -98,20 +99,23 @@ def start(folder: Path, *flags: object, recipe: object = SMALL, **options: Any) 
 
 
 def processes_of(launcher: int) -> dict[int, int]:
-    """The pid of every rank that a launcher has started, by rank; of those that are not ending just now."""
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    """The pid of every rank that a launcher has started, by rank; of those that have not ended."""
     ranks = {}
-    for pid in map(int, children):
+    for pid in _children(launcher):
         try:
             name = Path(f"/proc/{pid}/comm").read_text()
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            command_line = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except (FileNotFoundError, ProcessLookupError):
+        except OSError:  # it ends just now
             continue
-        if forked := re.fullmatch(r"rank (\d+)\n", name):
-            ranks[int(forked[1])] = pid
-        elif b"titan_async.training.worker" in command_line:
-            rank = next((value[5:] for value in variables if value.startswith(b"RANK=")), None)
-            if rank is not None:
-                ranks[int(rank)] = pid
+        forked = re.fullmatch(r"rank (\d+)\n", name)  # its environment is that of the process forked
+        rank = forked[1] if forked else next((v[5:] for v in variables if v.startswith(b"RANK=")), None)
+        if rank is not None and is_alive(pid):
+            ranks[int(rank)] = pid
     return ranks
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []

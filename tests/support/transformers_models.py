@@ -1,4 +1,4 @@
-"""Small models of both of the recipes' families, and what transformers' `config.json` says of them.
+"""Small models of both of the recipes' families, and their `config.json` for transformers.
 
 The descriptions are written by hand, from the papers' and transformers' words, and not by the project.
 """

@@ -1,4 +1,4 @@
-"""Waiting for what happens, in place of the time that it should take."""
+"""Waiting for events, in place of fixed times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 def until(condition: Callable[[], _T], what: str) -> _T:
-    """Waits until `condition` gives something true, and returns that; `what` says what did not happen."""
+    """Waits until `condition` returns something true, and returns that; `what` is the error message."""
     deadline = time.monotonic() + MOST_SECONDS
     while not (found := condition()):
         assert time.monotonic() < deadline, what
@@ -26,12 +26,12 @@ def until(condition: Callable[[], _T], what: str) -> _T:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended and whoever started it knows: the kernel has forgotten it."""
+    """Whether a process has ended and its parent has waited for it."""
     return not Path(f"/proc/{pid}").exists()
 
 
 def has_ended(pid: int) -> bool:
-    """Whether all threads of a process have ended, even if nobody has asked for its status yet."""
+    """Whether all threads of a process have ended, even if its parent has not waited for it yet."""
 
     def has_stopped(thread: str) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""Runs that go on, in states that are made by hand, for the tests of the live view."""
+"""Runs in progress, in states that are made by hand, for the tests of the live view."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def rewrite_ring(
     memory: tuple[int, int, int] = (0, 0, 0),
     current: tuple[int, ...] | None = None,
 ) -> None:
-    """Leave these records of a rank in place of others, which is at `current` and goes on."""
+    """Replace the records of a rank, which is at `current` and still runs."""
     ring_path(folder, rank).unlink(missing_ok=True)
     writer = EventWriter(folder, rank)
     state = np.zeros(1, RECORD)
@@ -63,7 +63,7 @@ def with_copies(folder: Path, slow: int) -> None:
         shutil.copy(ring_path(folder, rank), ring_path(folder, rank + len(ranks)))
     change_info(folder, ranks=ranks * 2)
     records = RankReader(folder, slow).new_records().copy()
-    # It needs for forwards what it waited for before.
+    # Its waits become forwards.
     records["kind"][records["kind"] == Kind.RECEIVE] = Kind.FORWARD
     rewrite_ring(folder, slow, records, (3 << 30, 4 << 30, 80 << 30))
 

@@ -1,7 +1,7 @@
-"""Stages whose layers send as those of a mixture of experts do.
+"""Stages whose layers have the all-to-alls of a mixture of experts.
 
 A layer computes ("attention"), dispatches its tokens with an all-to-all, computes ("experts") and combines
-with another one. Computing is sleeping or matrix products; messages take as long as one likes.
+with another one. Computing is sleeping or matrix products; the latency of messages can be set.
 """
 
 import time
@@ -18,7 +18,7 @@ __all__ = ["DelayedExchange", "Exchange", "computing_stage", "sleeping_stage"]
 
 
 def _delayed(x: Tensor, group: dist.ProcessGroup, latency: float) -> Tensor:
-    """An all-to-all of equal parts, which are there `latency` seconds after the last rank has sent its own.
+    """An all-to-all of equal parts, which arrive `latency` seconds after the last rank has sent its own.
 
     As with a real transfer the rank is free until then. A row with the time of sending travels along: the
     processes of a machine have one monotonic clock.
@@ -59,7 +59,7 @@ class DelayedExchange(nn.Module):
 
 
 class Exchange(nn.Module):
-    """An all-to-all over `group`, of equal parts, that takes as long as it does."""
+    """An all-to-all over `group`, of equal parts, without added latency."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Exchange(nn.Module):
 
 
 def sleeping_stage(layers: int, clock: Clock, group: dist.ProcessGroup, latency: float) -> nn.Module:
-    """Layers of two sleeps, each with the times of `SleepingStage`, and two messages that are delayed."""
+    """Layers of two sleeps, each with the times of `SleepingStage`, and two delayed messages."""
     halves = ((SleepingStage(clock), DelayedExchange(group, latency)) for _ in range(2 * layers))
     return nn.Sequential(*(module for half in halves for module in half))
 

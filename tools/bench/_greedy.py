@@ -1,4 +1,4 @@
-"""An order of work that every rank makes up as it goes: backwards first, then the oldest microbatch.
+"""A greedy order of tasks on every rank: backwards first, then the oldest microbatch.
 
 For several stages a rank where no periodic order keeps all ranks busy. It keeps to the recurrence: a batch's
 forwards on a stage begin after the last backward of the batch before the one before. It is no optimum.
@@ -24,7 +24,7 @@ def greedy_programs(
         timing: with `latency`; in this time the order is made, and `simulate` may then vary it.
         microbatches: in a batch, m.
         batches: how many.
-        most: microbatches that may be on their way at a time, from the first forward to the last backward.
+        most: microbatches that may be in flight, from the first forward to the last backward.
     """
     return _Greedy(layout, timing, microbatches, batches, most).run()
 
@@ -37,7 +37,7 @@ class _Greedy:
         self.ready[0] = {Task("F", 0, b, i) for b in range(batches) for i in range(microbatches)}
         self.running: list[Task | None] = [None] * layout.ranks
         self.backwards: Counter[tuple[int, int]] = Counter()  # done, by stage and batch
-        self.on_their_way = 0
+        self.in_flight = 0
         self.events: list[tuple[float, Task, bool]] = []  # time, task, whether it ends or arrives
 
     def run(self) -> list[list[Task]]:
@@ -64,7 +64,7 @@ class _Greedy:
         self.ready[rank].remove(task)
         self.running[rank] = task
         self.programs[rank].append(task)
-        self.on_their_way += task.kind == "F" and task.stage == 0
+        self.in_flight += task.kind == "F" and task.stage == 0
         heapq.heappush(self.events, (now + self.timing.seconds(task), task, True))
 
     def _may_run(self, task: Task) -> bool:
@@ -72,14 +72,14 @@ class _Greedy:
             return True
         if task.batch >= 2 and self.backwards[task.stage, task.batch - 2] < self.microbatches:
             return False
-        return task.stage > 0 or self.on_their_way < self.most
+        return task.stage > 0 or self.in_flight < self.most
 
     def _end(self, task: Task, now: float) -> None:
         rank = self.layout.rank_of(task.stage)
         self.running[rank] = None
         if task.kind == "B":
             self.backwards[task.stage, task.batch] += 1
-            self.on_their_way -= task.stage == 0
+            self.in_flight -= task.stage == 0
         following = self._following(task)
         if following is None:
             return

@@ -1,4 +1,4 @@
-"""Several stages of one cost on every rank, and what no order of work can exceed there."""
+"""Several stages of equal cost on every rank, and bounds for any order of their tasks."""
 
 import math
 from dataclasses import dataclass
@@ -32,13 +32,13 @@ class Layout:
 
     @property
     def path(self) -> list[Task]:
-        """What one microbatch goes through, in order."""
+        """The tasks of one microbatch, in order."""
         stages = range(self.stages)
         return [Task("F", s, 0, 0) for s in stages] + [Task("B", s, 0, 0) for s in reversed(stages)]
 
     @property
     def messages(self) -> int:
-        """For one microbatch, both ways together."""
+        """Of one microbatch, activations and gradients."""
         ranks = [self.rank_of(task.stage) for task in self.path]
         return sum(a != b for a, b in zip(ranks, ranks[1:], strict=False))
 
@@ -74,5 +74,5 @@ def least_peak(layout: Layout, latency: float) -> float:
 
 
 def most_utilization(layout: Layout, latency: float, microbatches: int) -> float:
-    """A bound for any order with at most `microbatches` on their way at a time (Little's law)."""
+    """A bound for any order with at most `microbatches` in flight (Little's law)."""
     return min(1.0, microbatches / (layout.ranks + layout.messages * latency))

@@ -1,4 +1,4 @@
-"""How far an orthogonalized matrix is from what it should be, in float64.
+"""Errors of orthogonalized matrices, in float64.
 
 With the eigenvalues of the Gram matrix, G G^T = Q diag(s^2) Q^T, any function of the singular values s is
 one multiplication: Q diag(f(s) / s) Q^T G. That gives the polar factor (f = 1), and what the iterations

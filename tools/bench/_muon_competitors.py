@@ -111,7 +111,7 @@ def _heavyball(named: Named) -> Optimizer:
 
 
 class _TorchWithoutFloat16:
-    """Stands for torch in gram-newton-schulz, which converts to ``torch.float16``.
+    """Replaces torch in gram-newton-schulz, which converts to ``torch.float16``.
 
     CPUs multiply matrices of float16 in software, forty times slower than others.
     """

@@ -26,7 +26,7 @@ __all__ = ["Profile", "clear", "load", "prepare", "profile", "timed_step"]
 
 @dataclass
 class Profile:
-    """What a competitor does in a step, on one rank; times are measured apart."""
+    """Traffic, memory and errors of a competitor's step on one rank; times are measured separately."""
 
     refusal: str | None = None
     """Why it does not run, if so."""
@@ -34,7 +34,7 @@ class Profile:
     """Bytes, see _muon_traffic.py."""
     collectives: dict[str, int] = field(default_factory=dict)
     extra: int = 0
-    """The most bytes of tensors that a step holds beyond what it finds."""
+    """Peak bytes of tensors of a step beyond those before it."""
     kept: int = 0
     """Bytes that it keeps from step to step: its state, and its buffers."""
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -84,7 +84,7 @@ _kept: list[_Bench] = []
 
 
 def load(rank: int, group: dist.ProcessGroup) -> None:
-    """Import what there is, so that all processes have it from the same moment."""
+    """Import the installed packages, on all ranks before anything is measured."""
     for competitor in COMPETITORS:
         if competitor.installed:
             importlib.import_module(competitor.package)
@@ -119,12 +119,12 @@ def _gradient(matrix: Matrix, index: int) -> Tensor:
 
 
 def profile(rank: int, group: dist.ProcessGroup, name: str) -> Profile:
-    """Build a competitor, and take its first two steps under observation."""
+    """Build a competitor, and profile its first two steps."""
     (bench,) = _kept
     competitor = next(c for c in COMPETITORS if c.name == name)
     try:
         return _profile(rank, group, bench, competitor)
-    except Exception as error:  # whatever it raises is its answer
+    except Exception as error:  # reported as a refusal
         bench.optimizers.pop(name, None)
         first = (str(error).strip() or "no reason given").splitlines()[0]
         return Profile(refusal=f"{type(error).__name__}: {first}")
@@ -138,7 +138,7 @@ def _profile(rank: int, group: dist.ProcessGroup, bench: _Bench, competitor: Com
     with tracker:
         optimizer = bench.optimizers[competitor.name] = competitor.build(bench.named(competitor))
         optimizer.step()
-    gc.collect()  # what no one can reach any more is not kept
+    gc.collect()  # garbage is not kept
     kept = tracker.live
     errors = _errors(rank, bench, competitor)
     bench.restore()
@@ -204,7 +204,7 @@ def timed_step(rank: int, group: dist.ProcessGroup, name: str) -> float:
 
 
 def clear(rank: int, group: dist.ProcessGroup) -> None:
-    """Forget the case."""
+    """Drop the case."""
     for bench in _kept:
         bench.optimizers.clear()
         for param in bench.grads:

@@ -53,12 +53,12 @@ _INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "input_list", "te
 
 
 def is_wrapper(types: Any) -> bool:
-    """Whether an operator is one on tensors that stand for others, which run operators of their own."""
+    """Whether an operator is on wrapper subclasses, which dispatch operators on plain tensors."""
     return any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types)
 
 
 class TrafficCounter(TorchDispatchMode):
-    """Use it as a context manager around what shall be counted, on every rank."""
+    """A context manager that counts collectives, on every rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class TrafficCounter(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         if is_wrapper(types):
-            # DTensor shall come first: what it sends are operators on plain tensors, which arrive here next.
+            # DTensor comes first: its collectives are operators on plain tensors, which are dispatched next.
             return NotImplemented
         kwargs = kwargs or {}
         if getattr(func, "namespace", None) in _NAMESPACES:

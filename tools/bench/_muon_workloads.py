@@ -97,7 +97,7 @@ def make_matrix(matrix: Matrix, seed: int, std: float) -> Tensor:
 
 def place(case: Case, group: dist.ProcessGroup, matrices: list[Matrix]) -> list[tuple[DeviceMesh, list]]:
     """Mesh and placements of each matrix. All ranks of the process take part."""
-    # The axes bear torchtitan's names, by which DistMuon is told what to do.
+    # torchtitan's names of mesh dimensions, which the layouts of DistMuon refer to.
     flat = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp_shard",))
     experts: tuple[DeviceMesh, list[Placement]] = flat, [Shard(0)]
     if case.layout == "EP":

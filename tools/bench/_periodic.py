@@ -1,7 +1,7 @@
-"""Orders of work that repeat with every microbatch, for several stages a rank: found by a local search.
+"""Orders of tasks that repeat with every microbatch, for several stages a rank: found by a local search.
 
 Each rank runs the tasks of one period in a fixed cyclic order, every microbatch one period after the one
-before; what a microbatch finds taken it waits for. No rank ever idles, and the search is for an order that
+before; a microbatch waits for the next free slot. No rank ever idles, and the search is for an order that
 holds few activations. With one stage a rank it finds what Async2BW does.
 """
 
@@ -39,7 +39,7 @@ class Order:
 def find_order(layout: Layout, latency: float, microbatches: int, tries: int = 6000) -> Order | None:
     """The order with the least peak that a local search finds, or None if it finds none.
 
-    A microbatch may be on its way for `microbatches` periods: as many are then on their way at a time.
+    A microbatch may be in flight for `microbatches` periods: as many are then in flight at a time.
     The search anneals from four random orders; its random numbers are always the same ones.
     """
     search = _Search(layout, round(latency * PAIR), microbatches)
@@ -114,7 +114,7 @@ class _Search:
         return starts
 
     def _cost(self, starts: Sequence[int]) -> tuple[float, tuple[float, float] | None]:
-        """What the search lowers; and (peak, mean), or None if a microbatch is on its way for too long."""
+        """What the search lowers; and (peak, mean), or None if a microbatch is in flight for too long."""
         v, stages, peak, total = self.layout.per_rank, self.layout.stages, 0, 0
         for own in self.own:
             held = [

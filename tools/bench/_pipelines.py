@@ -1,6 +1,7 @@
 """The schedules that are compared, each with the training step a user would write around it."""
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,26 @@ from torch.distributed.pipelining.schedules import (
 
 from titan_async.pipelining import ScheduleAsync2BW
 
-__all__ = ["SCHEDULES", "Pipeline", "build_pipeline", "squared_error"]
+__all__ = [
+    "KEPT",
+    "SCHEDULES",
+    "Pipeline",
+    "build_pipeline",
+    "clip_over_pipeline",
+    "forget",
+    "squared_error",
+    "time_steps",
+]
 
 MAX_NORM = 1.0
+
+KEPT: dict[Hashable, Any] = {}
+"""In a worker: the pipelines that have been built and warmed up, for the calls that measure them."""
+
+
+def forget(rank: int, group: dist.ProcessGroup) -> None:
+    """Drop all pipelines of a worker."""
+    KEPT.clear()
 
 
 @dataclass(frozen=True)
@@ -57,12 +75,14 @@ def squared_error(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def _clip_over_pipeline(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+def clip_over_pipeline(
+    parameters: list[nn.Parameter], group: dist.ProcessGroup, max_norm: float = MAX_NORM
+) -> None:
     """Clip by the norm over all stages, with a blocking all-reduce as torchtitan's."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     squared = torch.nn.utils.get_total_norm(gradients) ** 2
     dist.all_reduce(squared, group=group)
-    torch.nn.utils.clip_grads_with_norm_(parameters, MAX_NORM, squared.sqrt())
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, squared.sqrt())
 
 
 @dataclass
@@ -86,7 +106,7 @@ class Pipeline:
         target = self.targets if any(stage.is_last for stage in self.stages) else None
         self.schedule.step(*args, target=target, return_outputs=False)
         if not isinstance(self.schedule, ScheduleAsync2BW):
-            _clip_over_pipeline(self.parameters, self.group)
+            clip_over_pipeline(self.parameters, self.group)
         elif self.schedule.gradient_ready:
             self.schedule.clip_grad_norm_(MAX_NORM)
         else:
@@ -105,6 +125,30 @@ class Pipeline:
         if isinstance(self.schedule, ScheduleAsync2BW):
             self.schedule.drain()
             self.optimizer.zero_grad()
+
+
+def time_steps(
+    pipeline: Any, steps: int, warm_up: int = 1, synchronize: Callable[[], object] = lambda: None
+) -> float:
+    """Seconds of a step after `warm_up` steps and without the drain.
+
+    Args:
+        pipeline: a `Pipeline`, or what trains and finishes like one.
+        steps: how many are timed.
+        warm_up: steps before. No barrier comes after them: in a steady state the stages of Async2BW are at
+            different points of the batch, and a barrier would empty the pipeline.
+        synchronize: waits for the device; called when timing begins and when it ends.
+    """
+    for _ in range(warm_up):
+        pipeline.train_step()
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        pipeline.train_step()
+    synchronize()
+    seconds = (time.perf_counter() - start) / steps
+    pipeline.finish()
+    return seconds
 
 
 def build_pipeline(

@@ -1,4 +1,4 @@
-"""The least that the slowest rank of a pipeline must compute, by exact search over all splits into stages.
+"""The least possible cost of the slowest rank of a pipeline, by exact search over all splits into stages.
 
 Stages may be left without layers, which favours several stages a rank. Costs are whole numbers.
 """

@@ -1,39 +1,18 @@
-"""The peak of live tensors of whole training runs, against what the planner says of them."""
+"""Peak bytes of live tensors of training runs, measured and planned."""
 
-import json
-import os
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from titan_async.cli.launch import launch
-from titan_async.config.device import ensure_device
+from _recipe_runs import Case, run_case
 
-ensure_device()  # before anything of torchtitan
+from titan_async.planning.layout import layout_of
+from titan_async.planning.memory import memory_of
+from titan_async.planning.parts import trace_parts
 
-from titan_async.config.recipe_file import resolve  # noqa: E402
-from titan_async.planning.layout import layout_of  # noqa: E402
-from titan_async.planning.memory import memory_of  # noqa: E402
-from titan_async.planning.parts import trace_parts  # noqa: E402
+__all__ = ["CASES", "Peak", "compare"]
 
-__all__ = ["CASES", "Case", "Peak", "compare"]
-
-ROOT = Path(__file__).parents[2]
 STEPS = 4
 """Async2BW holds all that it ever does in the third."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A run of a recipe file of the project."""
-
-    recipe: str
-    ranks: int
-    flags: tuple[str, ...] = ()
-    in_chunks: bool = False
-    """Whether the loss is computed in chunks, by the recipe of that name in `_chunked_recipes.py`."""
 
 
 def _schedule(name: str) -> tuple[str, ...]:
@@ -47,7 +26,7 @@ DEEP = ("--parallelism.pipeline_parallel_degree", "4")
 
 
 def _one_stage(shards: int, policy: str) -> tuple[str, ...]:
-    """Small microbatches, so that weights and gradients count beside the activations."""
+    """Small microbatches, so that weights and gradients are large compared with activations."""
     degrees = ("--parallelism.pipeline_parallel_degree", "1", *SHARDS[:1], str(shards))
     batch = ("--training.local_batch_size", "2", "--training.global_batch_size", str(4 * shards))
     policies = ("--parallelism.fsdp_reshard_after_forward", policy)
@@ -109,25 +88,8 @@ def compare(cases: Sequence[Case]) -> list[Peak]:
     return [peak for case in cases for peak in _compare(case)]
 
 
-def _recipe(case: Case, folder: Path) -> list[str]:
-    file = ROOT / "toml_configs" / f"{case.recipe}.toml"
-    if not case.in_chunks:
-        return [str(file)]
-    changed = folder / file.name
-    changed.write_text(file.read_text().replace('recipe = "debug"', 'recipe = "debug_in_chunks"'))
-    return [str(changed), "--module", "_chunked_recipes"]
-
-
 def _compare(case: Case) -> list[Peak]:
-    with tempfile.TemporaryDirectory() as folder:
-        argv = [*_recipe(case, Path(folder)), *case.flags, "--dump_folder", folder]
-        argv += ["--training.steps", str(STEPS), "--checkpoint.no-enable", "--validator.no-enable"]
-        worker = [sys.executable, str(Path(__file__).with_name("_trainer_peak.py")), folder, *argv]
-        os.environ["TITAN_ASYNC_LOG"] = "ERROR"
-        if launch(case.ranks, worker):
-            raise RuntimeError(f"the run of {case} failed")
-        found = [json.loads(Path(folder, f"{rank}.json").read_text())["peak"] for rank in range(case.ranks)]
-        config = resolve(argv)
+    config, found = run_case(case, "peak", STEPS)
     layout, parts = layout_of(config, case.ranks), trace_parts(config, on_cpu=True)
     share = case.ranks // layout.pp
     peaks = []

@@ -1,40 +1,19 @@
-"""Processor time of training runs on a CPU, against plans with a calibration that was made just before."""
+"""Processor time of training runs on a CPU, measured and planned with a calibration made just before."""
 
-import json
-import os
 import statistics
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from titan_async.cli.launch import launch
-from titan_async.config.device import ensure_device
+from _recipe_runs import Case, run_case
 
-ensure_device()  # before anything of torchtitan
+from titan_async.planning.device_profile import calibrated_cluster
+from titan_async.planning.device_timing import profile_device
+from titan_async.planning.hardware import Cluster
+from titan_async.planning.plan import Planner
+from titan_async.planning.scale import on_own_ranks
+from titan_async.training.stage_times import SKIPPED, STEPS
 
-from titan_async.config.recipe_file import resolve  # noqa: E402
-from titan_async.planning.device_profile import calibrated_cluster  # noqa: E402
-from titan_async.planning.device_timing import profile_device  # noqa: E402
-from titan_async.planning.hardware import Cluster  # noqa: E402
-from titan_async.planning.plan import Planner  # noqa: E402
-from titan_async.planning.scale import on_own_ranks  # noqa: E402
-from titan_async.training.stage_times import SKIPPED, STEPS  # noqa: E402
-
-__all__ = ["CASES", "Case", "Seconds", "compare"]
-
-ROOT = Path(__file__).parents[2]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A run of a recipe file of the project."""
-
-    recipe: str
-    stages: int
-    flags: tuple[str, ...] = ()
-
+__all__ = ["CASES", "Seconds", "compare"]
 
 CASES = [
     Case("debug_cpu", 2),
@@ -76,21 +55,14 @@ def compare(cases: Sequence[Case], repeats: int) -> list[Seconds]:
 
 
 def _compare(case: Case, cluster: Cluster) -> list[Seconds]:
-    with tempfile.TemporaryDirectory() as folder:
-        argv = [str(ROOT / "toml_configs" / f"{case.recipe}.toml"), *case.flags, "--dump_folder", folder]
-        argv += ["--parallelism.pipeline_parallel_degree", str(case.stages)]
-        argv += ["--training.steps", str(SKIPPED + STEPS), "--checkpoint.no-enable", "--validator.no-enable"]
-        worker = [sys.executable, str(Path(__file__).with_name("_trainer_times.py")), folder, *argv]
-        os.environ["TITAN_ASYNC_LOG"] = "ERROR"
-        if launch(case.stages, worker):
-            raise RuntimeError(f"the run of {case} failed")
-        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(case.stages)]
-        plan = Planner(cluster).plan(on_own_ranks(resolve(argv), 1), case.recipe, suggests=False)
+    degree = "--parallelism.pipeline_parallel_degree", str(case.ranks)
+    config, found = run_case(case, "processor_times", SKIPPED + STEPS, *degree)
+    plan = Planner(cluster).plan(on_own_ranks(config, 1), case.recipe, suggests=False)
     seconds = []
     for stage in (stage for of_rank in found for stage in of_rank["stages"]):
         cost, number = plan.costs[stage["stage"]], stage["stage"]
         seconds.append(Seconds(case, f"forward of stage {number}", stage["forward"], cost.forward))
         seconds.append(Seconds(case, f"backward of stage {number}", stage["backward"], cost.backward))
-    if case.stages == 1:  # else ranks also wait
+    if case.ranks == 1:  # else ranks also wait
         seconds.append(Seconds(case, "step", found[0]["step"], plan.time.step_seconds))
     return seconds

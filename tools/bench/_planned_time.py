@@ -5,14 +5,14 @@ or that are kept busy where backwards come in two halves. A first stage has no f
 alone would show too little. They are the same constants for every schedule and shape.
 """
 
-import statistics
 import time
 from dataclasses import dataclass, field
 
 import sleeping
 import torch
 import torch.distributed as dist
-from _pipelines import SCHEDULES
+from _harness import median
+from _pipelines import SCHEDULES, forget
 from _pool import Pool
 
 from titan_async.pipelining.programs import schedule_programs
@@ -54,7 +54,7 @@ class Step:
 
     @property
     def measured(self) -> float | None:
-        return statistics.median(self.repetitions) if self.repetitions else None
+        return median(self.repetitions)
 
     @property
     def error(self) -> float | None:
@@ -83,12 +83,12 @@ def _growth(pool: Pool, schedule: str, ranks: int, repeats: int) -> tuple[float,
     seconds = {}
     for microbatches in (_FEW, _MANY):
         case = sleeping.Utilization(schedule, ranks, microbatches)
-        pool.run(ranks, sleeping._prepare, case)
+        pool.run(ranks, sleeping.prepare, case)
         runs = [
-            max(seconds for _, seconds in pool.run(ranks, sleeping._repeat, case, 2, None)) / 2
+            max(seconds for _, seconds in pool.run(ranks, sleeping.repeat, case, 2, None)) / 2
             for _ in range(repeats)
         ]
-        pool.run(ranks, sleeping._forget)
+        pool.run(ranks, forget)
         seconds[microbatches] = min(runs)  # what else the machine does only adds to it
     each = (seconds[_MANY] - seconds[_FEW]) / (_MANY - _FEW)
     return each, seconds[_FEW] - _FEW * each
@@ -131,7 +131,8 @@ def predict(schedule: str, ranks: int, microbatches: int, overheads: Overheads) 
 def compare(pool: Pool, shapes: list[tuple[int, int]], overheads: Overheads, repeats: int) -> list[Step]:
     """Measure and predict every schedule at every shape; those that cannot run are without figures."""
     steps = []
-    for result in sleeping.measure_sleeping(pool, shapes, repeats):
+    schedules = [name for name, kind in SCHEDULES.items() if not kind.tied]
+    for result in sleeping.measure_sleeping(pool, shapes, repeats, schedules=schedules):
         asked = result.microbatches * (sleeping.FORWARD_SECONDS + sleeping.BACKWARD_SECONDS)
         try:
             predicted = predict(result.schedule, result.ranks, result.microbatches, overheads)

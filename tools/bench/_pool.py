@@ -1,4 +1,4 @@
-"""Processes that stay up for the whole benchmark and run one function after another under gloo.
+"""Processes that stay up and run one function after another under gloo, for benchmarks and tests.
 
 A pipeline of n ranks occupies the first n of them; the others sleep on their pipe.
 """
@@ -17,92 +17,138 @@ from typing import Any
 
 __all__ = ["Pool"]
 
-_GLOO_TIMEOUT = timedelta(seconds=120)
+_GLOO_TIMEOUT = timedelta(seconds=300)
+_GRACE = 2.0
+"""Seconds that other ranks get to answer after one has failed."""
 
 
-def _serve(rank: int, world_size: int, sizes: list[int], store: str, connection: Connection) -> None:
-    import torch
+def _groups_of_members(world_size: int, sizes: list[int]) -> dict[int, Any]:
+    """A group for each size, of its members alone: threads of ranks that are not used would wake up, too."""
     import torch.distributed as dist
 
     from titan_async._group_internals import joint_group
+
+    return {size: joint_group(range(size)) for size in sizes if dist.get_rank() < size}
+
+
+Groups = Callable[[int, list[int]], dict[int, Any]]
+
+
+def _serve(
+    rank: int, world_size: int, sizes: list[int], store: str, make_groups: Groups, connection: Connection
+) -> None:
+    import torch
+    import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=_GLOO_TIMEOUT
     )
-    # Of its members alone, or the threads of those that are not used would wake up all the time.
-    groups = {size: joint_group(range(size)) for size in sizes if rank < size}
-    with contextlib.suppress(EOFError):  # the parent is gone
+    groups = make_groups(world_size, sizes)
+    with contextlib.suppress(EOFError):  # the parent has ended
         while (request := connection.recv()) is not None:
-            function, size, args = request
+            function, size, args, kwargs = request
             try:
-                connection.send((True, function(rank, groups[size], *args)))
+                connection.send((True, function(rank, groups[size], *args, **kwargs)))
             except BaseException:
                 connection.send((False, traceback.format_exc()))
         dist.destroy_process_group()
 
 
 class Pool:
-    """`max(sizes)` gloo processes of one thread each; use it as a context manager.
+    """`max(sizes)` gloo processes of one thread each, which start with the first call.
+
+    As a context manager it starts them at once, and ends them.
 
     Args:
         sizes: the numbers of ranks that `run` will be asked for.
+        context: of `multiprocessing`; None for a forkserver of its own.
+        make_groups: makes the groups in each process, by size, from the number of processes and `sizes`.
     """
 
-    def __init__(self, sizes: list[int]) -> None:
-        self._folder = tempfile.TemporaryDirectory()
+    def __init__(
+        self, sizes: list[int], context: Any = None, make_groups: Groups = _groups_of_members
+    ) -> None:
+        self.ranks = max(sizes)
+        self._sizes, self._context, self._make_groups = sorted(sizes), context, make_groups
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.pipelining", "torch.distributed.fsdp"])
+
+    @property
+    def is_up(self) -> bool:
+        return bool(self._processes)
+
+    def start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name, "store"))
-        # Ctrl-C reaches the whole process group, but the parent alone decides when its workers end. They
-        # inherit that they ignore it, so that it holds while they still import.
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for rank in range(max(sizes)):
+        context = self._context
+        if context is None:
+            context = mp.get_context("forkserver")
+            context.set_forkserver_preload(["torch.distributed.pipelining", "torch.distributed.fsdp"])
+            # Ctrl-C reaches the whole process group, but the parent alone decides when its workers end. They
+            # inherit that they ignore it, so that it holds while they still import.
+            handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for rank in range(self.ranks):
             here, there = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, max(sizes), sorted(sizes), store, there), daemon=True
-            )
+            arguments = (rank, self.ranks, self._sizes, store, self._make_groups, there)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             there.close()
             self._connections.append(here)
             self._processes.append(process)
-        signal.signal(signal.SIGINT, handler)
+        if self._context is None:
+            signal.signal(signal.SIGINT, handler)
 
     def __enter__(self) -> "Pool":
+        self.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an error some ranks wait for others in gloo and would not read a farewell.
-        self._close(patience=3.0 if kind is None else 0.0)
+        # After an error some ranks may wait for others in gloo, and would not read the request to end.
+        self.close(patience=3.0 if kind is None else 0.0)
 
-    def run(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list:
-        """Results of the top-level `function(rank, group, *args)` on the first `size` ranks, in their order.
+    def run(
+        self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 300, **kwargs: Any
+    ) -> list:
+        """Results of a top-level `function(rank, group, *args, **kwargs)` on the first `size` ranks.
 
         Raises:
-            RuntimeError: if a rank fails, dies, or does not answer within `timeout` seconds.
+            RuntimeError: if a rank fails, ends, or does not answer within `timeout` seconds.
         """
-        waiting = dict(enumerate(self._connections[:size]))
-        for connection in waiting.values():
-            connection.send((function, size, args))
+        if not self.is_up:
+            self.start()
+        pending = {connection: rank for rank, connection in enumerate(self._connections[:size])}
+        for connection in pending:
+            connection.send((function, size, args, kwargs))
         results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        ended = False
         deadline = time.monotonic() + timeout
-        while waiting:
-            ready = wait(list(waiting.values()), max(deadline - time.monotonic(), 0))
-            if not ready:
-                raise RuntimeError(f"ranks {sorted(waiting)} did not answer within {timeout:.0f} s")
-            for rank in [rank for rank, connection in waiting.items() if connection in ready]:
+        while pending and (ready := wait(list(pending), max(deadline - time.monotonic(), 0))):
+            for connection in ready:
+                rank = pending.pop(connection)
                 try:
-                    fine, result = waiting.pop(rank).recv()
+                    fine, result = connection.recv()
                 except EOFError:
-                    raise RuntimeError(f"the process of rank {rank} has died") from None
-                if not fine:
-                    raise RuntimeError(f"rank {rank} failed:\n{result}")
-                results[rank] = result
+                    fine, result, ended = False, "its process has ended", True
+                if fine:
+                    results[rank] = result
+                else:
+                    failures[rank] = f"rank {rank} failed:\n{result}"
+                    # The others may now wait for this rank until their timeout.
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+        if pending or ended:
+            self.close()
+        if pending:
+            failures[self.ranks] = f"ranks {sorted(pending.values())} did not answer"
+        if failures:
+            raise RuntimeError("\n".join(failures[rank] for rank in sorted(failures)))
         return [results[rank] for rank in range(size)]
 
-    def _close(self, patience: float) -> None:
+    def close(self, patience: float = 3.0) -> None:
+        """End the processes; kill those that have not ended after so many seconds."""
+        if not self.is_up:
+            return
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.send(None)
@@ -113,3 +159,4 @@ class Pool:
                 process.kill()
                 process.join()
         self._folder.cleanup()
+        self._connections, self._processes = [], []

@@ -1,4 +1,4 @@
-"""The stage that computes: transformer blocks on hidden states, so that all stages cost the same."""
+"""Stages of transformer blocks on hidden states, so that all stages cost the same."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Throughput when the stages really compute: a transformer, here on two ranks of one thread each.
+"""Throughput of stages that compute: a transformer, here on two ranks of one thread each.
 
 `tools/gpu/check.py` measures the same on GPUs.
 """
@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _pipelines import SCHEDULES, Pipeline, build_pipeline
+from _pipelines import KEPT, SCHEDULES, build_pipeline, forget, time_steps
 from _pool import Pool
 from _transformer import Model
 
-__all__ = ["Model", "Throughput", "forget", "measure_compute", "pair", "prepare", "repeat"]
+__all__ = ["RANKS", "Throughput", "measure_compute", "pair", "prepare", "repeat"]
 
 RANKS = 2
 COMPARED = ["1F1B", "Interleaved1F1B", "Async2BW"]
@@ -41,12 +41,8 @@ class Throughput:
         return statistics.median(self.pair_seconds) * self.rate
 
 
-_kept: dict[tuple[str, int], Pipeline] = {}
-"""In a worker: the pipelines that have been built and warmed up."""
-
-
-def wait(model: Model) -> None:
-    """For the current stream alone: on others, receives may wait for the next step."""
+def _synchronize(model: Model) -> None:
+    """With the current stream alone: on others, receives may wait for the next step."""
     if model.device != "cpu":
         torch.accelerator.current_stream().synchronize()
 
@@ -66,24 +62,15 @@ def prepare(
     )
     assert pipeline is not None
     pipeline.warm_up()
-    _kept[schedule, microbatches] = pipeline
+    KEPT[schedule, microbatches] = pipeline
 
 
 def repeat(
     rank: int, group: dist.ProcessGroup, schedule: str, microbatches: int, model: Model, steps: int
 ) -> float:
-    """Seconds a step on this rank, after one step of warm-up and without the drain."""
-    pipeline = _kept[schedule, microbatches]
+    """Seconds of a step on this rank."""
     dist.barrier(group)
-    pipeline.train_step()
-    wait(model)
-    start = time.perf_counter()
-    for _ in range(steps):
-        pipeline.train_step()
-    wait(model)
-    seconds = (time.perf_counter() - start) / steps
-    pipeline.finish()
-    return seconds
+    return time_steps(KEPT[schedule, microbatches], steps, synchronize=lambda: _synchronize(model))
 
 
 def pair(rank: int, group: dist.ProcessGroup, model: Model, pairs: int) -> float:
@@ -92,18 +79,13 @@ def pair(rank: int, group: dist.ProcessGroup, model: Model, pairs: int) -> float
     inputs, targets = model.batch(1)
     for count in (1, pairs) if model.device != "cpu" else (pairs,):  # an accelerator loads its kernels first
         dist.barrier(group)
-        wait(model)
+        _synchronize(model)
         start = time.perf_counter()
         for _ in range(count):
             x = inputs.clone().requires_grad_()
             stage(x).backward(targets)
-        wait(model)
+        _synchronize(model)
     return (time.perf_counter() - start) / pairs
-
-
-def forget(rank: int, group: dist.ProcessGroup) -> None:
-    """Drop the pipelines."""
-    _kept.clear()
 
 
 def measure_compute(

@@ -1,6 +1,6 @@
 """Memory and time of converting a checkpoint to Hugging Face's format, against torchtitan's way. By hand:
 
-    python tools/bench/convert.py [--folder DIR] [--repetitions 3] [--json results.json]
+    python tools/bench/convert.py [--folder DIR] [--repeats 3] [--json results.json]
 
 A checkpoint of a recipe's model with random weights is written by four ranks, each with its shards, and
 converted in processes of their own: by `titan-async convert`, and as torchtitan's script does it. Peak is the
@@ -9,12 +9,9 @@ first row has alone), seconds are those of the whole process. Both must write th
 the way back. It takes five times the checkpoint's size on the disk.
 """
 
-import argparse
-import json
 import multiprocessing
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,18 +20,19 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"  # in the processes too, which inherit it
-
 import torch
-from _pool import Pool
-from rich.console import Console
-from rich.table import Table
+from _harness import Bench, Measured, median, table
 from safetensors import safe_open
 
 from titan_async.config.device import ensure_device
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "titan_async" / "data" / "assets" / "shakespeare_bpe2048"
+
+BENCH = Bench(__doc__, repeats=3, quick="a small model, by two ranks, in float32, once", width=110)
+BENCH.add_argument("--recipe", default=str(ROOT / "toml_configs" / "dense_1b.toml"))
+BENCH.add_argument("--folder", type=Path, help="for the files (default: a temporary one)")
+BENCH.add_argument("--ranks", type=int, default=4)
 
 
 def shapes_of(recipe: str) -> dict[str, tuple[int, ...]]:
@@ -117,61 +115,47 @@ def check_equal(ours: Path, theirs: Path) -> int:
     return len(files[ours])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--recipe", default=str(ROOT / "toml_configs" / "dense_1b.toml"))
-    parser.add_argument("--folder", type=Path, help="for the files (default: a temporary one)")
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="a small model, by two ranks, in float32, once")
-    parser.add_argument("--json", type=Path, help="file for every number")
-    arguments = parser.parse_args()
-    recipe, dtypes = str(Path(arguments.recipe).absolute()), ["float32", "bfloat16"]
-    ranks, repetitions = arguments.ranks, arguments.repetitions
-    if arguments.quick:
+def _ranks(bench: Bench) -> int:
+    return 2 if bench.quick else bench.arguments.ranks
+
+
+@BENCH.part("convert", lambda bench: [_ranks(bench)])
+def _convert(bench: Bench) -> Measured:
+    recipe, dtypes = str(Path(bench.arguments.recipe).absolute()), ["float32", "bfloat16"]
+    if bench.quick:
         recipe, dtypes = str(ROOT / "toml_configs" / "debug_moe_cpu.toml"), ["float32"]
-        ranks, repetitions = 2, 1
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        record = run(recipe, Path(folder), dtypes, ranks, repetitions)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def run(recipe: str, folder: Path, dtypes: list[str], ranks: int, repetitions: int) -> dict[str, Any]:
-    shapes, out = shapes_of(recipe), folder / "out"
+    shapes, ranks = shapes_of(recipe), _ranks(bench)
     parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
-    checkpoint = folder / "run" / "checkpoint" / "step-1"
-    checkpoint.parent.mkdir(parents=True)
-    with Pool([ranks]) as pool:
-        pool.run(ranks, write_shards, shapes, str(checkpoint))
-    record: dict[str, Any] = {
-        "recipe": Path(recipe).name, "parameters": parameters, "ranks": ranks, "bytes": 4 * parameters,
-        "load_before": os.getloadavg(), "cases": {},
+    found: dict[str, list[dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory(dir=bench.arguments.folder) as name:
+        folder, out = Path(name), Path(name, "out")
+        checkpoint = folder / "run" / "checkpoint" / "step-1"
+        checkpoint.parent.mkdir(parents=True)
+        bench.pool.run(ranks, write_shards, shapes, str(checkpoint))
+        for _ in range(bench.repeats):
+            shutil.rmtree(out, ignore_errors=True)
+            for case, argv in cases(recipe, folder / "run", out, dtypes).items():
+                seconds, peak = measure(argv)
+                found.setdefault(case, []).append({"seconds": seconds, "peak": peak})
+            # In a process of its own: what this one holds counts to the peak of those that it starts.
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as checker:
+                for dtype in dtypes:
+                    folders = out / f"ours-{dtype}", out / f"theirs-{dtype}"
+                    tensors = checker.submit(check_equal, *folders).result()
+    columns = {
+        "what": str,
+        "peak GB": lambda case: f"{max(each['peak'] for each in found[case]) / 1e9:.2f}",
+        "seconds": lambda case: f"{median([each['seconds'] for each in found[case]]):.1f}",
+        "seconds, all": lambda case: " ".join(f"{each['seconds']:.1f}" for each in found[case]),
+    }
+    size = 4 * parameters
+    title = f"{Path(recipe).name}: {parameters:,} parameters in {size / 1e9:.2f} GB, by {ranks} ranks"
+    record = {
+        "recipe": Path(recipe).name, "parameters": parameters, "ranks": ranks, "bytes": size, "cases": found,
+        "tensors": tensors,
     }  # fmt: skip
-    for _ in range(repetitions):
-        shutil.rmtree(out, ignore_errors=True)
-        for name, argv in cases(recipe, folder / "run", out, dtypes).items():
-            seconds, peak = measure(argv)
-            record["cases"].setdefault(name, []).append({"seconds": seconds, "peak": peak})
-        # In a process of its own: what this one holds counts to the peak of those that it starts.
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as checker:
-            for dtype in dtypes:
-                folders = out / f"ours-{dtype}", out / f"theirs-{dtype}"
-                record["tensors"] = checker.submit(check_equal, *folders).result()
-    title = (
-        f"{record['recipe']}: {parameters:,} parameters in {record['bytes'] / 1e9:.2f} GB, by {ranks} ranks"
-    )
-    table = Table("what", "peak GB", "seconds", "seconds, all", title=title)
-    for name, runs in record["cases"].items():
-        seconds = [each["seconds"] for each in runs]
-        peak = max(each["peak"] for each in runs) / 1e9
-        table.add_row(name, f"{peak:.2f}", f"{statistics.median(seconds):.1f}",
-                      " ".join(f"{each:.1f}" for each in seconds))  # fmt: skip
-    console = Console(width=max(Console().width, 110))
-    console.print(table)
-    console.print(f"load average before {record['load_before'][0]:.1f}, {os.cpu_count()} cores")
-    return record
+    return Measured(record, [table(title, columns, found)])
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.main()

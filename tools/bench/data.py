@@ -1,6 +1,6 @@
 """Measures how many tokens a second data loaders deliver to one process, on CPU. Run by hand:
 
-    python tools/bench/data.py [--repetitions 5] [--millions 32] [--json results.json]
+    python tools/bench/data.py [--repeats 5] [--millions 32] [--json results.json]
 
 Compared are TextDataLoader on token files, TextDataLoader on the same text, and torchtitan's own
 HuggingFaceTextDataLoader on that text as `datasets` streams it. The text is made up of words drawn at random;
@@ -12,29 +12,26 @@ counted; loaders take turns. Figures are medians of the repetitions: by the cloc
 process computed, which other work on the machine disturbs less.
 """
 
-import argparse
 import json
 import os
-import platform
-import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from importlib import metadata
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Before torch and tokenizers are imported: one thread, as a rank has about that much to spare.
-os.environ["OMP_NUM_THREADS"] = "1"
+from _harness import Bench, Measured, median, record_of, table
+
+# Before tokenizers and datasets are imported: one thread, as a rank has about that much to spare.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
+
+BENCH = Bench(__doc__, repeats=5, packages=("torchtitan", "datasets", "numpy"))
+BENCH.add_argument("--millions", type=int, default=32, help="of tokens in the files (%(default)s)")
+BENCH.add_argument("--documents", type=int, nargs="+", default=[1000, 50], help="tokens of a document")
 
 WORDS = "what light through yonder window breaks it is the east and Juliet sun arise fair kill envious moon"
 TEXT_BATCHES = 20
@@ -56,7 +53,7 @@ class Result:
 
     @property
     def medians(self) -> tuple[float, float]:
-        return statistics.median(self.clock), statistics.median(self.computed)
+        return median(self.clock) or 0.0, median(self.computed) or 0.0
 
 
 def write_text(file: Path, mean: int) -> None:
@@ -134,7 +131,7 @@ def run(make: Callable[[], Iterator], batches: int, result: Result) -> None:
     result.computed.append(tokens / (time.process_time() - computed))
 
 
-def measure(documents: list[int], repetitions: int, millions: int) -> list[Result]:
+def measure(documents: list[int], repeats: int, millions: int) -> list[Result]:
     results = []
     for mean in documents:
         with tempfile.TemporaryDirectory() as folder:
@@ -145,7 +142,7 @@ def measure(documents: list[int], repetitions: int, millions: int) -> list[Resul
                 made = loaders(text, tokens, seq_len, batch_size)
                 row = {name: Result(mean, seq_len, batch_size, name) for name in made}
                 whole = millions * 10**6 // (seq_len * batch_size) - 3
-                for _ in range(repetitions):
+                for _ in range(repeats):
                     for name, make in made.items():
                         few = name != "ours, token files"
                         run(make, min(TEXT_BATCHES, whole) if few else min(whole, 1000), row[name])
@@ -153,48 +150,26 @@ def measure(documents: list[int], repetitions: int, millions: int) -> list[Resul
     return results
 
 
-def table_of(results: list[Result]) -> Table:
-    table = Table(title="Thousands of tokens a second to one process", box=SIMPLE_HEAD)
-    for name in ("document", "sequence", "batch", "loader"):
-        table.add_column(name, justify="left" if name == "loader" else "right")
-    for name in ("by the clock", "computing", "ratio"):
-        table.add_column(name, justify="right")
-    for result in results:
-        clock, computed = result.medians
-        same = (result.document, result.seq_len)
-        peer = next(
-            other.medians[1]
-            for other in results
-            if (other.document, other.seq_len) == same and other.loader.startswith("torchtitan")
-        )
-        row = [result.document, result.seq_len, result.batch_size, result.loader]
-        row += [f"{clock / 1e3:,.0f}", f"{computed / 1e3:,.0f}", f"{computed / peer:,.1f}"]
-        table.add_row(*map(str, row))
-    return table
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--repetitions", type=int, default=5, help="of each loader (%(default)s)")
-    parser.add_argument("--millions", type=int, default=32, help="of tokens in the files (%(default)s)")
-    parser.add_argument("--documents", type=int, nargs="+", default=[1000, 50], help="tokens of a document")
-    parser.add_argument("--json", type=Path, help="write the results here")
-    arguments = parser.parse_args()
-    results = measure(arguments.documents, arguments.repetitions, arguments.millions)
-    Console().print(table_of(results))
-    if arguments.json:
-        record = {
-            "versions": {
-                name: metadata.version(name) for name in ("torch", "torchtitan", "datasets", "numpy")
-            },
-            "machine": platform.machine(),
-            "results": [asdict(result) | {"medians": result.medians} for result in results],
-        }
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
-    return 0
+@BENCH.part("loaders")
+def _loaders(bench: Bench) -> Measured:
+    results = measure(bench.arguments.documents, bench.repeats, bench.arguments.millions)
+    theirs = {
+        (result.document, result.seq_len): result.medians[1]
+        for result in results
+        if result.loader.startswith("torchtitan")
+    }
+    columns = {
+        "document": lambda r: r.document,
+        "sequence": lambda r: r.seq_len,
+        "batch": lambda r: r.batch_size,
+        "loader": lambda r: r.loader,
+        "by the clock": lambda r: f"{r.medians[0] / 1e3:,.0f}",
+        "computing": lambda r: f"{r.medians[1] / 1e3:,.0f}",
+        "ratio": lambda r: f"{r.medians[1] / theirs[r.document, r.seq_len]:,.1f}",
+    }
+    title = "Thousands of tokens a second to one process"
+    return Measured([record_of(result) for result in results], [table(title, columns, results)])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    BENCH.main()

@@ -1,4 +1,4 @@
-"""What error feedback adds to a step of AdamW. Run by hand:
+"""Overhead of error feedback in a step of AdamW. Run by hand:
 
     python tools/bench/error_feedback.py [--millions 50] [--compile] [--json results.json]
 
@@ -9,21 +9,16 @@ and writes all but the gradients. The last column counts what is added in such p
 takes for its seven.
 """
 
-import argparse
-import json
-import os
-import statistics
 import time
-from pathlib import Path
-
-os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
+from _harness import Bench, Measured, median, table
 
 from titan_async.optim import ErrorFeedback
+
+BENCH = Bench(__doc__, repeats=7, width=100)
+BENCH.add_argument("--millions", type=float, default=50, help="parameters, in millions (default: 50)")
+BENCH.add_argument("--compile", action="store_true", help="in one compiled pass, too")
 
 PASSES_OF_ADAMW = 7
 VARIANTS = {
@@ -42,37 +37,33 @@ def build(options: dict | None, millions: float) -> torch.optim.Optimizer:
     return optimizer if options is None else ErrorFeedback(optimizer, **options)
 
 
-def measure(variants: dict[str, dict | None], millions: float, repetitions: int) -> dict[str, float]:
+def measure(variants: dict[str, dict | None], millions: float, repeats: int) -> dict[str, float]:
     """Median milliseconds of a step of each variant."""
     optimizers = {name: build(options, millions) for name, options in variants.items()}
     times: dict[str, list[float]] = {name: [] for name in optimizers}
-    for repetition in range(repetitions + 2):
+    for repetition in range(repeats + 2):
         for name, optimizer in optimizers.items():
             start = time.process_time()
             optimizer.step()
             if repetition >= 2:  # state and histories exist, and are in use
                 times[name].append(1e3 * (time.process_time() - start))
-    return {name: statistics.median(each) for name, each in times.items()}
+    return {name: median(each) or 0.0 for name, each in times.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--millions", type=float, default=50, help="parameters, in millions (default: 50)")
-    parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--compile", action="store_true", help="in one compiled pass, too")
-    parser.add_argument("--json", type=Path, help="file for the medians")
-    arguments = parser.parse_args()
-    compiled = {"error feedback, update, compiled": {"compile": True}} if arguments.compile else {}
-    medians = measure(VARIANTS | compiled, arguments.millions, arguments.repetitions)
+@BENCH.part("update")
+def _update(bench: Bench) -> Measured:
+    compiled = {"error feedback, update, compiled": {"compile": True}} if bench.arguments.compile else {}
+    medians = measure(VARIANTS | compiled, bench.arguments.millions, bench.repeats)
     alone = medians["AdamW"]
-    table = Table("", "ms a step", "of AdamW", "passes added", box=SIMPLE_HEAD)
-    for name, median in medians.items():
-        added = PASSES_OF_ADAMW * (median / alone - 1)
-        table.add_row(name, f"{median:.1f}", f"{median / alone:.2f}", f"{added:.1f}")
-    Console(width=100).print(table)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(medians, indent=2), encoding="utf-8")
+    columns = {
+        "": str,
+        "ms a step": lambda name: f"{medians[name]:.1f}",
+        "of AdamW": lambda name: f"{medians[name] / alone:.2f}",
+        "passes added": lambda name: f"{PASSES_OF_ADAMW * (medians[name] / alone - 1):.1f}",
+    }
+    title = f"Processor time of an update of {bench.arguments.millions:g} million parameters"
+    return Measured(medians, [table(title, columns, medians)])
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.main()

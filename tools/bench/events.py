@@ -1,31 +1,27 @@
-"""What recording events costs: CPU time of a span, against torchtitan's trace spans, and of a training step.
+"""Overhead of recording events: CPU time of a span, against torchtitan's trace spans, and of a step.
 
 A span is begun and ended a hundred thousand times; what the writing thread does for it counts apart. In a
 pipeline of two ranks that really compute, steps with and without a recorder take turns.
 """
 
-import argparse
-import json
-import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from _pipelines import Pipeline, build_pipeline
+from _harness import Bench, Measured, record_of, table
+from _pipelines import KEPT, build_pipeline, time_steps
 from _pool import Pool
 from _transformer import random_batch, transformer_stage
-from rich.console import Console
-from rich.table import Table
 
 from titan_async.monitor.events import EventWriter, RankReader
 from titan_async.monitor.recorder import EventRecorder, HostClock
 from titan_async.pipelining.recording import Kind, NoRecorder
+
+BENCH = Bench(__doc__, repeats=15, quick="the smallest form, once", width=120)
 
 RANKS = 2
 _BLOCKS, _WIDTH, _LENGTH = 2, 256, 320
@@ -109,9 +105,6 @@ def measure_titan(count: int) -> Span:
     return Span("torchtitan trace span", 1e6 * seconds / count, 0.0)
 
 
-_kept: list[Pipeline] = []
-
-
 def _prepare(rank: int, group: dist.ProcessGroup, microbatches: int) -> None:
     torch.manual_seed(rank)
     pipeline = build_pipeline(
@@ -123,41 +116,35 @@ def _prepare(rank: int, group: dist.ProcessGroup, microbatches: int) -> None:
     )
     assert pipeline is not None
     pipeline.warm_up()
-    _kept[:] = [pipeline]
+    KEPT["Async2BW"] = pipeline
 
 
 def _turn(rank: int, group: dist.ProcessGroup, folder: str | None, steps: int) -> tuple[float, float]:
-    """Seconds a step and, with a folder to record in, spans a step."""
-    (pipeline,) = _kept
+    """Seconds of a step and, with a folder to record in, spans of a step."""
+    pipeline = KEPT["Async2BW"]
     recorder = None if folder is None else _recorder(folder, rank)
     pipeline.schedule.recorder = recorder or NoRecorder()
     dist.barrier(group)
-    pipeline.train_step()
-    start = time.perf_counter()
-    for _ in range(steps):
-        pipeline.train_step()
-    seconds = (time.perf_counter() - start) / steps
-    pipeline.finish()
+    seconds = time_steps(pipeline, steps)
     if recorder is None:
         return seconds, 0.0
     recorder.close()
     return seconds, len(RankReader(Path(folder), rank).new_records()) / (steps + 1)
 
 
-def measure_steps(microbatches: int, repeats: int, steps: int, span: Span) -> list[Step]:
+def measure_steps(pool: Pool, microbatches: int, repeats: int, steps: int, span: Span) -> list[Step]:
     """Steps with and without a recorder, by turns."""
     without: list[list[float]] = [[] for _ in range(RANKS)]
     recording: list[list[float]] = [[] for _ in range(RANKS)]
     spans = [0.0] * RANKS
-    with Pool([RANKS]) as pool:
-        pool.run(RANKS, _prepare, microbatches)
-        for repeat in range(repeats):
-            with tempfile.TemporaryDirectory() as folder:
-                # Whoever comes first has an advantage or not: by turns.
-                for where in (None, folder) if repeat % 2 else (folder, None):
-                    for rank, (seconds, count) in enumerate(pool.run(RANKS, _turn, where, steps)):
-                        (recording if where else without)[rank].append(seconds)
-                        spans[rank] = count or spans[rank]
+    pool.run(RANKS, _prepare, microbatches)
+    for repeat in range(repeats):
+        with tempfile.TemporaryDirectory() as folder:
+            # Whoever comes first has an advantage or not: by turns.
+            for where in (None, folder) if repeat % 2 else (folder, None):
+                for rank, (seconds, count) in enumerate(pool.run(RANKS, _turn, where, steps)):
+                    (recording if where else without)[rank].append(seconds)
+                    spans[rank] = count or spans[rank]
     results = []
     for rank in range(RANKS):
         seconds = statistics.median(without[rank])
@@ -177,59 +164,41 @@ def measure_steps(microbatches: int, repeats: int, steps: int, span: Span) -> li
     return results
 
 
-def _table(title: str, headings: list[str], rows: list[list[str]]) -> Table:
-    table = Table(*headings, title=title)
-    for row in rows:
-        table.add_row(*row)
-    return table
+def _ours(bench: Bench) -> Span:
+    return measure_span(2_000 if bench.quick else 100_000)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=15, help="turns of each kind (default: 15)")
-    parser.add_argument("--json", type=Path, help="file for all figures")
-    parser.add_argument("--quick", action="store_true", help="the smallest form, once")
-    arguments = parser.parse_args()
-    quick = arguments.quick
-    load = os.getloadavg()
-    spans = [measure_span(2_000 if quick else 100_000), measure_titan(50 if quick else 2_000)]
-    steps = []
-    for microbatches in (2,) if quick else (4, 16):
-        count = 2 if quick else 64 // microbatches
-        steps += measure_steps(microbatches, 1 if quick else arguments.repeats, count, spans[0])
-    show: Callable[[Any], None] = Console(width=120).print
-    show(
-        _table(
-            "CPU microseconds of a span",
-            ["", "in the thread that trains", "in the thread that writes"],
-            [[span.what, f"{span.caller:.2f}", f"{span.writer:.2f}"] for span in spans],
-        )
+@BENCH.part("spans")
+def _spans(bench: Bench) -> Measured:
+    spans = [_ours(bench), measure_titan(50 if bench.quick else 2_000)]
+    columns = {
+        "": lambda span: span.what,
+        "in the thread that trains": lambda span: f"{span.caller:.2f}",
+        "in the thread that writes": lambda span: f"{span.writer:.2f}",
+    }
+    return Measured(
+        [record_of(span) for span in spans], [table("CPU microseconds of a span", columns, spans)]
     )
-    show(
-        _table(
-            "Share of a training step",
-            ["rank", "m", "spans", "ms a step", "recording", "difference", "by CPU time", "with the writer"],
-            [
-                [
-                    str(step.rank),
-                    str(step.microbatches),
-                    f"{step.spans:.0f}",
-                    f"{1e3 * step.seconds:.1f}",
-                    f"{1e3 * step.seconds_recording:.1f}",
-                    f"{100 * step.difference:+.2f} %",
-                    f"{100 * step.caller:.3f} %",
-                    f"{100 * step.everything:.3f} %",
-                ]
-                for step in steps
-            ],
-        )
-    )
-    show(f"load average before {load[0]:.1f}")
-    if arguments.json:
-        record = {"load_before": load, "torch": torch.__version__, "spans": [asdict(span) for span in spans]}
-        record["steps"] = [asdict(step) for step in steps]
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+@BENCH.part("steps", lambda bench: [RANKS])
+def _steps(bench: Bench) -> Measured:
+    span, steps = _ours(bench), []
+    for microbatches in (2,) if bench.quick else (4, 16):
+        count = 2 if bench.quick else 64 // microbatches
+        steps += measure_steps(bench.pool, microbatches, bench.repeats, count, span)
+    columns = {
+        "rank": lambda step: step.rank,
+        "m": lambda step: step.microbatches,
+        "spans": lambda step: f"{step.spans:.0f}",
+        "ms a step": lambda step: f"{1e3 * step.seconds:.1f}",
+        "recording": lambda step: f"{1e3 * step.seconds_recording:.1f}",
+        "difference": lambda step: f"{100 * step.difference:+.2f} %",
+        "by CPU time": lambda step: f"{100 * step.caller:.3f} %",
+        "with the writer": lambda step: f"{100 * step.everything:.3f} %",
+    }
+    return Measured([record_of(step) for step in steps], [table("Share of a training step", columns, steps)])
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.main()

@@ -1,55 +1,63 @@
-"""What runs do about faults: killed, stopped, starved and lied to, in one table.
+"""What runs do about faults: killed, stopped, starved and given wrong data, in one table.
 
     python tools/bench/faults.py                    # everything but the soak; about an hour on two cores
     python tools/bench/faults.py kills storage      # some families
     python tools/bench/faults.py soak --minutes 30
 
-Every fault is done to runs of the debug recipes, in processes of their own.
+Every fault is injected into runs of the debug recipes, in processes of their own.
 """
 
-import argparse
 import importlib
-import json
+import sys
 import tempfile
 import time
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 
-from _faults.result import as_table
-from rich.console import Console
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the helpers of tests, which start the same runs
+
+from _faults.result import Result
+from _harness import Bench, Measured, record_of, table
+
+BENCH = Bench(__doc__, quick="fewer tries of each fault")
 
 FAMILIES = ("kills", "signals", "storage", "numbers", "data", "slowness", "soak")
 """Modules of `_faults`, each with `measure(scratch, quick=..., ...)`, which yields results."""
 
+BENCH.add_argument("families", nargs="*", metavar="FAMILY", help=f"of {', '.join(FAMILIES)}")
+BENCH.add_argument("--minutes", type=float, default=30.0, help="how long the soak lasts")
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"of {', '.join(FAMILIES)}")
-    parser.add_argument("--quick", action="store_true", help="fewer tries of each fault")
-    parser.add_argument("--minutes", type=float, default=30.0, help="how long the soak lasts")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    arguments = parser.parse_args()
-    unknown = set(arguments.families) - set(FAMILIES)
-    if unknown:
-        parser.error(f"no such family: {', '.join(sorted(unknown))}")
 
-    console = Console(width=None if Console().is_terminal else 140)
-    results = []
-    for family in arguments.families or FAMILIES[:-1]:
+def _seconds(name: str) -> Callable[[Result], str]:
+    return lambda result: "" if getattr(result, name) is None else f"{getattr(result, name):.1f}"
+
+
+@BENCH.part("faults")
+def _faults(bench: Bench) -> Measured:
+    chosen, results = bench.arguments.families or FAMILIES[:-1], []
+    if unknown := set(chosen) - set(FAMILIES):
+        bench.parser.error(f"no such family: {', '.join(sorted(unknown))}")
+    for family in chosen:
         measure = importlib.import_module(f"_faults.{family}").measure
-        options = {"minutes": arguments.minutes} if family == "soak" else {"quick": arguments.quick}
+        options = {"minutes": bench.arguments.minutes} if family == "soak" else {"quick": bench.quick}
         with tempfile.TemporaryDirectory(prefix="faults_") as scratch:
             start = time.perf_counter()
             for result in measure(Path(scratch), **options):
                 results.append(result)
                 seconds = time.perf_counter() - start
-                console.print(
-                    f"{family}: {result.fault}: {result.survived} of {result.tried} ({seconds:.0f} s)"
-                )
-    console.print(as_table(results))
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
+                bench.show(f"{family}: {result.fault}: {result.survived} of {result.tried} ({seconds:.0f} s)")
+    columns = {
+        "family": lambda r: r.family,
+        "fault": lambda r: r.fault,
+        "tried": lambda r: r.tried,
+        "survived": lambda r: r.survived,
+        "steps lost": lambda r: "" if r.work_lost is None else r.work_lost,
+        "noticed, s": _seconds("notice"),
+        "resumed, s": _seconds("resume"),
+        "said": lambda r: r.said,
+    }
+    return Measured([record_of(result) for result in results], [table("Faults", columns, results)])
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.main()

@@ -3,28 +3,24 @@
     python tools/bench/interleaving.py [--only pace,jitter,limits,balance] [--json results.json]
 
 Nothing is timed, so that the numbers are the same on every machine. It takes about a minute.
-docs/interleaving.md says what came out.
+docs/interleaving.md has the results.
 """
 
-import argparse
-import json
 import statistics
-import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from typing import Any
 
 from _greedy import greedy_programs
+from _harness import Bench, Measured, record_of, table
 from _layout import Layout, least_peak, most_utilization
 from _periodic import find_order
 from _placements import slowest_rank
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from titan_async.pipelining.programs import async_programs
 from titan_async.pipelining.simulation import COMPUTE, Run, Task, Timing, simulate
+
+BENCH = Bench(__doc__, quick="the smallest shape alone")
 
 SHAPES = [(2, 2), (4, 4), (4, 8), (8, 8), (8, 16)]
 """Ranks and microbatches."""
@@ -140,62 +136,67 @@ def _measure(shape: tuple[int, int], latency: float, jitter: float) -> list[Pace
     return results
 
 
-def _pace(shapes: list[tuple[int, int]]) -> tuple[list[Pace], Table]:
-    table = Table(title="Utilization, and activations on the rank that holds the most", box=SIMPLE_HEAD)
-    for heading in ["ranks", "m", "stages a rank", "messages", *(f"latency {x:.1%}" for x in LATENCIES)]:
-        table.add_column(heading)
-    results = []
-    for shape in shapes:
-        columns = [{pace.placement: pace for pace in _measure(shape, x, 0.0)} for x in LATENCIES]
-        results += [pace for column in columns for pace in column.values()]
-        for name, any_pace in columns[0].items():
-            cells = [f"{column[name].utilization:.3f}  {column[name].peak:g}" for column in columns]
-            table.add_row(*map(str, shape), name, str(any_pace.messages), *cells)
-    return results, table
+def _shapes(bench: Bench) -> list[tuple[int, int]]:
+    return QUICK_SHAPES if bench.quick else SHAPES
 
 
-def _jitter(shapes: list[tuple[int, int]]) -> tuple[list[Pace], Table]:
-    table = Table(
-        "ranks", "m", "stages a rank", "utilization", "activations", box=SIMPLE_HEAD,
-        title=f"The same with jitter of {JITTER:.0%} at latency {JITTER_LATENCY:.1%}, {SEEDS} seeds",
-    )  # fmt: skip
-    results = [pace for shape in shapes for pace in _measure(shape, JITTER_LATENCY, JITTER)]
-    for pace in results:
-        table.add_row(
-            str(pace.ranks),
-            str(pace.microbatches),
-            pace.placement,
-            f"{pace.utilization:.3f}",
-            f"{pace.peak:g}",
+def _by_latency(title: str, results: list[Any], **more: Any) -> Measured:
+    """A row for each placement at a shape, with utilization and peak at every latency."""
+    found = {(r.ranks, r.microbatches, r.placement, r.latency): r for r in results}
+
+    def cell(row: Any, latency: float) -> str:
+        at = found[row.ranks, row.microbatches, row.placement, latency]
+        return f"{at.utilization:.3f}  {at.peak:g}"
+
+    columns = {
+        "ranks": lambda row: row.ranks,
+        "m": lambda row: row.microbatches,
+        "stages a rank": lambda row: row.placement,
+        **more,
+        **{f"latency {x:.1%}": lambda row, x=x: cell(row, x) for x in LATENCIES},
+    }
+    rows = [row for row in results if row.latency == LATENCIES[0]]
+    return Measured([record_of(result) for result in results], [table(title, columns, rows)])
+
+
+@BENCH.part("pace")
+def _pace(bench: Bench) -> Measured:
+    results = [pace for shape in _shapes(bench) for x in LATENCIES for pace in _measure(shape, x, 0.0)]
+    title = "Utilization, and activations on the rank that holds the most"
+    return _by_latency(title, results, messages=lambda row: row.messages)
+
+
+@BENCH.part("jitter")
+def _jitter(bench: Bench) -> Measured:
+    results = [pace for shape in _shapes(bench) for pace in _measure(shape, JITTER_LATENCY, JITTER)]
+    columns = {
+        "ranks": lambda pace: pace.ranks,
+        "m": lambda pace: pace.microbatches,
+        "stages a rank": lambda pace: pace.placement,
+        "utilization": lambda pace: f"{pace.utilization:.3f}",
+        "activations": lambda pace: f"{pace.peak:g}",
+    }
+    title = f"The same with jitter of {JITTER:.0%} at latency {JITTER_LATENCY:.1%}, {SEEDS} seeds"
+    return Measured([record_of(result) for result in results], [table(title, columns, results)])
+
+
+@BENCH.part("limits")
+def _limits(bench: Bench) -> Measured:
+    results = [
+        Limit(
+            ranks,
+            microbatches,
+            name,
+            latency,
+            most_utilization(layout, latency, microbatches),
+            least_peak(layout, latency),
         )
-    return results, table
-
-
-def _limits(shapes: list[tuple[int, int]]) -> tuple[list[Limit], Table]:
-    table = Table(
-        title="For any order: utilization at most (m on their way), activations at least (at utilization 1)",
-        box=SIMPLE_HEAD,
-    )
-    for heading in ["ranks", "m", "stages a rank", *(f"latency {x:.1%}" for x in LATENCIES)]:
-        table.add_column(heading)
-    results = []
-    for ranks, microbatches in shapes:
-        for name, layout in {"1": Layout(ranks), **_placements(ranks)}.items():
-            row = [
-                Limit(
-                    ranks,
-                    microbatches,
-                    name,
-                    latency,
-                    most_utilization(layout, latency, microbatches),
-                    least_peak(layout, latency),
-                )
-                for latency in LATENCIES
-            ]
-            results += row
-            cells = [f"{limit.utilization:.3f}  {limit.peak:g}" for limit in row]
-            table.add_row(str(ranks), str(microbatches), name, *cells)
-    return results, table
+        for ranks, microbatches in _shapes(bench)
+        for name, layout in {"1": Layout(ranks), **_placements(ranks)}.items()
+        for latency in LATENCIES
+    ]
+    title = "For any order: utilization at most (m in flight), activations at least (at utilization 1)"
+    return _by_latency(title, results)
 
 
 _EMBEDDING = 1
@@ -220,8 +221,9 @@ def _models() -> list[tuple[str, list[int], int]]:
     ]
 
 
-def _balance(shapes: list[tuple[int, int]]) -> tuple[list[Balance], Table]:
-    ranks_tried = range(2, 9) if shapes == SHAPES else sorted({ranks for ranks, _ in shapes})
+@BENCH.part("balance")
+def _balance(bench: Bench) -> Measured:
+    ranks_tried = sorted({ranks for ranks, _ in QUICK_SHAPES}) if bench.quick else range(2, 9)
     results = []
     for name, layers, head in _models():
         for ranks in ranks_tried:
@@ -234,62 +236,28 @@ def _balance(shapes: list[tuple[int, int]]) -> tuple[list[Balance], Table]:
             results.append(
                 Balance(name, len(layers), head / 100, ranks, *(x / 100 for x in (even, one, looped, v)))
             )
-    return results, _balance_table(results)
-
-
-def _balance_table(results: list[Balance]) -> Table:
-    """A row for each model; gains are how much faster the slowest rank gets."""
     models: dict[tuple[str, int, float], list[Balance]] = {}
     for result in results:
         models.setdefault((result.model, result.layers, result.head), []).append(result)
-    table = Table(title="Slowest rank against one stage a rank, for every number of ranks", box=SIMPLE_HEAD)
-    for heading in ["model", "layers", "head", "gain of looped", "gain of V", "over 1 % at"]:
-        table.add_column(heading)
-    for (name, layers, head), rows in models.items():
-        looped = [row.one_stage / row.looped - 1 for row in rows]
-        v_shaped = [row.one_stage / row.v_shaped - 1 for row in rows]
-        where = [
+    columns = {
+        "model": lambda rows: rows[0].model,
+        "layers": lambda rows: rows[0].layers,
+        "head": lambda rows: f"{rows[0].head:g}",
+        "gain of looped": lambda rows: _extent([row.one_stage / row.looped - 1 for row in rows]),
+        "gain of V": lambda rows: _extent([row.one_stage / row.v_shaped - 1 for row in rows]),
+        "over 1 % at": lambda rows: ", ".join(
             f"{row.ranks} ranks ({row.one_stage:g} to {row.looped:g}, even {row.even:.2f})"
-            for row, gain in zip(rows, looped, strict=True)
-            if gain > 0.01
-        ]
-        table.add_row(name, str(layers), f"{head:g}", _extent(looped), _extent(v_shaped), ", ".join(where))
-    return table
+            for row in rows
+            if row.one_stage / row.looped - 1 > 0.01
+        ),
+    }
+    title = "Slowest rank against one stage a rank, for every number of ranks; gain in its speed"
+    return Measured([record_of(result) for result in results], [table(title, columns, models.values())])
 
 
 def _extent(gains: list[float]) -> str:
     return f"{min(gains):+.1%} to {max(gains):+.1%}" if min(gains) != max(gains) else f"{gains[0]:+.1%}"
 
 
-PARTS: dict[str, Callable[[list[tuple[int, int]]], tuple[list, Table]]] = {
-    "pace": _pace,
-    "jitter": _jitter,
-    "limits": _limits,
-    "balance": _balance,
-}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default=",".join(PARTS), help="parts to run, separated by commas")
-    parser.add_argument("--json", type=Path, help="file for every number")
-    parser.add_argument("--quick", action="store_true", help="the smallest shape alone")
-    arguments = parser.parse_args()
-    parts = arguments.only.split(",")
-    if unknown := sorted(set(parts) - set(PARTS)):
-        parser.error(f"--only {','.join(unknown)}: the parts are {', '.join(PARTS)}")
-    console = Console(width=max(Console().width, 140))  # also into a file
-    record = {}
-    for part in parts:
-        results, table = PARTS[part](QUICK_SHAPES if arguments.quick else SHAPES)
-        console.print(table)
-        record[part] = [asdict(result) for result in results]
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    BENCH.main()

@@ -21,6 +21,9 @@ from titan_async.planning.live_tensors import StorageTracker
 
 __all__ = ["Peak", "Sizes", "measure_memory", "peak_of_steps", "predict_peak", "sizes_of"]
 
+SHAPES = [(4, 4), (4, 8)]
+"""Ranks and microbatches."""
+
 _MODEL = Model(2, 128, 128)
 
 
@@ -32,11 +35,11 @@ class Sizes:
     message: int
     """A microbatch's input, output, and the gradient of either."""
     activations: int
-    """What a forward leaves behind for its backward, its output included and its input not."""
+    """Kept by a forward for its backward, with its output and without its input."""
     forward_extra: int
-    """The most that a forward holds beyond what it leaves behind."""
+    """Peak of a forward beyond what it keeps."""
     backward_extra: int
-    """The most that a backward holds beyond what was there when it began, the gradients included."""
+    """Peak of a backward beyond the memory at its start, gradients included."""
     first_backward_extra: int
     """The same of the first backward of a batch, which makes the gradients."""
 
@@ -54,7 +57,7 @@ class Peak:
     sizes: Sizes
     predicted: int
     parts: dict[str, int] = field(default_factory=dict)
-    """What the last repetition's peak consisted of."""
+    """Breakdown of the last repetition's peak."""
     repetitions: list[int] = field(default_factory=list)
 
     @property
@@ -74,7 +77,7 @@ def predict_peak(sizes: Sizes, stage: int, ranks: int, microbatches: int, lookah
     min(m, d - r) microbatches. Async2BW keeps w = d - 1 - r and its share of the lookahead in flight between
     steps, one more between a forward and a backward; a second version of the parameters where w > 0; the
     gradient of the batch before beside that of the batch; w + 2 inputs, two gradients of outputs, and w + 2
-    messages on their way to the stage before.
+    messages in flight to the stage before.
     """
     downstream = ranks - 1 - stage
     if lookahead is None:
@@ -88,7 +91,7 @@ def predict_peak(sizes: Sizes, stage: int, ranks: int, microbatches: int, lookah
         versions, gradients = (2 if tail else 1), 2
         inputs, gradients_received, sent = tail + 2, 2, tail + 2
         refilled = microbatches - tail > 1
-    # Outputs that are on their way are in flight too, all but one.
+    # Outputs that are being sent are in flight too, all but one.
     messages = (inputs + sent) * (stage > 0) + (gradients_received + 1) * (downstream > 0)
     # The first backward of a batch makes its gradient, and frees activations meanwhile.
     moments = [
@@ -110,7 +113,7 @@ def predict_peak(sizes: Sizes, stage: int, ranks: int, microbatches: int, lookah
 
 
 class AllocatorTracker:
-    """Counts what CUDA's caching allocator hands out, as `StorageTracker` counts tensors."""
+    """Tracks allocations of CUDA's caching allocator, with the interface of `StorageTracker`."""
 
     peak_by_origin = property(lambda self: {"other": self.peak})
 
@@ -189,7 +192,7 @@ def peak_of_steps(
     lookahead: int | None,
     steps: int,
 ) -> tuple[int, dict[str, int]]:
-    """The peak of `steps` steps after a warm-up, and what it consisted of."""
+    """The peak of `steps` steps after a warm-up, and its breakdown."""
     torch.manual_seed(rank)
     batch = model.batch(microbatches)
     with _tracker(model) as tracker:

@@ -18,33 +18,34 @@ are float32, plain tensors on one rank and DTensors on more. What is not install
 is tools/bench/muon_cuda.py.
 """
 
-import argparse
-import json
-import os
-import platform
 import statistics
-import sys
 import time
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-# In the workers too, which inherit it: one thread each, before torch is imported.
-os.environ["OMP_NUM_THREADS"] = "1"
-
 import torch
-from _muon_competitors import ALL, COMPETITORS, Competitor
+from _harness import Bench, Measured, comma_separated, median, record_of, table
+from _muon_competitors import ALL, COMPETITORS
 from _muon_measure import Profile, clear, load, prepare, profile, timed_step
 from _muon_workloads import Case, Matrix, cases, workload
-from _pool import Pool
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
-import titan_async
+BENCH = Bench(
+    __doc__,
+    repeats=5,
+    quick="tiny matrices on 1 and 2 ranks, one repetition",
+    packages=sorted({c.package for c in COMPETITORS} - {"torch", "titan_async"}),
+    width=200,
+)
+BENCH.add_argument(
+    "--ranks", type=comma_separated((1, 2, 4), int), help="numbers of processes (default: 1,2,4)"
+)
+BENCH.add_argument("--layers", type=int, default=1, help="layers of the models (default: 1)")
+BENCH.add_argument(
+    "--compile", action="store_true", help="let the others compile what they want to, which takes minutes"
+)
 
-SLOW, REPETITIONS_OF_SLOW = 3, 3
+SLOW, REPEATS_OF_SLOW = 3, 3
 """What takes three times as long as the fastest is timed three times at most."""
 WRONG = 0.2
 """Relative error, of which rounding to bfloat16 causes a tenth at most."""
@@ -68,7 +69,7 @@ class Result:
 
     @property
     def median(self) -> float | None:
-        return statistics.median(self.seconds) if self.seconds else None
+        return median(self.seconds)
 
     @property
     def sent(self) -> float:
@@ -97,13 +98,12 @@ class Result:
         return not self.refusal and not self.errors[1] < WRONG
 
 
-def measure(
-    pool: Pool, case: Case, matrices: list[Matrix], competitors: list[Competitor], extent: argparse.Namespace
-) -> list[Result]:
-    """All competitors on one case, by turns."""
-    pool.run(case.ranks, prepare, case, matrices, extent.compile)
+def measure(bench: Bench, case: Case, matrices: list[Matrix], part: str) -> list[Result]:
+    """All competitors of a part on one case, by turns."""
+    pool = bench.pool
+    pool.run(case.ranks, prepare, case, matrices, bench.arguments.compile)
     results = []
-    for competitor in competitors:
+    for competitor in (c for c in COMPETITORS if part in c.parts and c.installed):
         start = time.monotonic()
         try:
             profiles = pool.run(case.ranks, profile, competitor.name)
@@ -114,8 +114,8 @@ def measure(
             Result(case, competitor.name, competitor.ours, refusal, profiles, time.monotonic() - start)
         )
     running = [result for result in results if not result.refusal]
-    for repetition in range(extent.repetitions):
-        if repetition == REPETITIONS_OF_SLOW:
+    for repetition in range(bench.repeats):
+        if repetition == REPEATS_OF_SLOW:
             limit = SLOW * min(result.median or 0 for result in running)
             running = [result for result in running if (result.median or 0) < limit]
         for result in running:
@@ -124,18 +124,17 @@ def measure(
     return results
 
 
-def _ratio(result: Result, other: Result | None) -> str:
+def _ratio(result: Result, other: Result | None) -> str | None:
     if other is None or other.median is None or result.median is None:
-        return "-"
+        return None
     return f"{result.median / other.median:.2f}"
 
 
-def _short(text: str | None, length: int = 80) -> str:
-    text = text or ""
-    return text if len(text) <= length else text[: length - 3] + "..."
-
-
-def _note(competitor: Competitor, result: Result, compiled: bool) -> str:
+def _note(result: Result, compiled: bool) -> str:
+    if result.refusal:
+        text = f"refuses: {result.refusal}"
+        return text if len(text) <= 89 else f"{text[:86]}..."
+    competitor = next(c for c in COMPETITORS if c.name == result.name)
     notes = [competitor.note] if competitor.note else []
     if competitor.compiles and not compiled:
         notes.append("not compiled")
@@ -144,32 +143,31 @@ def _note(competitor: Competitor, result: Result, compiled: bool) -> str:
     return ", ".join(notes)
 
 
-def table_of(case: Case, matrices: list[Matrix], results: list[Result], compiled: bool) -> Table:
+def table_of(case: Case, matrices: list[Matrix], results: list[Result], compiled: bool) -> Any:
     """One row an implementation."""
-    numel = sum(torch.Size(matrix.shape).numel() for matrix in matrices)
-    table = Table(title=f"{case}: {len(matrices)} parameters, {numel / 1e6:.1f} M numbers", box=SIMPLE_HEAD)
-    for heading in ["Muon", "ms a step", "of torch", "of the fastest other", "sent MB", "extra MB", "kept MB",
-                    "error: polar", "float64", "note"]:  # fmt: skip
-        table.add_column(heading, justify="left" if heading in ("Muon", "note") else "right")
     others = [r for r in results if not (r.ours or r.is_wrong) and r.median is not None]
     fastest = min(others, key=lambda result: result.median or 0, default=None)
     reference = next((result for result in others if result.name == REFERENCE), None)
-    for result in results:
-        competitor = next(c for c in COMPETITORS if c.name == result.name)
-        if result.median is None:
-            table.add_row(result.name, *["-"] * 8, f"refuses: {_short(result.refusal)}")
-            continue
-        table.add_row(
-            result.name,
-            f"{1e3 * result.median:.1f}",
-            _ratio(result, reference),
-            _ratio(result, fastest),
-            *(f"{size / 1e6:.2f}" for size in (result.sent, result.extra, result.kept)),
-            f"{result.errors[0]:.3f}",
-            f"{result.errors[1]:.4f}",
-            _note(competitor, result, compiled),
-        )
-    return table
+    figures = {
+        "ms a step": lambda r: f"{1e3 * r.median:.1f}",
+        "of torch": lambda r: _ratio(r, reference),
+        "of the fastest other": lambda r: _ratio(r, fastest),
+        "sent MB": lambda r: f"{r.sent / 1e6:.2f}",
+        "extra MB": lambda r: f"{r.extra / 1e6:.2f}",
+        "kept MB": lambda r: f"{r.kept / 1e6:.2f}",
+        "error: polar": lambda r: f"{r.errors[0]:.3f}",
+        "float64": lambda r: f"{r.errors[1]:.4f}",
+    }
+    columns = {
+        "Muon": lambda r: r.name,
+        **{
+            heading: lambda r, figure=figure: None if r.median is None else figure(r)
+            for heading, figure in figures.items()
+        },
+        "note": lambda r: _note(r, compiled),
+    }
+    numel = sum(torch.Size(matrix.shape).numel() for matrix in matrices)
+    return table(f"{case}: {len(matrices)} parameters, {numel / 1e6:.1f} M numbers", columns, results)
 
 
 def feedback_share(results: list[Result]) -> dict[str, float]:
@@ -187,96 +185,31 @@ def feedback_share(results: list[Result]) -> dict[str, float]:
     }
 
 
-def _record(result: Result) -> dict[str, Any]:
-    record = asdict(result)
-    if not result.refusal:
-        for name in ("median", "sent", "extra", "kept", "is_wrong"):
-            record[name] = getattr(result, name)
-    return record
+def _ranks(bench: Bench) -> list[int]:
+    return bench.arguments.ranks or ([1, 2] if bench.quick else [1, 2, 4])
 
 
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "torch": torch.__version__,
-                "titan_async": titan_async.__version__}  # fmt: skip
-    for package in sorted({c.package for c in COMPETITORS} - set(versions)):
-        try:
-            versions[package] = metadata.version(package.replace("_", "-"))
-        except metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
+def _measured(bench: Bench, part: str) -> Measured:
+    bench.pool.run(bench.pool.ranks, load)
+    record: dict[str, Any] = {"results": [], "feedback_share": {}, "case_seconds": {}}
+    for case in cases(part, _ranks(bench)):
+        start = time.monotonic()
+        matrices = workload(case.workload, bench.arguments.layers, bench.quick)
+        results = measure(bench, case, matrices, part)
+        shares = feedback_share(results)
+        bench.show(table_of(case, matrices, results, bench.arguments.compile))
+        bench.show(*(f"  {name}: {100 * share:+.1f} % of a step\n" for name, share in shares.items()))
+        record["case_seconds"][str(case)] = time.monotonic() - start
+        record["feedback_share"][str(case)] = shares
+        record["results"] += [asdict(r) if r.refusal else record_of(r) for r in results]
+    missing = [c.name for c in COMPETITORS if not c.installed and part in c.parts]
+    bench.show(f"not installed: {', '.join(missing) or 'none is missing'}")
+    return Measured(record)
 
 
-def _names(text: str, known: tuple[Any, ...], kind: type, parser: argparse.ArgumentParser, flag: str) -> list:
-    try:
-        chosen = [kind(item) for item in text.split(",")]
-    except ValueError:
-        chosen = [text]
-    if unknown := [item for item in chosen if item not in known]:
-        parser.error(f"{flag} {unknown[0]}: choose from {', '.join(map(str, known))}")
-    return chosen
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default=",".join(ALL), help="parts to run, separated by commas")
-    parser.add_argument("--ranks", help="numbers of processes (default: 1,2,4)")
-    parser.add_argument("--layers", type=int, default=1, help="layers of the models (default: 1)")
-    parser.add_argument("--repetitions", type=int, default=5, help="timed steps of each (default: 5)")
-    parser.add_argument(
-        "--compile", action="store_true", help="let the others compile what they want to, which takes minutes"
-    )
-    parser.add_argument("--json", type=Path, help="file for every repetition and median")
-    parser.add_argument("--quick", action="store_true", help="tiny matrices on 1 and 2 ranks, one repetition")
-    arguments = parser.parse_args()
-    arguments.only = _names(arguments.only, ALL, str, parser, "--only")
-    ranks = arguments.ranks or ("1,2" if arguments.quick else "1,2,4")
-    arguments.ranks = _names(ranks, (1, 2, 4), int, parser, "--ranks")
-    if arguments.quick:
-        arguments.repetitions = 1
-    return arguments
-
-
-def main() -> None:
-    arguments = _arguments()
-    record: dict[str, Any] = {
-        "versions": _versions(),
-        "machine": {"cores": os.cpu_count(), "architecture": platform.machine(),
-                    "load_before": os.getloadavg()},
-        "repetitions": arguments.repetitions,
-        "layers": arguments.layers,
-        "compiled": arguments.compile,
-        "seconds": {},
-        "feedback_share": {},
-        "results": [],
-    }  # fmt: skip
-    console = Console(width=max(Console().width, 200))  # also into a file
-    missing = [c.name for c in COMPETITORS if not c.installed]
-    start = time.monotonic()
-    with Pool(sorted({1, *arguments.ranks})) as pool:
-        pool.run(max(arguments.ranks), load)
-        for part in arguments.only:
-            competitors = [c for c in COMPETITORS if part in c.parts and c.installed]
-            for case in cases(part, arguments.ranks):
-                case_start = time.monotonic()
-                matrices = workload(case.workload, arguments.layers, arguments.quick)
-                results = measure(pool, case, matrices, competitors, arguments)
-                console.print(table_of(case, matrices, results, arguments.compile))
-                shares = feedback_share(results)
-                for name, share in shares.items():
-                    console.print(f"  {name}: {100 * share:+.1f} % of a step\n")
-                record["seconds"][str(case)] = time.monotonic() - case_start
-                record["feedback_share"][str(case)] = shares
-                record["results"] += [_record(result) for result in results]
-    console.print(f"not installed: {', '.join(missing) or 'none is missing'}")
-    console.print(
-        f"{time.monotonic() - start:.0f} s, load average before {record['machine']['load_before'][0]:.1f}"
-    )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+for _part in ALL:
+    BENCH.part(_part, lambda bench: {1, *_ranks(bench)})(partial(_measured, part=_part))
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    BENCH.main()

@@ -1,6 +1,6 @@
 """Compares titan_async.optim.Muon with others on one GPU. Run by hand; it takes a minute or two:
 
-    python tools/bench/muon_cuda.py [--only 8B,360M,MoE] [--repetitions 10] [--json results.json]
+    python tools/bench/muon_cuda.py [--only 8B,360M,MoE] [--repeats 10] [--json results.json]
 
 Needs torch (2.11 or newer) and this checkout, which need not be installed; every package to compare with
 is left out where it is missing. All update the same float32 parameters by the same gradients, by turns;
@@ -8,15 +8,13 @@ medians of the repetitions. torch's fused AdamW is the floor: it has no matrices
 of the first update of one matrix, relative to the same iterations in float64.
 """
 
-import argparse
 import contextlib
 import importlib.util
 import io
-import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,10 +23,13 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from _harness import Bench, Measured, median
 from _muon_accuracy import STANDARD, Exact, relative_error
 
 MODELS = ["8B", "360M", "MoE"]
 LR = 1.0
+BENCH = Bench(__doc__, repeats=10, quick="tiny matrices, which shows that it works", quick_repeats=10)
+BENCH.add_argument("--device", default="cuda", help="cuda, or cpu to try the script out")
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -84,7 +85,7 @@ def competitors(cuda: bool) -> dict[str, tuple[Build, bool]]:
     return found
 
 
-class Bench:
+class Tensors:
     """Parameters and gradients on the device, put back before each step."""
 
     def __init__(self, sizes: list[tuple[int, ...]], device: str) -> None:
@@ -135,85 +136,83 @@ def without_kernels(off: bool) -> contextlib.AbstractContextManager:
 
 
 def measure(
-    model: str, arguments: argparse.Namespace, only: Collection[str] | None = None
+    model: str, device: str, quick: bool, repeats: int, only: Collection[str] | None = None
 ) -> list[dict[str, Any]]:
-    bench = Bench(shapes(model, arguments.quick), arguments.device)
+    """A row for each competitor, or for those named in `only`, which take turns."""
+    tensors = Tensors(shapes(model, quick), device)
     rows: list[dict[str, Any]] = []
     running = []
-    for name, (build, off) in competitors(arguments.device == "cuda").items():
+    for name, (build, off) in competitors(device == "cuda").items():
         if only is not None and name not in only:
             continue
         row: dict[str, Any] = {"model": model, "name": name, "seconds": []}
         rows.append(row)
         try:
             with without_kernels(off):
-                bench.restore()
+                tensors.restore()
                 start = time.perf_counter()
-                optimizer = build(bench.params)
+                optimizer = build(tensors.params)
                 optimizer.step()
-                bench.wait()
+                tensors.wait()
                 row["first_seconds"] = time.perf_counter() - start  # compilation included
                 if "AdamW" not in name:
-                    row["error"] = bench.error(scaled="gram-newton-schulz" not in name)
+                    row["error"] = tensors.error(scaled="gram-newton-schulz" not in name)
                 for _ in range(2):
-                    bench.restore()
-                    row["extra"] = bench.memory(optimizer.step)
-        except Exception as error:  # whatever it raises is its answer
+                    tensors.restore()
+                    row["extra"] = tensors.memory(optimizer.step)
+        except Exception as error:  # reported as a refusal
             row["refusal"] = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:90]}"
             continue
         running.append((row, optimizer, off))
-    for _ in range(arguments.repetitions):
+    for _ in range(repeats):
         for row, optimizer, off in running:
             with without_kernels(off):
-                bench.restore()
-                bench.wait()
+                tensors.restore()
+                tensors.wait()
                 start = time.perf_counter()
                 optimizer.step()
-                bench.wait()
+                tensors.wait()
                 row["seconds"].append(time.perf_counter() - start)
     return rows
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    medians = {row["name"]: statistics.median(row["seconds"]) for row in rows if row["seconds"]}
-    print(f"\n{rows[0]['model']}\n{'':32}{'ms':>9}{'of torch':>10}{'extra MB':>10}{'error':>9}{'first s':>9}")
+def text_of(rows: list[dict[str, Any]]) -> str:
+    """A table in plain text, which needs no package."""
+    medians = {row["name"]: median(row["seconds"]) for row in rows}
+    torchs = medians.get("torch.optim.Muon") or float("nan")
+    lines = [
+        f"{rows[0]['model']}",
+        f"{'':32}{'ms':>9}{'of torch':>10}{'extra MB':>10}{'error':>9}{'first s':>9}",
+    ]
     for row in rows:
         if "refusal" in row:
-            print(f"{row['name']:32}  refuses: {row['refusal']}")
+            lines.append(f"{row['name']:32}  refuses: {row['refusal']}")
             continue
-        ratio = medians[row["name"]] / medians.get("torch.optim.Muon", float("nan"))
-        print(
-            f"{row['name']:32}{1e3 * medians[row['name']]:9.2f}{ratio:10.2f}{row['extra'] / 1e6:10.1f}"
+        seconds = medians[row["name"]]
+        lines.append(
+            f"{row['name']:32}{1e3 * seconds:9.2f}{seconds / torchs:10.2f}{row['extra'] / 1e6:10.1f}"
             f"{row.get('error', float('nan')):9.4f}{row['first_seconds']:9.1f}"
         )
+    return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default=",".join(MODELS), help="sets of matrices, separated by commas")
-    parser.add_argument("--repetitions", type=int, default=10, help="timed steps of each (default: 10)")
-    parser.add_argument("--json", type=Path, help="file for every repetition")
-    parser.add_argument("--quick", action="store_true", help="tiny matrices, which shows that it works")
-    parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script out")
-    arguments = parser.parse_args()
-    arguments.only = arguments.only.split(",")
-    if unknown := set(arguments.only) - set(MODELS):
-        parser.error(f"--only {','.join(unknown)}: the sets are {', '.join(MODELS)}")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("this needs a GPU that torch can use; tools/bench/muon.py runs on CPU")
-    if arguments.device == "cpu":
+def _measured(bench: Bench, model: str) -> Measured:
+    device = bench.arguments.device
+    if device == "cuda" and not torch.cuda.is_available():
+        bench.parser.error("this needs a GPU that torch can use; tools/bench/muon.py runs on CPU")
+    if device == "cpu":
         torch.compiler.set_stance("force_eager")  # compiling takes longer than all the rest
-    card = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
+    card = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     kernels = "with" if importlib.util.find_spec("quack") else "without"
-    print(f"torch {torch.__version__}, {card}, {kernels} quack-kernels")
-    record: dict[str, Any] = {"torch": torch.__version__, "device": card, "results": []}
-    for model in arguments.only:
-        rows = measure(model, arguments)
-        show(rows)
-        record["results"] += rows
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    rows = measure(model, device, bench.quick, bench.repeats)
+    return Measured(
+        {"device": card, "results": rows}, [f"{text_of(rows)}\n{card}, {kernels} quack-kernels\n"]
+    )
+
+
+for _model in MODELS:
+    BENCH.part(_model)(partial(_measured, model=_model))
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.main()

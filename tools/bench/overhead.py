@@ -1,7 +1,7 @@
-"""What the schedule itself costs: time of the main thread in `step` outside of forwards and backwards.
+"""Overhead of the schedule: time of the main thread in `step` outside of forwards and backwards.
 
-CPU time of the thread is counted, which waiting for a neighbour does not add to: what is left is Python,
-swapping versions of the weights, and starting messages. The stages have the number of parameters of a
+CPU time of the thread is counted, without waiting for neighbours: it is Python, swapping versions of the
+weights, and starting messages. The stages have the number of parameters of a
 real one, since a swap goes through them, and next to no elements.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-from _pipelines import Pipeline, build_pipeline, squared_error
+from _pipelines import KEPT, build_pipeline, forget, squared_error
 from _pool import Pool
 from _transformer import random_batch, transformer_stage
 
@@ -61,10 +61,6 @@ class _Meter:
         return call
 
 
-_kept: dict[str, tuple[Pipeline, _Meter, _Meter]] = {}
-"""In a worker: the pipelines, with their meters of forwards and backwards, and of whole steps."""
-
-
 def _prepare(rank: int, group: dist.ProcessGroup, schedule: str, microbatches: int) -> int:
     compute, whole = _Meter(), _Meter()
     pipeline = build_pipeline(
@@ -81,13 +77,13 @@ def _prepare(rank: int, group: dist.ProcessGroup, schedule: str, microbatches: i
     stage.backward_maybe_with_nosync = compute.metered(stage.backward_maybe_with_nosync)
     pipeline.schedule.step = whole.metered(pipeline.schedule.step)
     pipeline.warm_up()
-    _kept[schedule] = pipeline, compute, whole
+    KEPT[schedule] = pipeline, compute, whole
     return len(pipeline.parameters)
 
 
 def _repeat(rank: int, group: dist.ProcessGroup, schedule: str, microbatches: int, steps: int) -> float:
     """CPU seconds a microbatch outside of forward and backward, on this rank."""
-    pipeline, compute, whole = _kept[schedule]
+    pipeline, compute, whole = KEPT[schedule]
     dist.barrier(group)
     pipeline.train_step()
     compute.seconds = whole.seconds = 0.0
@@ -99,10 +95,6 @@ def _repeat(rank: int, group: dist.ProcessGroup, schedule: str, microbatches: in
     assert compute.calls == steps * microbatches * (3 if pipeline.stages[0].is_last else 2)
     pipeline.finish()
     return seconds / (steps * microbatches)
-
-
-def _forget(rank: int, group: dist.ProcessGroup) -> None:
-    _kept.clear()
 
 
 def measure_overhead(pool: Pool, repeats: int, microbatches: int = 8, steps: int = 10) -> list[Overhead]:
@@ -117,5 +109,5 @@ def measure_overhead(pool: Pool, repeats: int, microbatches: int = 8, steps: int
             seconds = pool.run(RANKS, _repeat, name, microbatches, steps)
             for case, value in zip(stages, seconds, strict=True):
                 case.pair_seconds.append(value)
-    pool.run(RANKS, _forget)
+    pool.run(RANKS, forget)
     return [case for stages in cases.values() for case in stages]

@@ -1,4 +1,4 @@
-"""How much of the experts' messages overlapped pairs hide, and what a pair costs where there is none to hide.
+"""How much of the experts' messages overlapped pairs hide, and their overhead without latency to hide.
 
     python tools/bench/overlap.py [--quick] [--only sleeping,computing] [--experts 1] [--json results.json]
 
@@ -7,43 +7,31 @@ A rank has two layers like those of a mixture of experts, each with two all-to-a
 - "sleeping": layers sleep, and each message takes a set time over gloo between the expert-parallel ranks of a
   stage, of which there are two. Sleeping takes no processor, so that there may be more processes than cores;
   `--experts 1` leaves out the work of the messages themselves.
-- "computing": matrix products, and messages that take what they take. On few cores they compete with the
-  computation for the processor; what is hidden is reported, whatever it is.
+- "computing": matrix products, and real messages. On few cores they compete with the computation for the
+  processor; the hidden share is only reported.
 
 All schedules are measured in one run, by turns; figures are medians of the repetitions. The exit status is 1
 if a floor is missed, as it is on busy cores: of messages that take half as long as the computation at least
 80 % hidden at every shape, and without latency at most 3 % lost, both against Async2BW without overlap.
 """
 
-import argparse
-import json
-import os
-import platform
-import statistics
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
-
-# In the workers too, which inherit it: one thread each, before torch is imported.
-os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 import torch.distributed as dist
 from _dualpipe import overlap_pairs
 from _experts import DelayedExchange, computing_stage, sleeping_stage
-from _pipelines import SCHEDULES, Pipeline, build_pipeline
+from _harness import Bench, Measured, median, record_of, table
+from _pipelines import KEPT, SCHEDULES, build_pipeline, forget, time_steps
 from _pool import Pool
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from sleeping import BACKWARD_SECONDS, FORWARD_SECONDS, Clock
+from sleeping import BACKWARD_SECONDS, FORWARD_SECONDS, Clock, warm_up_steps
 
-import titan_async
+BENCH = Bench(__doc__, repeats=5, quick="schedules without a floor only once", quick_repeats=3)
+BENCH.add_argument("--experts", type=int, default=2, help="ranks of a stage (default: 2)")
 
-PARTS = ["sleeping", "computing"]
 SHAPES = [(2, 4), (4, 8)]
 """Stages and microbatches."""
 COMPUTING_SHAPES = [(1, 4), (2, 4)]
@@ -70,7 +58,6 @@ HALF = COMPUTATION / 2 / MESSAGES
 HIDDEN, LOST = 0.80, 0.03
 
 _SLEEPING_WIDTH, _WIDTH, _ROWS = 8, 256, 1024
-_WARMUP_MICROBATCHES = 8
 
 
 @dataclass
@@ -89,16 +76,13 @@ class Case:
 
     @property
     def median(self) -> float | None:
-        return statistics.median(self.seconds) if self.seconds else None
+        return median(self.seconds)
 
-    @property
     def key(self) -> tuple:
         """Of its pipeline, which delays messages by any latency."""
         return self.schedule, self.stages, self.microbatches, self.latency is None
 
 
-_kept: dict[tuple, Pipeline] = {}
-"""In a worker: the pipelines that have been built and warmed up."""
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 """In a worker, by their ranks."""
 
@@ -147,32 +131,20 @@ def _prepare(rank: int, group: dist.ProcessGroup, case: Case) -> bool:
     if overlapped and name == "DualPipeV":
         overlap_pairs(pipeline.schedule)
     pipeline.warm_up()
-    _kept[case.key] = pipeline
+    KEPT[case.key()] = pipeline
     return True
 
 
 def _repeat(rank: int, group: dist.ProcessGroup, case: Case, microbatches: int) -> float:
-    """Seconds for a microbatch on this rank, of so many or more after the warm-up.
-
-    A barrier comes before the warm-up only: in a steady state Async2BW's stages are at different points of
-    the batch, and one in the middle would empty the pipeline.
-    """
-    pipeline = _kept[case.key]
+    """Seconds for a microbatch on this rank, of so many or more after the warm-up."""
+    pipeline = KEPT[case.key()]
     for stage in pipeline.stages:
         for module in stage.submod.modules():
             if isinstance(module, DelayedExchange):
                 module.latency = case.latency
     dist.barrier(group)
-    if case.schedule.startswith("Async2BW"):
-        for _ in range(-(-_WARMUP_MICROBATCHES // case.microbatches)):
-            pipeline.train_step()
-    steps = -(-microbatches // case.microbatches)
-    start = time.perf_counter()
-    for _ in range(steps):
-        pipeline.train_step()
-    seconds = time.perf_counter() - start
-    pipeline.finish()
-    return seconds / steps / case.microbatches
+    warm_up = warm_up_steps(case.microbatches) if case.schedule.startswith("Async2BW") else 0
+    return time_steps(pipeline, -(-microbatches // case.microbatches), warm_up) / case.microbatches
 
 
 def _messages(rank: int, group: dist.ProcessGroup, case: Case, count: int) -> float:
@@ -188,21 +160,27 @@ def _messages(rank: int, group: dist.ProcessGroup, case: Case, count: int) -> fl
     return (time.perf_counter() - start) / count
 
 
-def _forget(rank: int, group: dist.ProcessGroup) -> None:
-    _kept.clear()
+def _connected(bench: Bench, shapes: list[tuple[int, int]]) -> Pool:
+    """The processes, once they have the groups of all pipelines and stages."""
+    bench.pool.run(bench.pool.ranks, _connect, shapes, bench.arguments.experts)
+    return bench.pool
 
 
-def _measure(pool: Pool, cases: list[Case], arguments: argparse.Namespace) -> None:
+def _sizes(bench: Bench, shapes: list[tuple[int, int]]) -> set[int]:
+    return {stages * bench.arguments.experts for stages, _ in shapes}
+
+
+def _measure(pool: Pool, cases: list[Case], bench: Bench) -> None:
     """Fill in the repetitions of `cases`, which share ranks, by turns."""
     ranks = cases[0].stages * cases[0].experts
-    prepared = {case.key: case for case in cases}
+    prepared = {case.key(): case for case in cases}
     runnable = {key for key, case in prepared.items() if all(pool.run(ranks, _prepare, case))}
-    for repetition in range(arguments.repeats):
+    for repetition in range(bench.repeats):
         for case in cases:
             has_floor = case.schedule.startswith("Async2BW")
-            if case.key in runnable and (has_floor or not (arguments.quick and repetition)):
+            if case.key() in runnable and (has_floor or not (bench.quick and repetition)):
                 case.seconds.append(max(pool.run(ranks, _repeat, case, 16)))
-    pool.run(ranks, _forget)
+    pool.run(ranks, forget)
 
 
 def _by_schedule(cases: list[Case], **of_case: Any) -> dict[str, float | None]:
@@ -214,124 +192,79 @@ def _milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:.0f}"
 
 
-def _sleeping(pool: Pool, arguments: argparse.Namespace) -> tuple[dict[str, Any], list[Table], bool]:
-    cases: list[Case] = []
-    for stages, microbatches in SHAPES:
+@BENCH.part("sleeping", lambda bench: _sizes(bench, SHAPES))
+def _sleeping(bench: Bench) -> Measured:
+    pool, cases, columns, floors = _connected(bench, SHAPES), [], {}, []
+    for stages, m in SHAPES:
         of_shape = [
-            Case(name, stages, microbatches, arguments.experts, latency)
+            Case(name, stages, m, bench.arguments.experts, latency)
             for latency in (0.0, HALF)
             for name in COMPARED
         ]
-        _measure(pool, of_shape, arguments)
+        _measure(pool, of_shape, bench)
         cases += of_shape
-    table = Table(
-        title=f"ms a microbatch, of which {_milliseconds(COMPUTATION)} asleep; messages after the colon",
-        box=SIMPLE_HEAD,
-    )
-    floors = Table("stages, m", "hidden", "at least", "lost without latency", "at most", box=SIMPLE_HEAD)
-    columns = []
-    floors_of, met = [], True
-    table.add_column("schedule")
-    for stages, microbatches in SHAPES:
-        shape = f"{stages}, {microbatches}"
-        free = _by_schedule(cases, stages=stages, latency=0.0)
-        delayed = _by_schedule(cases, stages=stages, latency=HALF)
-        columns += [free, delayed]
-        for latency in (0.0, HALF):
-            table.add_column(f"{shape}: {_milliseconds(MESSAGES * latency)}", justify="right")
+        free, delayed = (_by_schedule(of_shape, latency=latency) for latency in (0.0, HALF))
+        columns[f"{stages}, {m}: 0"] = free
+        columns[f"{stages}, {m}: {_milliseconds(MESSAGES * HALF)}"] = delayed
         hidden = (delayed["Async2BW"] - delayed["Async2BW, overlapped"]) / (MESSAGES * HALF)
         lost = free["Async2BW, overlapped"] / free["Async2BW"] - 1
-        floors.add_row(shape, f"{hidden:.1%}", f"{HIDDEN:.0%}", f"{lost:+.1%}", f"{LOST:.0%}")
-        floors_of.append({"stages": stages, "microbatches": microbatches, "hidden": hidden, "lost": lost})
-        met = met and hidden >= HIDDEN and lost <= LOST
-    for name in COMPARED:
-        table.add_row(name, *(_milliseconds(column[name]) for column in columns))
-    return {"cases": _records(cases), "floors": floors_of}, [table, floors], met
+        floors.append({"stages": stages, "microbatches": m, "hidden": hidden, "lost": lost})
+    times = table(
+        f"ms a microbatch, of which {_milliseconds(COMPUTATION)} asleep; messages after the colon",
+        {
+            "schedule": str,
+            **{
+                heading: lambda name, found=found: _milliseconds(found[name])
+                for heading, found in columns.items()
+            },
+        },
+        COMPARED,
+    )
+    bounds = table(
+        "Bounds",
+        {
+            "stages, m": lambda floor: f"{floor['stages']}, {floor['microbatches']}",
+            "hidden": lambda floor: f"{floor['hidden']:.1%}",
+            "at least": lambda floor: f"{HIDDEN:.0%}",
+            "lost without latency": lambda floor: f"{floor['lost']:+.1%}",
+            "at most": lambda floor: f"{LOST:.0%}",
+        },
+        floors,
+    )
+    met = all(floor["hidden"] >= HIDDEN and floor["lost"] <= LOST for floor in floors)
+    record = {"cases": [record_of(case) for case in cases], "floors": floors}
+    return Measured(record, [times, bounds], "" if met else "a floor is missed")
 
 
-def _computing(pool: Pool, arguments: argparse.Namespace) -> tuple[dict[str, Any], list[Table], bool]:
-    size = _ROWS * _WIDTH * 4 / 2**20
-    table = Table(
-        "stages, m", "Async2BW", "overlapped", "its messages alone", "hidden", box=SIMPLE_HEAD,
-        title=f"ms a microbatch that is computed, with {MESSAGES} real messages of {size:.0f} MiB",
-    )  # fmt: skip
-    cases: list[Case] = []
-    shares = []
-    for stages, microbatches in COMPUTING_SHAPES:
+@BENCH.part("computing", lambda bench: _sizes(bench, COMPUTING_SHAPES))
+def _computing(bench: Bench) -> Measured:
+    pool, cases, shares = _connected(bench, COMPUTING_SHAPES), [], []
+    for stages, m in COMPUTING_SHAPES:
         names = ("Async2BW", "Async2BW, overlapped")
-        of_shape = [Case(name, stages, microbatches, arguments.experts, None) for name in names]
-        _measure(pool, of_shape, arguments)
-        alone = max(pool.run(stages * arguments.experts, _messages, of_shape[0], 8))
+        of_shape = [Case(name, stages, m, bench.arguments.experts, None) for name in names]
+        _measure(pool, of_shape, bench)
+        alone = max(pool.run(stages * bench.arguments.experts, _messages, of_shape[0], 8))
         one_by_one, together = (case.median or 0.0 for case in of_shape)
         hidden = (one_by_one - together) / alone
-        table.add_row(
-            f"{stages}, {microbatches}",
-            *(f"{1e3 * seconds:.1f}" for seconds in (one_by_one, together, alone)),
-            f"{hidden:.0%}",
-        )
         cases += of_shape
-        shares.append({"stages": stages, "microbatches": microbatches, "messages": alone, "hidden": hidden})
-    return {"cases": _records(cases), "shares": shares}, [table], True
-
-
-def _records(cases: list[Case]) -> list[dict[str, Any]]:
-    return [{**asdict(case), "median": case.median} for case in cases]
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default=",".join(PARTS), help="parts to run, separated by commas")
-    parser.add_argument("--repeats", type=int, help="repetitions of each case (default: 5; 3 if --quick)")
-    parser.add_argument("--experts", type=int, default=2, help="ranks of a stage (default: 2)")
-    parser.add_argument("--quick", action="store_true", help="schedules without a floor only once")
-    parser.add_argument("--json", type=Path, help="file for every repetition and median")
-    arguments = parser.parse_args()
-    arguments.only = arguments.only.split(",")
-    unknown = sorted(set(arguments.only) - set(PARTS))
-    if unknown:
-        parser.error(f"--only {','.join(unknown)}: the parts are {', '.join(PARTS)}")
-    arguments.repeats = arguments.repeats or (3 if arguments.quick else 5)
-    return arguments
-
-
-def main() -> int:
-    arguments = _arguments()
-    shapes = {"sleeping": SHAPES, "computing": COMPUTING_SHAPES}
-    measured = sorted({shape for part in arguments.only for shape in shapes[part]})
-    sizes = sorted({stages * arguments.experts for stages, _ in measured})
-    record: dict[str, Any] = {
-        "versions": {"python": platform.python_version(), "torch": torch.__version__,
-                     "titan_async": titan_async.__version__},
-        "machine": {"cores": os.cpu_count(), "architecture": platform.machine(),
-                    "load_before": os.getloadavg()},
-        "repeats": arguments.repeats,
-        "experts": arguments.experts,
-        "parts": {},
-    }  # fmt: skip
-    console = Console(width=max(Console().width, 140))  # also into a file
-    start = time.monotonic()
-    met = True
-    with Pool(sizes) as pool:
-        pool.run(sizes[-1], _connect, measured, arguments.experts)
-        for part, measure in (("sleeping", _sleeping), ("computing", _computing)):
-            if part in arguments.only:
-                record["parts"][part], tables, fine = measure(pool, arguments)
-                for table in tables:
-                    console.print(table)
-                met = met and fine
-    load = record["machine"]["load_before"][0]
-    console.print(f"{time.monotonic() - start:.0f} s, load average before {load:.1f}")
-    if not met:
-        console.print("a floor is missed")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
-    return 0 if met else 1
+        shares.append({"stages": stages, "microbatches": m, "messages": alone, "hidden": hidden})
+    found = {(case.schedule, case.stages, case.microbatches): case.median for case in cases}
+    columns = {
+        "stages, m": lambda share: f"{share['stages']}, {share['microbatches']}",
+        **{
+            heading: lambda share, name=name: (
+                f"{1e3 * found[name, share['stages'], share['microbatches']]:.1f}"
+            )
+            for heading, name in (("Async2BW", "Async2BW"), ("overlapped", "Async2BW, overlapped"))
+        },
+        "its messages alone": lambda share: f"{1e3 * share['messages']:.1f}",
+        "hidden": lambda share: f"{share['hidden']:.0%}",
+    }
+    size = _ROWS * _WIDTH * 4 / 2**20
+    title = f"ms a microbatch that is computed, with {MESSAGES} real messages of {size:.0f} MiB"
+    record = {"cases": [record_of(case) for case in cases], "shares": shares}
+    return Measured(record, [table(title, columns, shares)])
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    BENCH.main()

@@ -1,28 +1,26 @@
 # ruff: noqa: E402
-"""Compares what the planner predicts with training runs that others published. Run by hand:
+"""Compares plans with published training runs. Run by hand:
 
     python tools/bench/published.py [--only Llama] [--json results.json] [--markdown]
 
 The runs are those of `_published_rows.py`. Half of them were there to choose the constants of
 `titan_async/planning/hardware.py` by; the others are held out. The exit status is 1 if a held-out run is
-missed by more than 15 % in time or 10 % in memory, unless its row says why the plan cannot know. It takes two
+missed by more than 15 % in time or 10 % in memory, unless its row gives a reason. It takes two
 minutes."""
 
-import argparse
 import dataclasses
 import importlib
-import json
 import logging
 import math
 import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 
 from titan_async.config.device import ensure_device
 
 ensure_device()  # before torchtitan is imported
 
+from _harness import Bench, Measured, record_of
 from _published_rows import ROWS, UNPLANNED, Dense, Registered, Row
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config import CompileConfig, ParallelismConfig
@@ -38,6 +36,10 @@ from titan_async.planning.step_time import stage_costs, step_time
 from titan_async.recipes.debug import debug
 from titan_async.recipes.dense_models import dense_spec, llama
 from titan_async.training.model_parts import alike_layers
+
+BENCH = Bench(__doc__)
+BENCH.add_argument("--only", dest="name", default="", metavar="TEXT", help="runs whose name contains this")
+BENCH.add_argument("--markdown", action="store_true", help="print the table of docs/planning.md")
 
 TIME_BOUND, MEMORY_BOUND = 1.15, 1.10
 
@@ -82,7 +84,7 @@ def _apart(ratio: float) -> float:
 
 
 def cluster_for(row: Row) -> Cluster:
-    """The row's hardware, with what it says about it."""
+    """The row's hardware, with the row's own figures."""
     cluster = cluster_of(row.gpu)
     accelerator = cluster.accelerator
     if row.attention:
@@ -232,37 +234,26 @@ def summary(found: Sequence[Comparison]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="runs whose name contains this")
-    parser.add_argument("--json", type=Path, help="file for every number")
-    parser.add_argument("--markdown", action="store_true", help="print the table of docs/planning.md")
-    arguments = parser.parse_args()
+@BENCH.part("runs")
+def _runs(bench: Bench) -> Measured:
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore", category=UserWarning, module="torchtitan")
     found: list[Comparison] = []
     traced: dict[tuple[object, ...], dict[str, Part]] = {}
     for row in ROWS:
-        if arguments.only in row.name:
+        if bench.arguments.name in row.name:
             key = row.model, row.microbatch, row.seq_len, row.recompute, row.pure_bf16, row.loss_chunks
             traced[key] = traced.get(key) or parts_for(row)
             found.append(compare(row, traced[key]))
             print(f"{found[-1].time:.2f} {row.name} ({found[-1].gpus})", file=sys.stderr)
-    if arguments.markdown:
-        print(markdown(found))
-        print("\nWithout a row:\n")
-        for unplanned in UNPLANNED:
-            print(f"- {unplanned.name} ({unplanned.source}): {unplanned.why}.")
-        print()
-    print(summary(found))
-    if arguments.json:
-        record = [{**dataclasses.asdict(c), "time": c.time, "memory": c.memory} for c in found]
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
-    missed = [c.name for c in found if c.missed]
-    if missed:
-        print(f"held out and missed: {', '.join(missed)}", file=sys.stderr)
-    return bool(missed)
+    text = summary(found)
+    if bench.arguments.markdown:
+        unplanned = [f"- {each.name} ({each.source}): {each.why}." for each in UNPLANNED]
+        text = "\n".join([markdown(found), "\nWithout a row:\n", *unplanned, "", text])
+    missed = ", ".join(c.name for c in found if c.missed)
+    record = [record_of(comparison) for comparison in found]
+    return Measured(record, [text], f"held out and missed: {missed}" if missed else "")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    BENCH.main()

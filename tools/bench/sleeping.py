@@ -1,15 +1,14 @@
-"""How busy the stages are when computing takes a known time: stages that sleep, exactly or with jitter.
+"""Utilization of stages whose computation takes a known time: they sleep, exactly or with jitter.
 
 Utilization is the share of a step in which a rank sleeps, m (tF + tB) / time of a step. Every rank sleeps
 20 ms for each forward and 40 ms for each backward, whatever number of stages it holds; where a schedule
 separates them, the gradient of the input and that of the weights take half of a backward each.
 
-`BARE` is what the machine leaves to reach: the same forwards, backwards and messages in Async2BW's order, by
-autograd and gloo alone.
+`BARE` is the utilization that this machine can reach: the same forwards, backwards and messages in Async2BW's
+order, by autograd and gloo alone.
 """
 
 import ctypes
-import math
 import random
 import statistics
 import sys
@@ -21,7 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _pipelines import SCHEDULES, build_pipeline
+from _harness import median
+from _pipelines import KEPT, SCHEDULES, build_pipeline, forget, time_steps
 from _pool import Pool
 from torch import Tensor, nn
 
@@ -39,6 +39,9 @@ __all__ = [
     "Utilization",
     "measure_jitter",
     "measure_sleeping",
+    "prepare",
+    "repeat",
+    "warm_up_steps",
 ]
 
 BARE = "no schedule"
@@ -55,8 +58,11 @@ JITTER_SHAPES = [(4, 4), (4, 8)]
 _WIDTH = 8
 _VOCABULARY = 32_768
 """Rows of the parameter that the two ends of a pipeline share: 1 MiB, as much as travels for each batch."""
-_WARMUP_MICROBATCHES = 8
-"""Of Async2BW, at least one batch: the pipeline is full then."""
+
+
+def warm_up_steps(microbatches: int) -> int:
+    """Steps until a pipeline of Async2BW is full: those of eight microbatches, at least one."""
+    return -(-8 // microbatches)
 
 
 @dataclass
@@ -73,11 +79,18 @@ class Utilization:
 
     @property
     def median(self) -> float | None:
-        return statistics.median(self.repetitions) if self.repetitions else None
+        return median(self.repetitions)
+
+    def is_async(self) -> bool:
+        return self.schedule == BARE or SCHEDULES[self.schedule].build is ScheduleAsync2BW
+
+    def key(self) -> tuple:
+        """Of its pipeline."""
+        return self.schedule, self.ranks, self.microbatches, self.lookahead
 
 
 class Clock:
-    """Sleeps, and adds up for how long it was asked to."""
+    """Sleeps, and adds up the requested seconds."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -144,7 +157,7 @@ class SleepingStage(nn.Module):
 
 
 class _Bare:
-    """Runs Async2BW's order as a `Pipeline` does, and nothing beside: no checks, versions, clip or update."""
+    """Runs Async2BW's order as a `Pipeline` does, without checks, weight versions, clip or update."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, microbatches: int) -> None:
         self.module = module
@@ -202,11 +215,7 @@ class _Bare:
             self.sending.popleft()[1].wait()
 
 
-_kept: dict[tuple, tuple[Any, Clock]] = {}
-"""In a worker: the pipelines that have been built and warmed up."""
-
-
-def _prepare(rank: int, group: dist.ProcessGroup, case: Utilization) -> bool:
+def prepare(rank: int, group: dist.ProcessGroup, case: Utilization) -> bool:
     """Build a pipeline and warm it up; whether it can run."""
     if sys.platform == "linux":  # which else lets each sleep last 50 us longer than asked for
         ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)
@@ -230,66 +239,49 @@ def _prepare(rank: int, group: dist.ProcessGroup, case: Utilization) -> bool:
     if pipeline is None:
         return False
     pipeline.warm_up()
-    _kept[_key(case)] = pipeline, clock
+    KEPT[case.key()] = pipeline, clock
     return True
 
 
-def _is_async(case: Utilization) -> bool:
-    return case.schedule == BARE or SCHEDULES[case.schedule].build is ScheduleAsync2BW
-
-
-def _key(case: Utilization) -> tuple:
-    return case.schedule, case.ranks, case.microbatches, case.lookahead
-
-
-def _repeat(
+def repeat(
     rank: int, group: dist.ProcessGroup, case: Utilization, steps: int, seed: int | None
 ) -> tuple[float, float]:
-    """Seconds that this rank slept and that passed for it in `steps` steps after the warm-up.
-
-    A barrier comes before the warm-up only: in a steady state Async2BW's stages are at different points
-    of the batch, and one in the middle would empty the pipeline.
-    """
-    pipeline, clock = _kept[_key(case)]
+    """Seconds that this rank slept and that passed for it in `steps` steps after the warm-up."""
+    pipeline, clock = KEPT[case.key()]
     clock.jitter = None if seed is None else random.Random(100 * seed + rank)
     dist.barrier(group)
-    warmup = math.ceil(_WARMUP_MICROBATCHES / case.microbatches) if _is_async(case) else 0
-    for _ in range(warmup):
-        pipeline.train_step()
-    slept, start = clock.slept, time.perf_counter()
-    for _ in range(steps):
-        pipeline.train_step()
-    slept, seconds = clock.slept - slept, time.perf_counter() - start
-    pipeline.finish()
-    return slept, seconds
-
-
-def _forget(rank: int, group: dist.ProcessGroup) -> None:
-    _kept.clear()
+    warm_up = warm_up_steps(case.microbatches) if case.is_async() else 0
+    slept: list[float] = []
+    seconds = time_steps(pipeline, steps, warm_up, lambda: slept.append(clock.slept))
+    return slept[1] - slept[0], steps * seconds
 
 
 def _measure(pool: Pool, cases: list[Utilization], repeats: int, steps: int | None, jitter: bool) -> None:
     """Fill in the repetitions of `cases`, which share ranks, by turns."""
     ranks = cases[0].ranks
-    runnable = [case for case in cases if all(pool.run(ranks, _prepare, case))]
+    runnable = [case for case in cases if all(pool.run(ranks, prepare, case))]
     for repetition in range(repeats):
         for case in runnable:
             # A synchronous step is the same each time; Async2BW is to show that it keeps its pace.
-            least = 16 if _is_async(case) or jitter else 8
+            least = 16 if case.is_async() or jitter else 8
             count = steps or max(least // case.microbatches, 1)
-            results = pool.run(ranks, _repeat, case, count, repetition if jitter else None)
+            results = pool.run(ranks, repeat, case, count, repetition if jitter else None)
             slept = statistics.mean(slept for slept, _ in results)
             case.repetitions.append(slept / max(seconds for _, seconds in results))
-    pool.run(ranks, _forget)
+    pool.run(ranks, forget)
 
 
 def measure_sleeping(
-    pool: Pool, shapes: list[tuple[int, int]], repeats: int, steps: int | None = None
+    pool: Pool,
+    shapes: list[tuple[int, int]],
+    repeats: int,
+    steps: int | None = None,
+    schedules: Iterable[str] = (*SCHEDULES, BARE),
 ) -> list[Utilization]:
     """Utilization of every schedule, and of none, with stages of exactly equal cost."""
     results = []
     for ranks, microbatches in shapes:
-        cases = [Utilization(schedule, ranks, microbatches) for schedule in [*SCHEDULES, BARE]]
+        cases = [Utilization(schedule, ranks, microbatches) for schedule in schedules]
         _measure(pool, cases, repeats, steps, jitter=False)
         results += cases
     return results

@@ -126,7 +126,7 @@ def joined(place: Place, bound: bool = False) -> Iterator[Any]:
         init_method=f"tcp://127.0.0.1:{place.port}",
         rank=place.rank,
         world_size=place.ranks,
-        timeout=timedelta(minutes=10),  # a check that hangs ends before, and tells where
+        timeout=timedelta(minutes=10),  # a check that hangs ends before, with its stacks
         **options,
     )
     yield dist.group.WORLD
@@ -141,7 +141,6 @@ def _process(measure: Measure, place: Place, folder: str, seconds: float) -> Non
     for stream in (1, 2):
         os.dup2(log, stream)
     faulthandler.enable()
-    # The stacks of a rank that hangs are what one wants to see of it.
     faulthandler.dump_traceback_later(seconds, exit=True)
     status = 1
     try:
@@ -163,7 +162,7 @@ def run(name: str, check: Check, gpus: int, seconds: float) -> Iterable[Row]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     places = [Place(rank, ranks, gpus, port) for rank in range(ranks)]
-    # CUDA wants processes that nobody has forked; without it, forks need not import torch again.
+    # CUDA does not work in forked processes; without it, forks need not import torch again.
     context = mp.get_context("spawn" if gpus else "forkserver")
     if not gpus:
         context.set_forkserver_preload(["torch.distributed.pipelining", "torch.distributed.fsdp"])

@@ -1,4 +1,4 @@
-"""One GPU, one process: what kernels that wait cost, which calls wait for them, and `StreamClock`.
+"""One GPU, one process: the cost of waiting kernels, calls that wait for them, and `StreamClock`.
 
 `ncclRecv` is a kernel that spins until its message is there. Here one of ours does the same, and ends by
 itself: the host may be stuck in the very call that waits for it.
@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(640, 1) wait_for(volatile int* flag
 }
 """
 _SHARED_BYTES = 96 * 1024
-"""A multiprocessor has no room for a block of a large matrix product beside so much shared memory."""
+"""With so much shared memory in use, a multiprocessor has no room for a block of a large matrix product."""
 
 
 class Waiting:
@@ -80,7 +80,7 @@ def judge_device(name: str, values: list[Any], place: Place) -> Row:
 
 
 def calibrate(place: Place) -> Iterator[tuple[str, Any]]:
-    """What `titan-async calibrate` finds in bfloat16, and how well so few numbers describe what it timed."""
+    """Results of `titan-async calibrate` in bfloat16, and the errors of its fit."""
     try:
         from titan_async.planning.device_timing import profile_device
     except ImportError as error:  # it needs more than torch
@@ -110,7 +110,7 @@ def judge_calibrate(name: str, values: list[Any], place: Place) -> Row:
 
 
 def gemm(place: Place) -> Iterator[tuple[str, Any]]:
-    """What a matrix product loses beside blocks that wait."""
+    """Slowdown of a matrix product while other blocks wait."""
     try:
         waiting = Waiting()
     except Exception as error:
@@ -196,7 +196,7 @@ def waiting_call(place: Place) -> Iterator[tuple[str, Any]]:
         start = time.perf_counter()
         call()
         seconds = time.perf_counter() - start
-    except Exception as error:  # no compiler, say
+    except Exception as error:  # such as a missing compiler
         yield name, f"{type(error).__name__}: {error}"[:200]
         return
     yield name, [expected, not waiting.still_wait(), seconds]
@@ -215,7 +215,7 @@ def judge_call(name: str, values: list[Any], place: Place) -> Row:
 
 
 def clock(place: Place) -> Iterator[tuple[str, Any]]:
-    """`StreamClock` beside CUDA's own events, across a change of its origin."""
+    """`StreamClock` against CUDA's own events, across a change of its origin."""
     from titan_async.monitor.recorder import StreamClock
 
     device = torch.device(place.device)

@@ -1,27 +1,35 @@
-"""Overlapped pairs: is the recurrence exact with experts on several ranks, and are their messages hidden?"""
+"""Overlapped pairs: whether the recurrence is exact with experts on two ranks, and messages hidden."""
 
 import functools
 import statistics
 import time
-import warnings
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from _checks import DIFFERS, NOTED, OK, Place, Row, joined
-from _ranks import HELD_CYCLES, Sleepy, batches, judge_host
+from _ranks import (
+    LR,
+    WIDTH,
+    Sleepy,
+    batches,
+    delayed_sgd,
+    judge_host,
+    largest_error,
+    shard,
+    time_host,
+    train_stage,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
 from titan_async.pipelining import ScheduleAsync2BW, all_to_all_single, hand_over
 
 __all__ = ["hidden", "judge_hidden", "recurrence"]
 
-_WIDTH, _LR, _STAGES, _EXPERTS = 64, 0.05, 2, 2
+_STAGES, _EXPERTS = 2, 2
 
 
 class Layer(nn.Module):
@@ -29,8 +37,8 @@ class Layer(nn.Module):
 
     def __init__(self, sleepy: nn.Module) -> None:
         super().__init__()
-        self.dense = nn.Linear(_WIDTH, _WIDTH).double()
-        self.expert = nn.Linear(_WIDTH, _WIDTH).double()
+        self.dense = nn.Linear(WIDTH, WIDTH).double()
+        self.expert = nn.Linear(WIDTH, WIDTH).double()
         self.sleepy = sleepy
         self.group: dist.ProcessGroup | None = None
 
@@ -62,11 +70,8 @@ def written_out(data: list[tuple[Tensor, Tensor]], microbatches: int) -> list[li
     experts = [layer.expert for of_stage in modules for of_rank in of_stage for layer in of_rank]
     params = [p for module in (*dense, *experts) for p in module.parameters()]
     of_experts = {id(p) for module in experts for p in module.parameters()}
-    before = [p.detach().clone() for p in params]
-    for inputs, targets in data:
-        newest = [p.detach().clone() for p in params]
-        with torch.no_grad():
-            torch._foreach_copy_(params, before)
+
+    def gradients(inputs: Tensor, targets: Tensor) -> list[Tensor]:
         # [replica, microbatch, expert, row, width]
         x = inputs.unflatten(1, (microbatches, _EXPERTS, -1))
         for of_stage in modules:
@@ -74,14 +79,11 @@ def written_out(data: list[tuple[Tensor, Tensor]], microbatches: int) -> list[li
                 x = torch.tanh(layer.dense(x))
                 sent = [of_stage[expert][number].expert(x[:, :, expert]) for expert in range(_EXPERTS)]
                 x = x + torch.stack(sent, dim=2)
-        loss = nn.functional.mse_loss(x.flatten(1, 3), targets)
-        gradients = torch.autograd.grad(loss, params)
-        with torch.no_grad():
-            for param, value, gradient in zip(params, newest, gradients, strict=True):
-                # FSDP averages over the replicas; an expert's gradient is the sum of all tokens that it got.
-                scale = _EXPERTS if id(param) in of_experts else 1
-                param.copy_(value - _LR * scale * gradient)
-        before = newest
+        found = torch.autograd.grad(nn.functional.mse_loss(x.flatten(1, 3), targets), params)
+        # FSDP averages over the replicas; an expert's gradient is the sum of all tokens that it got.
+        return [g * (_EXPERTS if id(p) in of_experts else 1) for p, g in zip(params, found, strict=True)]
+
+    delayed_sgd(params, data, gradients)
     for of_stage in modules:
         for of_rank in of_stage[1:]:
             for layer, first in zip(of_rank, of_stage[0], strict=True):
@@ -101,35 +103,23 @@ def _error(place: Place, sharded: bool) -> float:
         layer.group = mesh["dp"].get_group()
     if sharded:
         for layer in module:
-            for part, of_part in ((layer.expert, mesh["one"]), (layer.dense, mesh["dp"])):
-                fully_shard(part, mesh=of_part, reshard_after_forward=False)
-                part.set_force_sum_reduction_for_comms(not place.gpus)  # gloo has no other
-        fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
+            shard(layer.expert, mesh["one"], place)
+            shard(layer.dense, mesh["dp"], place)
+        shard(module, mesh["dp"], place)
     stage = PipelineStage(module, index, _STAGES, torch.device(place.device), group=mesh["pp"].get_group())
     schedule = ScheduleAsync2BW(stage, microbatches, loss_fn=nn.functional.mse_loss, overlap=True)
-    optimizer = torch.optim.SGD(module.parameters(), lr=_LR)
+    optimizer = torch.optim.SGD(module.parameters(), lr=LR)
 
-    def update(ready: bool) -> None:
-        if ready:
-            if not sharded:
-                for layer in module:
-                    for param in layer.dense.parameters():
-                        dist.all_reduce(param.grad, group=mesh["dp"].get_group())
-                        param.grad.div_(_EXPERTS)
-            optimizer.step()
-            optimizer.zero_grad()
+    def update() -> None:
+        if not sharded:
+            for param in (param for layer in module for param in layer.dense.parameters()):
+                dist.all_reduce(param.grad, group=mesh["dp"].get_group())
+                param.grad.div_(_EXPERTS)
+        optimizer.step()
+        optimizer.zero_grad()
 
-    for number, (inputs, targets) in enumerate(data):
-        args = (inputs[expert].to(place.device),) if stage.is_first else ()
-        target = targets[expert].to(place.device) if stage.is_last else None
-        schedule.step(*args, target=target, return_outputs=False)
-        update(schedule.gradient_ready)
-        if number == len(data) // 2:
-            update(schedule.drain())
-    update(schedule.drain())
-    have = [param.full_tensor() if sharded else param for param in module.parameters()]
-    want = written_out(data, microbatches)[index][expert].parameters()
-    return max((a.detach().cpu() - b).abs().max().item() for a, b in zip(have, want, strict=True))
+    have = train_stage(place, schedule, data, expert, update)
+    return largest_error(have, written_out(data, microbatches)[index][expert].parameters())
 
 
 def recurrence(place: Place) -> Iterator[tuple[str, float]]:
@@ -210,7 +200,7 @@ class Segments(nn.Module):
 
     def __init__(self, waiting: Waiting) -> None:
         super().__init__()
-        self.waiting, self.weight = waiting, nn.Parameter(torch.ones(_WIDTH))
+        self.waiting, self.weight = waiting, nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.weight
@@ -224,7 +214,7 @@ def hidden(place: Place) -> Iterator[tuple[str, Any]]:
     microbatches, times, step = 4, {}, None
     with joined(place):
         waiting = Waiting(place)
-        x = torch.ones(microbatches, _WIDTH, device=place.device)
+        x = torch.ones(microbatches, WIDTH, device=place.device)
         for overlap in (False, True):
             module = Segments(waiting).to(place.device)
             stage = PipelineStage(module, 0, 1, torch.device(place.device))
@@ -235,25 +225,8 @@ def hidden(place: Place) -> Iterator[tuple[str, Any]]:
         message = statistics.median(waiting.seconds(lambda: waiting.send(_MESSAGE)) for _ in range(3))
         yield "hidden by overlapped pairs", [times[False], times[True], 8 * microbatches * message]
         if place.gpus:
-            yield "host in step, overlapped", _host(step)
-
-
-def _host(step: Any) -> list[Any]:
-    """Host seconds of a step while the device is held up and else, and lines that wait for the device."""
-    seconds = {}
-    for held in (False, True):
-        torch.cuda.current_stream().synchronize()
-        if held:
-            torch.cuda._sleep(HELD_CYCLES)
-        torch.cuda.set_sync_debug_mode("warn")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            start = time.perf_counter()
-            step()
-            seconds[held] = time.perf_counter() - start
-        torch.cuda.set_sync_debug_mode("default")
-    waits = (each for each in caught if "synchroniz" in str(each.message))
-    return [seconds[True], seconds[False], dict(Counter(f"{w.filename}:{w.lineno}" for w in waits))]
+            (_, free, _), (_, held, waits) = (time_host(step, is_held, place) for is_held in (False, True))
+            yield "host in step, overlapped", [held, free, waits]
 
 
 def judge_hidden(name: str, values: list[Any], place: Place) -> Row:

@@ -1,39 +1,47 @@
-"""Several ranks, on a GPU each or on one: is the recurrence exact, and does the host ever wait?"""
+"""Several ranks, on a GPU each or on one: whether the recurrence is exact, and whether the host waits."""
 
 import os
 import statistics
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from _checks import NOT_CHECKED, OK, WRONG, Place, Row, joined
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 
 from titan_async.optim import ErrorFeedback, Muon, set_found_inf
 from titan_async.pipelining import ScheduleAsync2BW
 
 __all__ = [
-    "HELD_CYCLES",
+    "LR",
+    "WIDTH",
     "Sleepy",
     "batches",
     "bound_recurrence",
+    "delayed_sgd",
     "host",
     "judge_error",
     "judge_host",
+    "largest_error",
     "recurrence",
+    "shard",
+    "time_host",
+    "train_stage",
 ]
 
-_WIDTH, _ROWS, _LR = 64, 4, 0.05
+WIDTH, LR = 64, 0.05
+_ROWS = 4
 
 
 class Sleepy(nn.Module):
-    """Holds up the device at random, forward and backward: what no event orders then goes wrong."""
+    """Delays the device at random, forward and backward: missing synchronization then gives wrong results."""
 
     def __init__(self, device: str, seed: int) -> None:
         super().__init__()
@@ -56,7 +64,7 @@ def layers(stages: int) -> list[nn.Module]:
     """The modules of all stages, as every rank makes them."""
     torch.manual_seed(7)
     return [
-        nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh(), nn.Linear(_WIDTH, _WIDTH)).double()
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
         for _ in range(stages)
     ]
 
@@ -65,27 +73,77 @@ def batches(count: int, replicas: int, microbatches: int) -> Iterator[tuple[Tens
     """Inputs and targets, [replica, row, width]."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(count):
-        shape = (2, replicas, microbatches * _ROWS, _WIDTH)
+        shape = (2, replicas, microbatches * _ROWS, WIDTH)
         inputs, targets = torch.randn(shape, generator=generator, dtype=torch.double)
         yield inputs, targets
 
 
-def written_out(stages: int, data: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """The parameters after W[b+1] = W[b] - lr g_b, g_b at W[max(b-1, 0)], in a loop on one process."""
-    model = nn.Sequential(*layers(stages))
-    params = list(model.parameters())
+Gradients = Callable[[Tensor, Tensor], Sequence[Tensor]]
+
+
+def delayed_sgd(
+    params: list[nn.Parameter], data: Iterable[tuple[Tensor, Tensor]], gradients: Gradients
+) -> None:
+    """Move `params` by W[b+1] = W[b] - lr g_b, with g_b at W[max(b-1, 0)], in a loop on one process."""
     before = [param.detach().clone() for param in params]
     for inputs, targets in data:
         newest = [param.detach().clone() for param in params]
         with torch.no_grad():
             torch._foreach_copy_(params, before)
-        model.zero_grad()
-        nn.functional.mse_loss(model(inputs.flatten(0, 1)), targets.flatten(0, 1)).backward()
+        found = gradients(inputs, targets)
         with torch.no_grad():
-            for param, value in zip(params, newest, strict=True):
-                param.copy_(value - _LR * param.grad)
+            for param, value, gradient in zip(params, newest, found, strict=True):
+                param.copy_(value - LR * gradient)
         before = newest
-    return [param.detach() for param in params]
+
+
+def train_stage(
+    place: Place,
+    schedule: ScheduleAsync2BW,
+    data: list[tuple[Tensor, Tensor]],
+    replica: int,
+    update: Callable[[], None],
+    halfway: Callable[..., object] = lambda *args, **kwargs: None,
+) -> list[Tensor]:
+    """Parameters after training on a replica's data, with a drain and a call of `halfway` in the middle."""
+    stage = schedule._stage
+    for number, (inputs, targets) in enumerate(data):
+        args = (inputs[replica].to(place.device),) if stage.is_first else ()
+        target = targets[replica].to(place.device) if stage.is_last else None
+        schedule.step(*args, target=target, return_outputs=False)
+        if schedule.gradient_ready:
+            update()
+        if number == len(data) // 2:
+            if schedule.drain():
+                update()
+            halfway(*args, target=target)
+    if schedule.drain():
+        update()
+    params = stage.submod.parameters()
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu() for p in params]
+
+
+def largest_error(have: Iterable[Tensor], want: Iterable[Tensor]) -> float:
+    return max((a - b.detach()).abs().max().item() for a, b in zip(have, want, strict=True))
+
+
+def shard(module: nn.Module, mesh: DeviceMesh, place: Place) -> None:
+    """FSDP2 that keeps parameters unsharded between forward and backward."""
+    fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    module.set_force_sum_reduction_for_comms(not place.gpus)  # gloo has no other
+
+
+def written_out(stages: int, data: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """The parameters of all stages after the recurrence, on one process."""
+    model = nn.Sequential(*layers(stages))
+    params = list(model.parameters())
+
+    def gradients(inputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
+        loss = nn.functional.mse_loss(model(inputs.flatten(0, 1)), targets.flatten(0, 1))
+        return torch.autograd.grad(loss, params)
+
+    delayed_sgd(params, data, gradients)
+    return list(params)
 
 
 def _error(place: Place, stages: int, sharded: bool, **options: Any) -> float:
@@ -98,31 +156,19 @@ def _error(place: Place, stages: int, sharded: bool, **options: Any) -> float:
     module = nn.Sequential(layers(stages)[index], sleepy).to(place.device)
     if sharded:
         for each in (module[0], module):
-            fully_shard(each, mesh=mesh["dp"], reshard_after_forward=False)
-            each.set_force_sum_reduction_for_comms(not place.gpus)  # gloo has no other
+            shard(each, mesh["dp"], place)
     stage = PipelineStage(module, index, stages, torch.device(place.device), group=mesh["pp"].get_group())
     schedule = ScheduleAsync2BW(stage, microbatches, loss_fn=nn.functional.mse_loss, **options)
-    optimizer = torch.optim.SGD(module.parameters(), lr=_LR)
+    optimizer = torch.optim.SGD(module.parameters(), lr=LR)
 
-    def update(ready: bool) -> None:
-        if ready:
-            schedule.clip_grad_norm_(1e9)  # which changes nothing, but is ordered with the rest
-            sleepy.sleep()
-            optimizer.step()
-            optimizer.zero_grad()
+    def update() -> None:
+        schedule.clip_grad_norm_(1e9)  # which changes nothing, but is ordered with the rest
+        sleepy.sleep()
+        optimizer.step()
+        optimizer.zero_grad()
 
-    for number, (inputs, targets) in enumerate(data):
-        args = (inputs[replica].to(place.device),) if stage.is_first else ()
-        target = targets[replica].to(place.device) if stage.is_last else None
-        schedule.step(*args, target=target, return_outputs=False)
-        update(schedule.gradient_ready)
-        if number == len(data) // 2:
-            update(schedule.drain())
-            schedule.eval(*args, target=target)
-    update(schedule.drain())
-    have = [param.full_tensor() if sharded else param for param in module.parameters()]
-    want = written_out(stages, data)[len(have) * index :]
-    return max((a.detach().cpu() - b).abs().max().item() for a, b in zip(have, want, strict=False))
+    have = train_stage(place, schedule, data, replica, update, schedule.eval)
+    return largest_error(have, written_out(stages, data)[len(have) * index :][: len(have)])
 
 
 def recurrence(place: Place) -> Iterator[tuple[str, float]]:
@@ -147,8 +193,32 @@ def judge_error(name: str, values: list[Any], place: Place) -> Row:
     return Row(name, "error below 1e-10", f"{max(values):.1e}", OK if right else WRONG)
 
 
-HELD_CYCLES = 600_000_000
+_HELD_CYCLES = 600_000_000
 """A quarter of a second at the highest clock of any GPU."""
+
+
+def time_host(call: Callable[[], Any], held: bool, place: Place) -> tuple[Any, float, Counter[str]]:
+    """A call's result, the host's seconds in it, and how often which line waited for the device.
+
+    Args:
+        call: to be timed.
+        held: whether the device is held up before, if there is one. The current stream is synchronized for
+            that alone: receives that wait for the next batch are on others.
+        place: of this process.
+    """
+    if place.gpus and held:
+        torch.cuda.current_stream().synchronize()
+        torch.cuda._sleep(_HELD_CYCLES)
+        torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        start = time.perf_counter()
+        result = call()
+        seconds = time.perf_counter() - start
+    if place.gpus:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = (each for each in caught if "synchroniz" in str(each.message))
+    return result, seconds, Counter(f"{os.path.basename(w.filename)}:{w.lineno}" for w in waits)
 
 
 def host(place: Place) -> Iterator[tuple[str, Any]]:
@@ -172,21 +242,9 @@ def host(place: Place) -> Iterator[tuple[str, Any]]:
         lines: dict[str, Counter] = defaultdict(Counter)
 
         def timed(what: str, call: Any) -> Any:
-            if place.gpus and held:
-                # Of the current stream alone: receives that wait for the next batch are on others.
-                torch.cuda.current_stream().synchronize()
-                torch.cuda._sleep(HELD_CYCLES)
-                torch.cuda.set_sync_debug_mode("warn")
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                start = time.perf_counter()
-                result = call()
-                seconds[held][what].append(time.perf_counter() - start)
-            if place.gpus:
-                torch.cuda.set_sync_debug_mode("default")
-            for each in caught:
-                if "synchroniz" in str(each.message):
-                    lines[what][f"{os.path.basename(each.filename)}:{each.lineno}"] += 1
+            result, spent, waits = time_host(call, held, place)
+            seconds[held][what].append(spent)
+            lines[what] += waits
             return result
 
         def train_step() -> None:

@@ -1,16 +1,20 @@
-"""Several ranks: how busy stages of a transformer are, and what they hold at their peak."""
+"""Utilization and peak memory of stages of a transformer on several ranks; Muon against torch.optim.Muon."""
 
+import importlib.util
 import os
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
 import compute
 import memory
+import muon_cuda
 import torch
-from _checks import DIFFERS, NOTED, OK, WRONG, Place, Row, joined
+from _checks import DIFFERS, NOTED, OK, WRONG, Place, Row, joined, not_checked
+from _pipelines import forget
 from _transformer import Model
 
-__all__ = ["judge_peak", "judge_speed", "peak", "speed"]
+__all__ = ["judge_muon", "judge_peak", "judge_speed", "muon", "peak", "speed"]
 
 
 def model_of(place: Place) -> Model:
@@ -38,7 +42,7 @@ def speed(place: Place, blocks: int) -> Iterator[tuple[str, Any]]:
         ]:
             compute.prepare(place.rank, group, schedule, microbatches, model, **options)
             seconds = compute.repeat(place.rank, group, schedule, microbatches, model, steps)
-            compute.forget(place.rank, group)
+            forget(place.rank, group)
             baseline = baseline or seconds
             kind = {True: ", receives early", False: ", receives late", None: ""}[
                 options.get("early_receives")
@@ -65,7 +69,7 @@ def peak(place: Place) -> Iterator[tuple[str, Any]]:
     microbatches = place.ranks + 2
     with joined(place) as group:
         model = model_of(place)
-        compute.pair(place.rank, group, model, 1)  # cuBLAS keeps what it takes the first time
+        compute.pair(place.rank, group, model, 1)  # cuBLAS keeps its workspace
         sizes = memory.sizes_of(place.rank, group, model)
         for schedule, lookahead in (("1F1B", None), ("Async2BW", 0)):
             predicted = memory.predict_peak(sizes, place.rank, place.ranks, microbatches, lookahead)
@@ -79,3 +83,39 @@ def judge_peak(name: str, values: list[Any], place: Place) -> Row:
     found = ", ".join(f"{error:+.1%}" for error in errors) + " by stage"
     verdict = WRONG if max(errors) > most else DIFFERS if min(errors) < -most else OK
     return Row(name, f"within {most:.0%} of the formula", found, verdict)
+
+
+_TORCH = "torch.optim.Muon"
+_OURS = ("ours, bfloat16", "ours, bfloat16, no kernels")
+
+
+def muon(place: Place) -> Iterator[tuple[str, Any]]:
+    """Seconds of an update relative to torch's, and the error of the first one."""
+    if not place.gpus:
+        torch.compiler.set_stance("force_eager")  # compiling takes longer than all the rest
+    large = not place.gpus or torch.cuda.get_device_properties(place.device).total_memory > 20e9
+    model, repeats = "8B" if large else "360M", 10 if place.gpus else 1
+    found = muon_cuda.measure(model, place.kind, not place.gpus, repeats, (_TORCH, *_OURS))
+    rows = {row["name"]: row for row in found}
+    reference = statistics.median(rows[_TORCH]["seconds"])
+    kernels = importlib.util.find_spec("quack") is not None
+    for name in _OURS:
+        row = rows.get(name, {"refusal": "quack-kernels is not installed"})
+        kind = "plain" if ("no kernels" in name) == kernels else "quack-kernels"
+        seconds = statistics.median(row["seconds"]) if row.get("seconds") else None
+        yield f"Muon, {kind}", [seconds and seconds / reference, row.get("error"), row.get("refusal")]
+
+
+def judge_muon(name: str, values: list[Any], place: Place) -> Row:
+    ratio, error, refusal = values[0]
+    if refusal:
+        absent = "not installed" in refusal
+        return not_checked(name, refusal) if absent else Row(name, "runs", refusal, WRONG)
+    found = f"{ratio:.2f} x its time, error {error:.3f}"
+    if error > 0.1:
+        verdict = WRONG
+    elif not place.gpus:
+        verdict = NOTED
+    else:
+        verdict = OK if ratio < 1 else DIFFERS
+    return Row(name, "faster than torch.optim.Muon, error below 0.1", found, verdict)

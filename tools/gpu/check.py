@@ -1,4 +1,4 @@
-"""Checks on whatever GPUs there are what has so far been shown on CPU alone. In ten minutes at most:
+"""Checks on the available GPUs what has been tested on CPU only. In ten minutes at most:
 
     python tools/gpu/check.py [--only recurrence host] [--json results.json]
     python tools/gpu/check.py --cpu      # what needs no GPU
@@ -33,8 +33,8 @@ _WIDTHS = (38, 36, 44, 11)
 
 def all_checks() -> dict[str, Check]:
     """The checks by their names, in the order in which they run: what may be wrong before what is slow."""
-    kernels, ranks, speed, optim, overlap = map(
-        importlib.import_module, ("_kernels", "_ranks", "_speed", "_optim", "_overlap")
+    kernels, ranks, speed, overlap = map(
+        importlib.import_module, ("_kernels", "_ranks", "_speed", "_overlap")
     )
 
     def four(gpus: int) -> int:
@@ -80,7 +80,7 @@ def all_checks() -> dict[str, Check]:
             "which calls wait for a kernel that waits",
             kernels.waiting_call, kernels.judge_call, 100, lambda gpus: len(kernels.CALLS), on_cpu=False,
         ),
-        "muon": Check("Muon against torch.optim.Muon", optim.muon, optim.judge_muon, 120),
+        "muon": Check("Muon against torch.optim.Muon", speed.muon, speed.judge_muon, 120),
         "memory": Check(
             "peak memory of the stages against the formula of docs/memory.md",
             speed.peak, speed.judge_peak, 60, two_on_cpu, joined=True,

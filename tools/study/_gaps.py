@@ -58,6 +58,10 @@ class Losses:
             run = replace(run, lr=rate)
         return self._seeds.get(replace(run, seed=0), {})
 
+    def wallclock(self, budget_s: float) -> list[dict[str, Any]]:
+        """The results of question 8 for runs of so many seconds."""
+        return [row for row in self._results.wallclock if row["budget_s"] == budget_s]
+
     def rate(self, run: Run) -> float | None:
         """The learning rate of a run whose `lr` is "tuned" or "own"; None if it was not compared."""
         try:

@@ -1,29 +1,53 @@
-"""The pictures of docs/study_300.md, one function a question; error bars are 95 % intervals over seeds."""
+"""The figures of docs/study.md and docs/study_300.md, one function a question.
+
+Error bars are 95 % intervals over seeds.
+"""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from _gaps import Interval, Losses
-from _results import Results
+from _long_tables import LENGTHS, RATES, SHARES, long_run
 from _runs import Run, rates_of
-from _tables import COMPARED, LEVELS, MOMENTA, NAMES, STRENGTHS, mitigations, plain_momentum
+from _tables import BUDGETS, COMPARED, LEVELS, MOMENTA, NAMES, PAPER, STRENGTHS, mitigations, plain_momentum
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-__all__ = ["CORRECTED", "DELAYED", "GAP", "OTHER", "PLAIN", "PLOTS", "legend", "points", "wallclock"]
+__all__ = ["PLOTS"]
 
 DELAYED, CORRECTED, OTHER, PLAIN = "#d55e00", "#1b7f5c", "#5b9bd5", "#555555"
 GAP = "gap to synchronous, nats a byte"
 
 
-def legend(axes: Axes) -> None:
+def _finish(panels: Iterable[Axes], label: str = GAP, zero: bool = True) -> None:
+    """Grid and zero line of all panels; label and legend of the first one."""
+    first, *others = panels
+    for axes in (first, *others):
+        if zero:
+            axes.axhline(0, color=PLAIN, linewidth=0.6)
+        axes.grid(alpha=0.3)
+    first.set_ylabel(label)
+    _legend(first)
+
+
+def _legend(axes: Axes) -> None:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=7)
 
 
-def points(axes: Axes, x: Sequence[float], found: Sequence[Interval | None], colour: str, label: str) -> None:
+def _log_axis(axes: Axes, ticks: Sequence[float], base: int = 10, **options: float) -> None:
+    """A logarithmic x axis with these ticks alone."""
+    axes.set_xscale("log", base=base)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], **options)
+    axes.minorticks_off()
+
+
+def _points(
+    axes: Axes, x: Sequence[float], found: Sequence[Interval | None], colour: str, label: str
+) -> None:
     """A line through what was measured, with its intervals."""
     there = [(at, each) for at, each in zip(x, found, strict=True) if each is not None]
     if there:
@@ -54,7 +78,7 @@ def _rows(
     axes.axvline(0, color=PLAIN, linewidth=0.6)
     axes.set_xlabel(GAP)
     axes.grid(axis="x", alpha=0.3)
-    legend(axes)
+    _legend(axes)
 
 
 def optimizers(figure: Figure, losses: Losses, base: Run) -> None:
@@ -78,9 +102,7 @@ def _against_strength(axes: Axes, losses: Losses, delayed: Run) -> None:
     for level, colour in zip(LEVELS, (CORRECTED, OTHER), strict=True):
         runs = [replace(delayed, feedback=level, strength=strength) for strength in strengths]
         found = [losses.gap(delayed), *(losses.gap(run) for run in runs)]
-        points(axes, [0.0, *strengths], found, colour, level)
-    axes.axhline(0, color=PLAIN, linewidth=0.6)
-    axes.grid(alpha=0.3)
+        _points(axes, [0.0, *strengths], found, colour, level)
     axes.set_xlabel("strength")
 
 
@@ -90,8 +112,7 @@ def feedback(figure: Figure, losses: Losses, base: Run) -> None:
     for axes, name in zip(panels, names, strict=True):
         _against_strength(axes, losses, replace(base, optimizer=name, delay=1))
         axes.set_title(NAMES[name])
-    panels[0].set_ylabel(GAP)
-    legend(panels[0])
+    _finish(panels)
 
 
 def momentum(figure: Figure, losses: Losses, base: Run) -> None:
@@ -101,15 +122,12 @@ def momentum(figure: Figure, losses: Losses, base: Run) -> None:
             replace(base, optimizer=name, delay=1, momentum=plain_momentum(name, value)) for value in MOMENTA
         ]
         places = range(len(MOMENTA))
-        points(axes, places, [losses.gap(run) for run in delayed], DELAYED, "one update of delay")
+        _points(axes, places, [losses.gap(run) for run in delayed], DELAYED, "one update of delay")
         corrected = [losses.gap(replace(run, feedback="update")) for run in delayed]
-        points(axes, places, corrected, CORRECTED, "with error feedback")
+        _points(axes, places, corrected, CORRECTED, "with error feedback")
         axes.set_xticks(places, [str(value) for value in MOMENTA])
-        axes.axhline(0, color=PLAIN, linewidth=0.6)
-        axes.grid(alpha=0.3)
         axes.set(title=NAMES[name], xlabel="beta1" if name == "adamw" else "mu")
-    panels[0].set_ylabel(GAP)
-    legend(panels[0])
+    _finish(panels)
 
 
 def depth(figure: Figure, losses: Losses, base: Run) -> None:
@@ -121,16 +139,12 @@ def depth(figure: Figure, losses: Losses, base: Run) -> None:
         steady = losses.gap(replace(run, delay=1))
         corrected = losses.gap(replace(run, delay=1, feedback="update"))
         variable = [losses.gap(replace(run, delay=f"pipedream-{count}")) for count in stages[1:]]
-        points(axes, stages, [none, *variable], DELAYED, "PipeDream: d - 1 - r")
-        points(axes, stages, [none, *[steady] * 3], OTHER, "2BW: 1 everywhere")
-        points(axes, stages, [none, *[corrected] * 3], CORRECTED, "2BW with error feedback")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(stages, [str(count) for count in stages])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
+        _points(axes, stages, [none, *variable], DELAYED, "PipeDream: d - 1 - r")
+        _points(axes, stages, [none, *[steady] * 3], OTHER, "2BW: 1 everywhere")
+        _points(axes, stages, [none, *[corrected] * 3], CORRECTED, "2BW with error feedback")
+        _log_axis(axes, stages, base=2)
         axes.set(title=NAMES[name], xlabel="stages d")
-    panels[0].set_ylabel(GAP)
-    legend(panels[0])
+    _finish(panels, zero=False)
 
 
 def rates(figure: Figure, losses: Losses, base: Run) -> None:
@@ -139,13 +153,11 @@ def rates(figure: Figure, losses: Losses, base: Run) -> None:
         grid = rates_of(base.model, name)
         for delay, colour, label in ((0, PLAIN, "synchronous"), (1, DELAYED, "one update of delay")):
             runs = [replace(base, optimizer=name, lr=rate, delay=delay) for rate in grid]
-            points(axes, grid, [losses.loss(run, "validation") for run in runs], colour, label)
-        axes.set_xscale("log")
-        axes.set_xticks(grid, [f"{rate:g}" for rate in grid], fontsize=6)
-        axes.minorticks_off()
+            _points(axes, grid, [losses.loss(run, "validation") for run in runs], colour, label)
+        _log_axis(axes, grid, fontsize=6)
         axes.grid(alpha=0.3)
         axes.set_title(NAMES[name])
-    legend(panels[0][0])
+    _legend(panels[0][0])
     panels[1][0].set_ylabel("validation loss, nats a byte")
     panels[2][1].set_xlabel("peak learning rate")
 
@@ -156,8 +168,7 @@ def mixture(figure: Figure, losses: Losses, base: Run) -> None:
     for axes, (name, model) in zip(panels, shown, strict=True):
         _against_strength(axes, losses, replace(base, optimizer=name, model=model, delay=1))
         axes.set_title(f"{NAMES[name]}, {'mixture' if model == 'moe' else 'dense'}")
-    panels[0].set_ylabel(GAP)
-    legend(panels[0])
+    _finish(panels)
 
 
 def mitigation_gaps(figure: Figure, losses: Losses, base: Run) -> None:
@@ -171,22 +182,10 @@ def mitigation_gaps(figure: Figure, losses: Losses, base: Run) -> None:
     panels[0].invert_yaxis()
 
 
-PLOTS: dict[str, tuple[Callable[[Figure, Losses, Run], None], tuple[float, float]]] = {
-    "optimizers": (optimizers, (5, 3.2)),
-    "feedback": (feedback, (10, 2.8)),
-    "momentum": (momentum, (7, 2.8)),
-    "depth": (depth, (7, 2.8)),
-    "rates": (rates, (9, 6.5)),
-    "mixture": (mixture, (10, 2.8)),
-    "mitigations": (mitigation_gaps, (9, 3.6)),
-}
-"""What draws a picture of that name, and its size in inches."""
-
-
-def wallclock(figure: Figure, results: Results) -> None:
+def wallclock(figure: Figure, losses: Losses, base: Run, budget_s: float) -> None:
     """Training loss against seconds, the mean over seeds; a panel a setting."""
     groups: dict[str, dict[str, list[list]]] = defaultdict(lambda: defaultdict(list))
-    for row in results.wallclock:
+    for row in losses.wallclock(budget_s):
         groups[row["setting"]][row["schedule"]].append(row["curve"])
     panels = np.atleast_1d(figure.subplots(1, max(1, len(groups)), sharey=True))
     colours = {"1F1B": PLAIN, "Async2BW": DELAYED, "Async2BW+EF": CORRECTED}
@@ -196,7 +195,55 @@ def wallclock(figure: Figure, results: Results) -> None:
             grid = np.linspace(0.15 * end, end, 60)
             values = [np.interp(grid, *np.array(curve).T) for curve in curves]
             axes.plot(grid, np.mean(values, axis=0), linewidth=1, color=colours[schedule], label=schedule)
-        axes.grid(alpha=0.3)
         axes.set(title=setting, xlabel="seconds")
-    panels[0].set_ylabel("training loss, nats a byte")
-    legend(panels[0])
+    _finish(panels, "training loss, nats a byte", zero=False)
+
+
+def length(figure: Figure, losses: Losses, base: Run) -> None:
+    """Question 10, and the gaps of arXiv 2606.30634 as lines."""
+    panels = figure.subplots(1, len(RATES))
+    for axes, name in zip(panels, RATES, strict=True):
+        synchronous, *late = PAPER[name]
+        arms = (("delayed", DELAYED, "none"), ("with error feedback", CORRECTED, "update"))
+        for (label, colour, level), paper in zip(arms, late, strict=True):
+            runs = [long_run(name, steps, delay=1, feedback=level) for steps in LENGTHS]
+            _points(axes, LENGTHS, [losses.gap(run) for run in runs], colour, label)
+            axes.axhline(
+                paper - synchronous,
+                color=colour,
+                linewidth=0.8,
+                linestyle=":",
+                label=f"{label}, 360 M (paper)",
+            )
+        _log_axis(axes, LENGTHS)
+        axes.set(title=NAMES[name], xlabel="updates")
+    _finish(panels)
+
+
+def start(figure: Figure, losses: Losses, base: Run) -> None:
+    """Question 12."""
+    panels = figure.subplots(1, 2)
+    for axes, name in zip(panels, ("adamw", "muon"), strict=True):
+        for steps, colour in zip(LENGTHS[1:], (OTHER, DELAYED, CORRECTED), strict=True):
+            runs = [
+                long_run(name, steps, delay=1, feedback="update", synchronous_start=share) for share in SHARES
+            ]
+            places = [100 * share for share in SHARES]
+            _points(axes, places, [losses.gap(run) for run in runs], colour, f"{steps} updates")
+        axes.set(title=f"{NAMES[name]}, then feedback", xlabel="synchronous start, % of the updates")
+    _finish(panels)
+
+
+PLOTS: dict[str, tuple[Callable[[Figure, Losses, Run], None], tuple[float, float]]] = {
+    "optimizers": (optimizers, (5, 3.2)),
+    "feedback": (feedback, (10, 2.8)),
+    "momentum": (momentum, (7, 2.8)),
+    "depth": (depth, (7, 2.8)),
+    "rates": (rates, (9, 6.5)),
+    "mixture": (mixture, (10, 2.8)),
+    "mitigations": (mitigation_gaps, (9, 3.6)),
+    **{name: (partial(wallclock, budget_s=seconds), (9, 2.8)) for name, seconds in BUDGETS.items()},
+    "length": (length, (10, 3)),
+    "start": (start, (7, 2.8)),
+}
+"""What draws a figure of that name, and its size in inches."""

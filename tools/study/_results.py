@@ -102,7 +102,7 @@ def own_rate(run: Run, results: Results) -> float:
 
 
 def own_rate_runs(runs: Iterable[Run], results: Results) -> list[Run]:
-    """What is still to run before `own_rate` of the runs whose `lr` is "own", or what it shows to be next."""
+    """Runs that are still missing for `own_rate` of the runs whose `lr` is "own"."""
     wanted: dict[Run, None] = {}
     for run in runs:
         if run.lr == "own":

@@ -8,11 +8,15 @@ from datetime import UTC, datetime
 from typing import Any
 
 import torch
-from _compensation import compensate_gradients_
-from _lookahead import AdaptiveStrength, Prediction, SmoothedFeedback
 from _model import MODELS, Decoder, language_loss
 from _optimizers import build_optimizers
-from _paci import PaciGradients
+from _remedies import (
+    AdaptiveStrength,
+    PaciGradients,
+    Prediction,
+    SmoothedFeedback,
+    compensate_gradients_,
+)
 from _runs import Run
 from _text import VOCAB, Batches
 from torch import nn
@@ -133,7 +137,7 @@ def _rounded(loss: float) -> float:
 
 
 class _Loop:
-    """The optimizers of a run, and what of the study's own acts between their steps."""
+    """The optimizers of a run, and the study's own corrections between their steps."""
 
     def __init__(self, run: Run, model: Decoder) -> None:
         assert isinstance(run.lr, float)

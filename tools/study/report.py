@@ -1,4 +1,4 @@
-"""Puts the tables of the study into its pages of docs/ and draws its pictures.
+"""Puts the tables of the study into its pages of docs/ and draws its figures.
 
     python tools/study/report.py            # of tools/study/results.jsonl, into docs/
     python tools/study/report.py --quick    # prints the tables of `run.py --quick`
@@ -13,14 +13,11 @@ import sys
 from pathlib import Path
 
 from _gaps import Losses
-from _long_plots import LONG_PLOTS
 from _long_tables import LONG_TABLES
 from _plots import PLOTS
-from _plots import wallclock as plot_wallclock
 from _results import DEFAULT_PATH, Results
 from _runs import Run
 from _tables import TABLES
-from _tables import wallclock as wallclock_table
 from matplotlib.figure import Figure
 from run import QUICK_STEPS
 
@@ -37,8 +34,7 @@ def tables(results: Results, base: Run) -> dict[str, str]:
     """Every table in Markdown, by name."""
     losses = Losses(results)
     short = {name: table(losses, base) for name, table in TABLES.items()}
-    long = {name: table(losses) for name, table in LONG_TABLES.items()}
-    return short | long | {"wallclock": wallclock_table(results)}
+    return short | {name: table(losses) for name, table in LONG_TABLES.items()}
 
 
 def filled(document: str, made: dict[str, str]) -> str:
@@ -57,22 +53,13 @@ def filled(document: str, made: dict[str, str]) -> str:
 
 
 def draw(results: Results, base: Run, folder: Path) -> None:
-    """All pictures, as SVG."""
+    """All figures, as SVG."""
     folder.mkdir(parents=True, exist_ok=True)
     losses = Losses(results)
-    drawn = {
-        name: (lambda figure, plot=plot: plot(figure, losses, base), size)
-        for name, (plot, size) in PLOTS.items()
-    }
-    drawn |= {
-        name: (lambda figure, plot=plot: plot(figure, losses), size)
-        for name, (plot, size) in LONG_PLOTS.items()
-    }
-    drawn["wallclock"] = (lambda figure: plot_wallclock(figure, results), (9, 2.8))
-    for name, (plot, size) in drawn.items():
+    for name, (plot, size) in PLOTS.items():
         with style():
             figure = Figure(figsize=size, layout="constrained")
-            plot(figure)
+            plot(figure, losses, base)
             save(figure, folder / f"{name}.svg")
 
 

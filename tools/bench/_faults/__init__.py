@@ -1,1 +1,1 @@
-"""The faults of `faults.py`: each module makes those of one kind, and says what a run did about them."""
+"""The faults of `faults.py`: a module a family injects them into runs and reports what the runs did."""

@@ -1,9 +1,9 @@
-"""Checkpoints that are damaged, or another run's."""
+"""Checkpoints that are damaged, or belong to another run."""
 
 from __future__ import annotations
 
 import os
-import pickle  # nosec B403  # only written, as a trap that must not go off
+import pickle  # nosec B403  # only written: a pickle that must not be loaded
 import random
 import shutil
 import time
@@ -11,9 +11,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from _faults.baseline import (
+    FLAGS,
+    INTERVAL,
+    STEPS,
+    Baseline,
+    error_line,
+    line_or_status,
+    make_folder,
+    resume_run,
+)
 from _faults.result import Attempt, Result
 from _faults.runs import MOE_RECIPE, train
-from _faults.undisturbed import FLAGS, INTERVAL, STEPS, Undisturbed, go_on, made, sentence_of, words_of
 
 __all__ = ["damages", "others_checkpoints", "try_damaged"]
 
@@ -21,7 +30,7 @@ Damage = Callable[[Path], None]
 
 
 def damages(quick: bool) -> Iterator[tuple[str, list[Damage], str]]:
-    """Each with how often it is tried and what is to be said."""
+    """Names of damages, the damages to try, and a pattern of the expected error line."""
     draw = random.Random(0)
 
     def some_file(checkpoint: Path) -> Path:
@@ -60,7 +69,7 @@ def damages(quick: bool) -> Iterator[tuple[str, list[Damage], str]]:
 
 
 class _Trap:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -70,28 +79,30 @@ class _Trap:
 
 
 def try_damaged(
-    scratch: Path, undisturbed: Undisturbed, name: str, damage: Damage, pattern: str, *, mend: bool
+    scratch: Path, baseline: Baseline, name: str, damage: Damage, pattern: str, *, repair: bool
 ) -> Attempt:
-    folder = made(scratch, name)
-    checkpoint = undisturbed.copy_to(folder)
+    folder = make_folder(scratch, name)
+    checkpoint = baseline.copy_to(folder)
     damage(checkpoint)
     begin = time.perf_counter()
     run = train(folder, *FLAGS)
     notice = time.perf_counter() - begin
-    said, resume = sentence_of(run, pattern), None
+    said, resume = error_line(run, pattern), None
     good = said is not None and not (checkpoint / "ran").exists()
-    if run.status == 0 and undisturbed.is_reached_in(folder):  # the bit was one that nobody reads
+    if run.status == 0 and baseline.is_reached_in(folder):  # the flipped bit is never read
         good, said, notice = True, "", None
-    elif mend:
+    elif repair:
         shutil.rmtree(checkpoint)
-        same, resume = go_on(folder, undisturbed)
+        same, resume = resume_run(folder, baseline)
         good &= same
     shutil.rmtree(folder)
-    return Attempt(good, INTERVAL if mend else None, notice, resume, words_of(run, said) if notice else "")
+    return Attempt(
+        good, INTERVAL if repair else None, notice, resume, line_or_status(run, said) if notice else ""
+    )
 
 
 def others_checkpoints(
-    scratch: Path, undisturbed: Undisturbed, summary: Callable[[str, list[Attempt]], Result]
+    scratch: Path, baseline: Baseline, summary: Callable[[str, list[Attempt]], Result]
 ) -> Iterator[Result]:
     other = (
         r"the checkpoint in run/checkpoint is of another model or optimizer than this recipe; choose another"
@@ -107,22 +118,22 @@ def others_checkpoints(
         ),
     }
     for fault, (flags, options, pattern) in refused.items():
-        folder = made(scratch, fault)
-        checkpoint = undisturbed.copy_to(folder)
+        folder = make_folder(scratch, fault)
+        checkpoint = baseline.copy_to(folder)
         before = sorted(path.stat().st_mtime_ns for path in checkpoint.iterdir())
         begin = time.perf_counter()
         run = train(folder, *FLAGS, *flags, **options)
-        said = sentence_of(run, pattern)
+        said = error_line(run, pattern)
         untouched = sorted(path.stat().st_mtime_ns for path in checkpoint.iterdir()) == before
         seconds = time.perf_counter() - begin
         yield summary(
             f"checkpoint {fault}",
-            [Attempt(said is not None and untouched, notice=seconds, said=words_of(run, said))],
+            [Attempt(said is not None and untouched, notice=seconds, said=line_or_status(run, said))],
         )
     tries = []
     for stages in (4, 1):
-        folder = made(scratch, f"{stages}-stages")
-        undisturbed.copy_to(folder)
+        folder = make_folder(scratch, f"{stages}-stages")
+        baseline.copy_to(folder)
         run = train(folder, *FLAGS, "--parallelism.pipeline_parallel_degree", stages)
         good = run.status == 0 and run.steps == list(range(2 * INTERVAL + 1, STEPS + 1))
         tries.append(Attempt(good, work_lost=0, said=run.out.splitlines()[0] if good else run.err[-300:]))

@@ -1,8 +1,8 @@
-"""Data that are cut or vanish while a run reads them, lines that are no JSON or no text, very long documents.
+"""Data files that are truncated or deleted while a run reads them, invalid lines, very long documents.
 
-One run reads a file of each kind after the other. A fault ends it, its file is mended, and the same command
-goes on to the next fault; in the end the run must be, bit for bit, the one whose data were whole all the
-time. Token files of the same documents are read by other code, and must give the same run once more.
+One run reads a file of each kind after the other. A fault ends it, its file is restored, and the same command
+resumes up to the next fault; in the end its state must equal, bit for bit, that of a run without faults.
+Token files of the same documents are read by other code, and must give the same run once more.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ _CHANGED = (
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with the data of one start of the run."""
+    """A fault in the data of one start of the run."""
 
     name: str
     said: str
-    """How the sentence begins, as a regular expression."""
+    """A regular expression of how the error message begins."""
     harm: dict[str, Any] = field(default_factory=dict)
     """Of `inject_data.install`."""
     file: str = ""
     wrong: bytes = b""
-    """Takes the place of a part of the third line of `file` before the start."""
+    """Replaces a part of the third line of `file` before the start."""
 
 
 FAULTS = (
     Fault("a text file is cut in mid-read", _CHANGED.format(file=TEXT), {"after": 1, "cut": TEXT}),
     Fault("a JSON lines file vanishes", rf"The data file \S*{LINES} can't be read \(No such file or dir",
           {"after": 1, "unlink": LINES}),
-    Fault("a line is no JSON", rf"Line 3 of \S*{LINES} is not valid JSON \(.*\): mend or remove that line",
+    Fault("a line is no JSON", rf"Line 3 of \S*{LINES} is not valid JSON \(.*\): \w+ or remove that line",
           file=LINES, wrong=b'"}}'),
     Fault("bytes that are no UTF-8", rf"Line 3 of \S*{LINES} is not UTF-8 text \(.*\): convert it to UTF-8",
           file=LINES, wrong=b"caf\xe9"),
@@ -85,7 +85,7 @@ STREAM_FAULT = Fault(
     {"break_at": 100},
 )
 STREAM_ENDS = 2
-"""Starts that the stream ends for sure, before the one that reaches the last step."""
+"""Starts that a broken stream ends, before the one that reaches the last step."""
 
 
 def measure(scratch: Path, *, quick: bool) -> Iterator[Result]:
@@ -109,7 +109,7 @@ def measure(scratch: Path, *, quick: bool) -> Iterator[Result]:
     # That chain ends in the same state only if both readers have packed the long document alike.
     alike = all(attempt.survived for attempt in attempts)
     said = f"the same {STEPS} steps from text and from token files"
-    yield summarize("data", "documents of 1 MB, and of nothing", [Attempt(alike, said=said)])
+    yield summarize("data", "documents of 1 MB, and empty ones", [Attempt(alike, said=said)])
 
     write_stream(stream := scratch / "stream")
     flags = ("--dataloader.dataset", "owner/name")
@@ -137,7 +137,7 @@ def _lines(texts: Sequence[str]) -> bytes:
 
 
 def write_texts(folder: Path) -> None:
-    """Files of each kind, with documents of nothing among the others."""
+    """Files of each kind, with empty documents among the others."""
     import pyarrow
     import pyarrow.parquet
 
@@ -159,19 +159,19 @@ def write_texts(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Start:
-    """What one start of the run has done."""
+    """One start of the run."""
 
     status: int
     err: str
     resumed_at: int
     """Steps that were done before."""
     steps: list[tuple[int, float]]
-    """Those that it trained, and when it said so."""
+    """Those that it trained, each with the time of its report."""
     began: float
     """Seconds since the epoch, as all times."""
     ended: float
     left_over: list[int] = field(default_factory=list)
-    """Processes that were there after its end."""
+    """Processes that were alive after its end."""
 
     @property
     def last(self) -> int:
@@ -179,18 +179,18 @@ class Start:
 
 
 def judge(fault: Fault, start: Start, following: Start, same: bool) -> Attempt:
-    """What a run did about a fault.
+    """Judge how a run handled a fault.
 
     Args:
         fault: of the start.
         start: that it ended.
         following: the next start of the same run.
-        same: whether the run came to the state of an undisturbed one in the end.
+        same: whether the run ended in the state of one without faults.
     """
-    told = start.status == 2 and "\n" not in start.err and re.match(fault.said, start.err) is not None
+    reported = start.status == 2 and "\n" not in start.err and re.match(fault.said, start.err) is not None
     lost = start.last - following.resumed_at
     return Attempt(
-        survived=told and same and not start.left_over and 0 <= lost <= INTERVAL,
+        survived=reported and same and not start.left_over and 0 <= lost <= INTERVAL,
         work_lost=lost,
         notice=start.ended - start.steps[-1][1] if start.steps else None,
         resume=following.steps[0][1] - following.began if following.steps else None,
@@ -209,7 +209,7 @@ def _chain(
         whole: the data without any fault.
         faults: in the order in which the run meets them.
         flags: for data in the folder `DATA`, or in a dataset of the hub, for which that stands.
-        expected: the state to which the run is to come.
+        expected: the state in which the run must end.
     """
     folder.mkdir()
     data = folder / DATA
@@ -227,7 +227,7 @@ def _chain(
                 "\n".join(
                     line.text
                     for line in run.err
-                    if not line.text.startswith("WARNING ")  # of the documents of nothing
+                    if not line.text.startswith("WARNING ")  # about empty documents
                 ).replace(f"{DATA}{os.sep}", ""),
                 next((int(found[1]) for found in resumed if found), 0),
                 run.steps(),
@@ -245,7 +245,7 @@ def _chain(
 
 
 def _harm(fault: Fault | None, data: Path) -> dict[str, Any]:
-    """Put what is wrong before the start into the data; the options of what goes wrong later."""
+    """Apply what is wrong before the start; the options of the fault that is injected later."""
     options: dict[str, Any] = {"kind": "data", "hub": str(data)}
     if fault is None:
         return options
@@ -258,7 +258,7 @@ def _harm(fault: Fault | None, data: Path) -> dict[str, Any]:
 
 
 def _left_over(session: int) -> list[int]:
-    """Processes that a run, which was started as a session of its own, has left."""
+    """Processes that a run, started as a session of its own, has left behind."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():

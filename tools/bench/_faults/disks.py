@@ -1,4 +1,4 @@
-"""Small disks in memory, which get full and read-only as real ones do."""
+"""Small file systems in memory (tmpfs) that can be filled and made read-only."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ __all__ = ["Disk", "can_mount", "mounted"]
 
 @dataclass(frozen=True)
 class Disk:
-    """A mounted one."""
+    """A mounted tmpfs."""
 
     folder: Path
 
     def resize(self, megabytes: int) -> None:
-        """Give it more room."""
+        """Change its size."""
         self._remount(f"size={megabytes}m")
 
     def let_write(self, may: bool) -> None:
-        """Make it read-only, or take that back. Fails while a file is open for writing."""
+        """Make it writable or read-only. Fails while a file is open for writing."""
         self._remount("rw" if may else "ro")
 
     def fill(self) -> None:
-        """Leave no room."""
+        """Write until no space is left."""
         with open(self.folder / "ballast", "ab", buffering=0) as file:
             size = 1 << 20
             while size:

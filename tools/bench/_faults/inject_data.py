@@ -1,4 +1,4 @@
-"""Harm to the data that a run reads, and to the processes that read them, while it trains."""
+"""Faults in the data that a run reads, and in the processes that read them, while it trains."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def install(
     kill_loader: bool = False,
     break_at: int | None = None,
 ) -> None:
-    """Do harm between two steps, from rank 0, or to what all ranks read.
+    """Inject a fault between two steps, by rank 0, or into what all ranks read.
 
     Args:
         rank: of this process.
-        after: so many steps of this start; None for no harm.
-        cut: a file of which half is to be left.
-        unlink: a file that is to vanish.
-        kill_loader: whether the process that loads this rank's data is to be killed.
+        after: so many steps of this start; None for no fault.
+        cut: a file to truncate to half of its size.
+        unlink: a file to delete.
+        kill_loader: whether to kill the process that loads this rank's data.
         break_at: the document of each iterator of `datasets` in whose place the connection is lost, from 1.
     """
     if break_at is not None:
@@ -36,7 +36,7 @@ def install(
         return
     train_step, done = AsyncTrainer.train_step, 0
 
-    def harm(trainer: AsyncTrainer, *args: Any) -> None:
+    def train_step_with_fault(trainer: AsyncTrainer, *args: Any) -> None:
         nonlocal done
         if done == after:
             if cut is not None:
@@ -49,7 +49,7 @@ def install(
         train_step(trainer, *args)
         done += 1
 
-    AsyncTrainer.train_step = harm
+    AsyncTrainer.train_step = train_step_with_fault
 
 
 def _break_streams(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that kill themselves, each time the run starts at another moment of a plan."""
+"""Ranks that kill themselves at the times of a plan, one kill a start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Kill:
     """One SIGKILL of a rank to itself: in the `nth` span, from 0, of these kinds in a step."""
 
     phase: str
-    """What it is called."""
+    """Its name."""
     rank: int
     step: int
     kinds: tuple[int, ...] = ()
@@ -35,12 +35,12 @@ class Kill:
 
 
 def install(rank: int, *, plan: Sequence[dict[str, Any]], folder: str) -> None:
-    """Carry out the first kill of the plan that has not been, if it is of this rank.
+    """Carry out the first kill of the plan that was not carried out yet, if it is of this rank.
 
     Args:
         rank: of this process.
         plan: the fields of `Kill`s.
-        folder: where a file tells of each that has been.
+        folder: has a file for each kill that was carried out.
     """
     for number, fields in enumerate(plan):
         if when_killed(Path(folder), number) is None:

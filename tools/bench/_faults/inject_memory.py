@@ -1,7 +1,6 @@
-"""Ranks that write down how much memory they have asked for and not given back. No harm is done.
+"""Ranks that record how much memory they have allocated and not freed. No fault is injected.
 
-The rest of a process's private memory lies in its allocator, free, and whether that grows says nothing of
-what the program holds.
+The rest of a process's private memory is free memory of its allocator, whose growth is no leak.
 """
 
 from __future__ import annotations

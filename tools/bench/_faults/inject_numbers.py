@@ -1,7 +1,7 @@
-"""Values that are not finite, losses that are too large and batches without labels, in a trainer that trains.
+"""Non-finite values, losses that are too large and batches without labels, in a trainer that trains.
 
-A fault is told by its place, the steps of the batches that it befalls, and what its place needs to know. As
-the pipeline delivers gradients one batch late, the update of step 5's batch is made in step 6.
+A fault has a place, the steps of the batches that it affects, and options of its place. As the pipeline
+delivers gradients one batch late, the update of step 5's batch is made in step 6.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torchtitan.models.common.moe import GroupedExperts
 from titan_async.training.trainer import AsyncTrainer
 
 MICROBATCH = 1
-"""The microbatch of a batch that a fault befalls."""
+"""The microbatch of a batch that a fault affects."""
 
 NORMS = "norms-{rank}.json"
 """Gets the norm of each clipped gradient's part on a rank, where they are watched."""
 
 
 def install(rank: int, faults: Sequence[Mapping[str, Any]]) -> None:
-    """Let each of the faults befall the trainer of this rank."""
+    """Inject the faults into the trainer of this rank."""
     plain_start = AsyncTrainer._start
 
     def start(trainer: AsyncTrainer) -> None:
@@ -41,12 +41,12 @@ def install(rank: int, faults: Sequence[Mapping[str, Any]]) -> None:
 def _spoil_activations(
     trainer: AsyncTrainer, rank: int, *, stage: int, layer: str, steps: Sequence[int], value: float
 ) -> None:
-    """One element of what a layer gives on, in one microbatch."""
+    """One element of a layer's output, in one microbatch."""
     if rank == stage:
-        befalls = _forwards(trainer, steps)
+        is_affected = _forwards(trainer, steps)
 
         def spoil(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
-            return _with(output, value) if befalls() else None
+            return _with(output, value) if is_affected() else None
 
         trainer.model_parts[0].get_submodule(layer).register_forward_hook(spoil)
 
@@ -54,12 +54,12 @@ def _spoil_activations(
 def _spoil_expert(
     trainer: AsyncTrainer, rank: int, *, stage: int, layer: str, steps: Sequence[int], value: float
 ) -> None:
-    """All that the busiest expert of a layer computes in one microbatch."""
+    """The outputs of a layer's most used expert, in one microbatch."""
     if rank == stage:
-        befalls = _forwards(trainer, steps)
+        is_affected = _forwards(trainer, steps)
 
         def spoil(module: torch.nn.Module, inputs: tuple[Tensor, Tensor], output: Tensor) -> Tensor | None:
-            if not befalls():
+            if not is_affected():
                 return None
             behind, busiest = inputs[1].cumsum(0), int(inputs[1].argmax())
             output = output.clone()
@@ -119,7 +119,7 @@ def _ignore_labels(trainer: AsyncTrainer, rank: int, *, steps: Sequence[int]) ->
 
 
 def _watch_norms(trainer: AsyncTrainer, rank: int) -> None:
-    """Harms nothing: writes how large gradients are after the clip."""
+    """No fault: writes the norms of gradients after the clip."""
     norms, clip = [], trainer._clip
 
     def watched() -> Tensor:
@@ -133,9 +133,9 @@ def _watch_norms(trainer: AsyncTrainer, rank: int) -> None:
 
 
 def _undo_updates(trainer: AsyncTrainer, rank: int, *, steps: Sequence[int]) -> None:
-    """Make the updates of these batches, and then put everything back that they have changed.
+    """Make the updates of these batches, and then revert everything that they have changed.
 
-    What a run does that skips them, come to by another way.
+    An independent way to the state of a run that skips them.
     """
     update, done = trainer._update, 0
 
@@ -154,7 +154,7 @@ def _undo_updates(trainer: AsyncTrainer, rank: int, *, steps: Sequence[int]) -> 
 
 
 def _tensors_of(trainer: AsyncTrainer) -> Any:
-    """All that an update changes, but what it counts."""
+    """All that an update changes, except counters."""
     for part in trainer.model_parts:
         yield from (parameter.data for parameter in part.parameters())
         yield from (buffer for name, buffer in part.named_buffers() if "tokens_per_expert" not in name)
@@ -167,17 +167,17 @@ def _tensors_of(trainer: AsyncTrainer) -> Any:
 
 
 def _forwards(trainer: AsyncTrainer, steps: Sequence[int]) -> Callable[[], bool]:
-    """Tells, called in each forward, whether it is the one of these steps' batches that a fault befalls."""
+    """Whether a forward, which calls it, is one that a fault of these steps affects."""
     step, done = 0, 0
 
-    def befalls() -> bool:
+    def is_affected() -> bool:
         nonlocal step, done
         if trainer.step != step:
             step, done = trainer.step, 0
         done += 1
         return trainer.pp_schedule._has_backward and step in steps and done - 1 == MICROBATCH
 
-    return befalls
+    return is_affected
 
 
 def _with(tensor: Tensor, value: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Stages of a fixed speed, ranks that are slower, computations that take now more, now less, late messages.
+"""Stages of a fixed speed, slower ranks, jitter of computations, delayed messages.
 
 netem would delay real packets, but few kernels have it, and it would delay those of other programs too.
 """
@@ -62,7 +62,7 @@ def _padded(function: Callable[..., Any], seconds: Callable[[], float]) -> Calla
 
 @dataclass
 class _LateSend:
-    """A send that is not under way yet."""
+    """A send that has not started yet."""
 
     start: Callable[[], list[dist.Work]]
     due: float
@@ -76,7 +76,7 @@ class _LateSend:
 
 
 def _delay_messages(latency: float) -> None:
-    """Let messages leave late, in their order, while the rank goes on."""
+    """Delay messages, in their order, without blocking the rank."""
     queues: dict[dist.ProcessGroup, SimpleQueue[_LateSend]] = {}
     start = Messages._start
 

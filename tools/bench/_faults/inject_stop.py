@@ -1,4 +1,4 @@
-"""A rank that does not answer: stopped by a signal, or at one thing for ever."""
+"""A rank that does not respond: stopped by a signal, or hung."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["install"]
 
 
 def install(rank: int, *, of_rank: int, span: int, step: int, seconds: float | None, hangs: bool) -> None:
-    """Let a rank go silent when it begins a span.
+    """Stop or hang a rank when it begins a span.
 
     Args:
         rank: this process's.
-        of_rank: the one that goes silent.
+        of_rank: the one that stops.
         span: the `Kind` of the span.
         step: of the span, since the start of the process.
-        seconds: how long it is stopped; None if for ever.
+        seconds: how long it is stopped; None for ever.
         hangs: whether it sleeps instead, while the other threads of its process go on.
     """
     if rank != of_rank:

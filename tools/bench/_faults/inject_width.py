@@ -1,11 +1,11 @@
-"""Another model under the same recipe's name: narrower."""
+"""A narrower model under the name of the recipe `debug`."""
 
 from titan_async.recipes.debug import SHAKESPEARE_VOCAB, dense_spec, llama, on_a_laptop
 from titan_async.training.trainer import AsyncTrainer
 
 
 def install(rank: int, width: int) -> None:
-    """Let the recipe `debug` be of this width."""
+    """Set the width of the recipe `debug`."""
     from _faults import injected
 
     def narrow() -> AsyncTrainer.Config:

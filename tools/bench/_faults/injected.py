@@ -1,8 +1,8 @@
-"""The debug recipes, for runs that do harm to themselves: what `--module _faults.injected` names.
+"""The debug recipes for runs with injected faults: the module of `--module _faults.injected`.
 
-The variable `TITAN_ASYNC_FAULT` says what goes wrong, as JSON: `{"kind": ..., ...}`. The module of that kind
-changes the trainer of every worker process, and nothing in the launcher; but under `"hub"` it names a folder
-that stands for every dataset of the hub in all processes. Without the variable the recipes are what they are.
+The variable `TITAN_ASYNC_FAULT` has the fault as JSON: `{"kind": ..., ...}`. The module of that kind patches
+the trainer of every worker process, and nothing in the launcher; the key `"hub"` names a folder that replaces
+every dataset of the hub in all processes. Without the variable nothing is changed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""SIGKILL to either rank at random moments of each phase: what starts again, and what that costs.
+"""SIGKILL of either rank at random times of each phase: whether the run resumes, and what that costs.
 
-The ranks of one long run under torchrun kill themselves one after another, by a plan; the run must end as one
-that nobody has disturbed. Moments are drawn uniformly from the median time that the phase takes.
+The ranks of one long run under torchrun kill themselves one after another, by a plan; the run must end in the
+state of one without faults. Times are drawn uniformly from the median duration of the phase.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ INTERVAL = 5
 ROUNDS, QUICK_ROUNDS = 6, 1
 
 PATIENCE = 900.0
-"""Seconds after which a run that has not come to its next kill is taken to hang."""
+"""Seconds after which a run that has not reached its next kill counts as hung."""
 
 FLAGS = (
     "--checkpoint.interval", INTERVAL, "--checkpoint.keep_latest_k", 2, "--lr_scheduler.warmup_steps", 3,
@@ -65,7 +65,7 @@ def plan_kills(rounds: int, run: RunSpans, draw: random.Random) -> list[Kill]:
 
     Args:
         rounds: each takes twice `INTERVAL` steps.
-        run: an undisturbed one, for the time that its spans take.
+        run: one without faults, for the durations of its spans.
         draw: random numbers.
     """
     plan = []
@@ -147,7 +147,7 @@ def _when_gone(run: Watched, notes: Path, kills: int) -> list[float | None]:
 
 
 def _resumed_at(run: Watched, after: float) -> int:
-    """The step from which the run went on that was started next."""
+    """The step from which the next start resumed."""
     first = next(
         (line.text for line in run.out if line.time >= after and line.text.startswith("training ")), ""
     )
@@ -164,7 +164,7 @@ def _said(run: Watched, after: float) -> str:
 def _under_the_launcher(
     folder: Path, rank: int, flags: tuple[object, ...], expected: dict[str, torch.Tensor]
 ) -> Attempt:
-    """A run that ends when a rank is killed, and goes on when it is started again by hand."""
+    """A run that ends when a rank is killed, and resumes when it is started again."""
     notes = folder / "kills"
     notes.mkdir(parents=True)
     kill = Kill("", rank, INTERVAL + 3, tuple(map(int, _MESSAGES)), nth=5)

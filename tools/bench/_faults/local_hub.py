@@ -1,4 +1,4 @@
-"""A folder instead of the Hugging Face hub, which is not there where faults are tried."""
+"""A folder in place of the Hugging Face hub, since fault benchmarks run offline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["install"]
 
 
 def install(folder: str) -> None:
-    """Let a folder stand for every dataset of the hub."""
+    """Replace every dataset of the hub by a folder."""
 
     @functools.cache
     def load(dataset: str, config: str | None, revision: str | None) -> DatasetBuilder:

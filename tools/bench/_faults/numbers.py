@@ -1,8 +1,8 @@
-"""NaNs, infinities, losses too large and batches without labels, on one stage, once and for good.
+"""NaNs, infinities, losses too large and batches without labels, on one stage, once and permanently.
 
-A batch whose gradient is not finite makes no update, on any rank. What that leaves is compared bit for bit
-with a run whose gradients are all finite, which makes the same updates and then puts back everything that
-they have changed: weights, routers' biases, the optimizers' state with its error feedback, and the average.
+A batch with a non-finite gradient makes no update, on any rank. The resulting state is compared bit for bit
+with a run whose gradients are all finite, which makes the same updates and then reverts everything that they
+have changed: weights, routers' biases, the optimizers' state with its error feedback, and the average.
 """
 
 from __future__ import annotations
@@ -45,34 +45,44 @@ HARMLESS = [
     {"place": "loss", "steps": SCALED, "factor": 1000.0},
     {"place": "tokens", "steps": RANDOM},
 ]
-"""No value of these is infinite, so no update is skipped."""
+"""All values are finite, so no update is skipped."""
 
-EXPERTS = "moe.routed_experts.inner_experts"
 
-DENSE = {
-    "NaN in a layer's output, first stage": {"place": "activations", "stage": 0, "layer": "layers.1",
-                                             "steps": [3], "value": math.nan},
-    "infinity in a layer's output, last stage": {"place": "activations", "stage": 1, "layer": "layers.4",
-                                                 "steps": [5], "value": math.inf},
-    "NaN in one parameter's gradient, last stage": {"place": "gradient", "stage": 1, "steps": [8],
-                                                    "parameter": "layers.4.attention.wo.weight",
-                                                    "value": math.nan},
-    "infinity in one parameter's gradient, first stage": {"place": "gradient", "stage": 0, "steps": [10],
-                                                          "parameter": "layers.1.attention.wo.weight",
-                                                          "value": -math.inf},
-}  # fmt: skip
-MOE = {
-    "NaN in one expert's output, first stage": {"place": "expert", "stage": 0, "layer": "layers.1",
-                                                "steps": [3], "value": math.nan},
-    "infinity in one expert's output, last stage": {"place": "expert", "stage": 1, "layer": "layers.4",
-                                                    "steps": [5], "value": math.inf},
-    "NaN in one router's gradient, last stage": {"place": "gradient", "stage": 1, "steps": [8],
-                                                 "parameter": "layers.4.moe.router.gate.weight",
-                                                 "value": math.nan},
-    "infinity in one expert's gradient, first stage": {"place": "gradient", "stage": 0, "steps": [10],
-                                                       "parameter": f"layers.1.{EXPERTS}.w1_EFD",
-                                                       "value": math.inf},
-}  # fmt: skip
+def _faults(
+    place: str, output: str, last: tuple[str, str], first: tuple[str, str], value: float
+) -> dict[str, Fault]:
+    """Faults in outputs and in gradients of either stage, each in a batch of its own.
+
+    Args:
+        place: of the faults in outputs.
+        output: what `place` spoils.
+        last, first: what owns the gradient on the last and on the first stage, and the parameter.
+        value: of the fault on the first stage.
+    """
+
+    def of_output(stage: int, step: int, value: float) -> Fault:
+        layer = f"layers.{1 + 3 * stage}"
+        return {"place": place, "stage": stage, "layer": layer, "steps": [step], "value": value}
+
+    def of_gradient(stage: int, step: int, parameter: str, value: float) -> Fault:
+        return {"place": "gradient", "stage": stage, "steps": [step], "parameter": parameter, "value": value}
+
+    return {
+        f"NaN in {output}, first stage": of_output(0, 3, math.nan),
+        f"infinity in {output}, last stage": of_output(1, 5, math.inf),
+        f"NaN in {last[0]}'s gradient, last stage": of_gradient(1, 8, last[1], math.nan),
+        f"infinity in {first[0]}'s gradient, first stage": of_gradient(0, 10, first[1], value),
+    }
+
+
+DENSE = _faults(
+    "activations", "a layer's output", ("one parameter", "layers.4.attention.wo.weight"),
+    ("one parameter", "layers.1.attention.wo.weight"), -math.inf,
+)  # fmt: skip
+MOE = _faults(
+    "expert", "one expert's output", ("one router", "layers.4.moe.router.gate.weight"),
+    ("one expert", "layers.1.moe.routed_experts.inner_experts.w1_EFD"), math.inf,
+)  # fmt: skip
 
 LASTING = {
     "NaN in a layer's output": (RECIPE, DENSE, 0, "the output of stage 0 (rank 0)"),
@@ -81,7 +91,7 @@ LASTING = {
     ),
     "infinity in one expert's output": (MOE_RECIPE, MOE, 1, "the output of stage 1 (rank 1)"),
 }  # fmt: skip
-"""The recipe, which of its faults lasts, and the place that the run is to name."""
+"""The recipe, which of its faults is permanent, and the place that the run must name."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +114,7 @@ class _Ended:
         return complete_steps(self.folder / "run" / "checkpoint")
 
     def when(self, pattern: str) -> float:
-        """When it wrote a line that begins so."""
+        """When it wrote a line that matches."""
         return next(line.time for line in self.run.out if re.match(pattern, line.text))
 
 
@@ -114,7 +124,7 @@ def measure(scratch: Path, *, quick: bool) -> Iterator[Result]:
     if not quick:
         yield from _once(scratch / "moe", MOE_RECIPE, MOE, [])
     for name in list(LASTING)[:1] if quick else LASTING:
-        yield summarize("numbers", f"{name}, from then on", [_for_good(scratch / name, *LASTING[name])])
+        yield summarize("numbers", f"{name}, from then on", [_permanent(scratch / name, *LASTING[name])])
 
 
 def _once(
@@ -135,9 +145,9 @@ def _once(
         (step,) = fault["steps"]
         noticed = step if step % INTERVAL == 0 else step + 1
         said = f"step {noticed}: the gradient is not finite, so its update is skipped ({number} so far)"
-        told = lines.count(said) == 1 and len(re.findall("is skipped", spoiled.out)) == len(faults)
-        seconds = spoiled.when(f"step {noticed}: ") - spoiled.when(f"step +{step - 1}/") if told else None
-        yield summarize("numbers", f"{name}, once", [Attempt(same and told, notice=seconds, said=said)])
+        reported = lines.count(said) == 1 and len(re.findall("is skipped", spoiled.out)) == len(faults)
+        seconds = spoiled.when(f"step {noticed}: ") - spoiled.when(f"step +{step - 1}/") if reported else None
+        yield summarize("numbers", f"{name}, once", [Attempt(same and reported, notice=seconds, said=said)])
     if harmless:
         yield from _harmless(spoiled, same)
 
@@ -152,7 +162,7 @@ def _are_finite(state: Mapping[str, torch.Tensor]) -> bool:
 
 
 def _harmless(spoiled: _Ended, same: bool) -> Iterator[Result]:
-    """What became of the batches that are odd and finite."""
+    """The batches with unusual but finite values."""
     found = re.findall(r"^step +(\d+)/.* loss +(\S+) +grad_norm +(\S+) ", spoiled.out, re.MULTILINE)
     figures = {int(step): (float(loss), norm) for step, loss, norm in found}
     parts = [json.loads((spoiled.folder / "run" / NORMS.format(rank=rank)).read_text()) for rank in range(2)]
@@ -177,8 +187,8 @@ def _harmless(spoiled: _Ended, same: bool) -> Iterator[Result]:
         )
 
 
-def _for_good(folder: Path, recipe: Path, faults: Mapping[str, Fault], which: int, place: str) -> Attempt:
-    """A fault from step 6 on; without it the same command must then go on from the last checkpoint."""
+def _permanent(folder: Path, recipe: Path, faults: Mapping[str, Fault], which: int, place: str) -> Attempt:
+    """A fault from step 6 on; without it the same command must then resume from the last checkpoint."""
     first = INTERVAL + 2
     fault = list(faults.values())[which] | {"steps": list(range(first, 100))}
     ended = _run(folder, [fault], recipe)
@@ -188,7 +198,7 @@ def _for_good(folder: Path, recipe: Path, faults: Mapping[str, Fault], which: in
         rf"{re.escape(place)}: lower [^\n]*\(max_skipped_updates says how many\)"
     )
     err = "\n".join(line.text for line in ended.run.err)
-    told = ended.status == 2 and re.fullmatch(sentence, err) is not None
+    reported = ended.status == 2 and re.fullmatch(sentence, err) is not None
     usable = ended.checkpoints[-1:] == [last - last % INTERVAL] and _are_finite(
         saved_state(folder, ended.checkpoints[-1])
     )
@@ -199,7 +209,7 @@ def _for_good(folder: Path, recipe: Path, faults: Mapping[str, Fault], which: in
     )
     steps = resumed.run.steps()
     return Attempt(
-        told and usable and goes_on,
+        reported and usable and goes_on,
         work_lost=last - steps[0][0] + 1 if steps else None,
         notice=seconds,
         resume=steps[0][1] - resumed.began if steps else None,

@@ -1,4 +1,4 @@
-"""What a run did about a fault: the row of the table."""
+"""The outcome of a fault: a row of the table."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.table import Table
-
 
 @dataclass(frozen=True)
 class Attempt:
     """One try of a fault."""
 
     survived: bool
-    """Whether the run did what it is to do: went on or resumed to the weights of an undisturbed run, or ended
-    with the sentence and status that it is to end with, and left nothing half-written."""
+    """Whether the run continued or resumed to the weights of a run without faults, or failed with the
+    expected message and status, and left no partial files."""
     work_lost: int | None = None
-    """Steps that were trained once more after resuming."""
+    """Steps that were trained again after resuming."""
     notice: float | None = None
-    """Seconds from the fault to the end of all processes, or to what the run says of it."""
+    """Seconds from the fault to the end of all processes, or to the run's message about it."""
     resume: float | None = None
     """Seconds from starting again to the end of the first step after that."""
     said: str = ""
-    """The line in which the run names the fault; why it did not survive, if it did not."""
+    """The line in which the run reports the fault; the reason if it did not survive."""
 
 
 @dataclass(frozen=True)
@@ -63,24 +61,3 @@ def summarize(family: str, fault: str, attempts: Sequence[Attempt]) -> Result:
 def _median(seconds: Sequence[float | None]) -> float | None:
     known = [value for value in seconds if value is not None]
     return statistics.median(known) if known else None
-
-
-def as_table(results: Sequence[Result]) -> Table:
-    """A row for each fault, with a line between families."""
-    table = Table(title="Faults")
-    table.add_column("fault")
-    for heading in ("tried", "survived", "steps lost", "noticed, s", "resumed, s"):
-        table.add_column(heading, justify="right")
-    table.add_column("said", overflow="fold")
-    for number, result in enumerate(results):
-        if number and result.family != results[number - 1].family:
-            table.add_section()
-        table.add_row(
-            result.fault,
-            str(result.tried),
-            str(result.survived),
-            "" if result.work_lost is None else str(result.work_lost),
-            *("" if value is None else f"{value:.1f}" for value in (result.notice, result.resume)),
-            result.said,
-        )
-    return table

@@ -1,43 +1,27 @@
-"""Starts runs of the debug recipes in a folder, and reads what they have left there."""
+"""Starts runs of the debug recipes in a folder, and reads their checkpoints."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
 from _faults.injected import FAULT
+from tests.support import training
+from tests.support.training import RECIPE, ROOT, Run
 from titan_async.checkpoint.distributed import SavedTensors
 
-ROOT = Path(__file__).parents[3]
-RECIPE = ROOT / "toml_configs" / "debug_cpu.toml"
 MOE_RECIPE = ROOT / "toml_configs" / "debug_moe_cpu.toml"
 
 SMALL = ("--training.local_batch_size", "8", "--training.seq_len", "64", "--training.max_norm", "1.0",
          "--metrics.log_freq", "1", "--validator.no-enable", "--dump_folder", "run")  # fmt: skip
 """The default recipe with less in a batch, so that a step takes a tenth of a second."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """How a run ended."""
-
-    status: int
-    out: str
-    err: str
-
-    @property
-    def steps(self) -> list[int]:
-        """The steps that it reported, in order."""
-        return [int(number) for number in re.findall(r"^step +(\d+)/", self.out, re.MULTILINE)]
 
 
 def command(*flags: object, recipe: Path = RECIPE) -> list[str]:
@@ -47,9 +31,9 @@ def command(*flags: object, recipe: Path = RECIPE) -> list[str]:
 
 
 def environment(fault: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """The variables of a run that does itself the harm that `fault` says (`_faults.injected`)."""
+    """The variables of a run that injects `fault` into itself (`_faults.injected`)."""
     path = os.pathsep.join((str(ROOT), str(ROOT / "tools" / "bench")))
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    variables = training.environment() | {"PYTHONPATH": path}
     return variables if fault is None else variables | {FAULT: json.dumps(fault)}
 
 
@@ -60,7 +44,7 @@ def start(
     fault: Mapping[str, Any] | None = None,
     out: IO[str] | int = subprocess.PIPE,
 ) -> subprocess.Popen[str]:
-    """Start a run, in a session of its own, that writes to `folder`/run, and what it says to `out`."""
+    """Start a run, in a session of its own, that writes to `folder`/run, with stdout to `out`."""
     return subprocess.Popen(
         command(*flags, recipe=recipe), cwd=folder, env=environment(fault), text=True,
         stdout=out, stderr=subprocess.PIPE, start_new_session=True,
@@ -92,13 +76,13 @@ def train(
 def train_undisturbed(
     folder: Path, steps: int, *flags: object, fault: Mapping[str, Any] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Make the folder and a run in it that nothing disturbs, and return the state that it saves at its end.
+    """Create the folder, train in it without faults, and return the state saved at the end.
 
     Args:
         folder: of the run.
         steps: how many the flags say.
         flags: of the run.
-        fault: what `_faults.injected` is to change that does no harm.
+        fault: a change by `_faults.injected` that is no fault, such as a local hub.
     """
     folder.mkdir()
     done = train(folder, *flags, fault=fault, timeout=900)

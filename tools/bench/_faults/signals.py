@@ -1,6 +1,6 @@
-"""SIGTERM, Ctrl-C and SIGSTOP, to the launcher, to torchrun and to a rank, and ranks that are stuck.
+"""SIGTERM, Ctrl-C and SIGSTOP, to the launcher, to torchrun and to a rank, and hung ranks.
 
-Each run is started again afterwards, and must end as one that nobody has disturbed.
+Each run is started again afterwards, and must end in the state of one without faults.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = ["measure"]
 STEPS, INTERVAL, AT = 20, 5, 8
 
 PATIENCE = 15
-"""Seconds that ranks wait for each other where one does not answer."""
+"""Timeout of ranks that wait for one that does not respond."""
 
 PAUSE = 20.0
-"""Seconds that a rank is stopped and then goes on."""
+"""Seconds for which a rank is stopped."""
 
 FLAGS = ("--training.steps", STEPS, "--checkpoint.interval", INTERVAL, "--lr_scheduler.warmup_steps", 3)
 
@@ -96,7 +96,7 @@ def _twice(folder: Path, number: signal.Signals, whom: str, expected: State) -> 
 
 
 def _silent(folder: Path, rank: int, expected: State, *, hangs: bool) -> Attempt:
-    """The others wait as long as they are told, and say for whom."""
+    """The others wait until their timeout, and report the rank that they waited for."""
     folder.mkdir()
     run = under_the_launcher(
         folder, *FLAGS, "--comm.train_timeout_seconds", PATIENCE, fault=_stuck(rank) if hangs else None
@@ -113,7 +113,7 @@ def _silent(folder: Path, rank: int, expected: State, *, hangs: bool) -> Attempt
 
 
 def _paused(folder: Path, expected: State) -> list[Attempt]:
-    """Each rank in turn: the others wait, the view says for whom, and the run goes on."""
+    """Each rank in turn: the others wait, the view names the rank, and the run continues."""
     folder.mkdir()
     run = under_the_launcher(folder, *FLAGS)
     attempts = []

@@ -1,10 +1,10 @@
-"""A slow rank, computations of uneven length, late messages: training is the same, and as slow as predicted.
+"""A slow rank, jitter, delayed messages: the weights are the same, and the utilization is as predicted.
 
 Stages are padded by sleeping to 20 ms forward and 40 ms backward, so that processes need no core each. That
-the recurrence holds is asked twice: the checkpoint is bitwise that of the undisturbed run, and by its
+the recurrence holds is checked twice: the checkpoint is bitwise that of the run without faults, and by its
 events every computation used the weights of one update before. Utilization is predicted by the planner's
-simulation, from the padded times and from what the undisturbed run's ranks did in a step besides computing
-and waiting for others.
+simulation, from the padded times and from what ranks of the run without faults did in a step besides
+computing and waiting for others.
 """
 
 import statistics

@@ -1,7 +1,7 @@
-"""A long run, watched: memory, file descriptors, threads, logs and event files of every rank must not grow.
+"""A long run: memory, file descriptors, threads, logs and event files of every rank must not grow.
 
 The mixture of experts, with validation, checkpoints, an average of the weights and TensorBoard, in small
-steps so that as many as can be are done; at the end it is asked to stop.
+steps, so that there are many; it ends by SIGTERM.
 """
 
 import os
@@ -15,7 +15,7 @@ import numpy as np
 
 from _faults.result import Attempt, Result, summarize
 from _faults.runs import MOE_RECIPE, start
-from _faults.watched import ranks_of
+from tests.support.training import processes_of
 
 MEGABYTES_AN_HOUR = 20.0
 """Of private memory, and of the part of it in use, of a rank: what slopes may be for the run to be flat."""
@@ -25,7 +25,7 @@ LOG_MEGABYTES_AN_HOUR = 20.0
 
 _PERIOD = 5.0
 _WARM_UP = 0.2
-"""Share of the time that is not counted: allocators fill up, files are read for the first time."""
+"""Share of the time that is not counted: allocators and caches fill."""
 
 FLAGS = ("--training.steps", 1_000_000, "--metrics.log_freq", 10, "--checkpoint.interval", 200,
          "--validator.enable", "--validator.freq", 200, "--validator.steps", 2, "--ema.decay", 0.99,
@@ -108,7 +108,7 @@ def _slope(points: list[tuple[float, float]]) -> float:
 
 def _processes(launcher: int) -> list[tuple[str, int]]:
     """The launcher and its ranks, by name."""
-    return [("launcher", launcher), *((f"rank {rank}", pid) for rank, pid in ranks_of(launcher).items())]
+    return [("launcher", launcher), *((f"rank {rank}", pid) for rank, pid in processes_of(launcher).items())]
 
 
 def _in_use(file: Path, begin: float) -> list[tuple[float, float]]:

@@ -1,4 +1,4 @@
-"""Runs that are watched while they go on: what they say, when, and by which processes."""
+"""Runs whose output is read while they train: lines with their times, and the processes of ranks."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from pathlib import Path
 from typing import IO, Any
 
 from _faults.runs import command, environment, start
-from titan_async.monitor.processes import is_alive
+from tests.support.training import processes_of
 
-__all__ = ["SHUTDOWN_TIMEOUT", "Watched", "ranks_of", "under_the_launcher", "under_torchrun"]
+__all__ = ["SHUTDOWN_TIMEOUT", "Watched", "under_the_launcher", "under_torchrun"]
 
 SHUTDOWN_TIMEOUT = 100
-"""Seconds that torchrun gives processes after SIGTERM, as the README has it."""
+"""torchrun's --shutdown-timeout, as the README recommends."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a run, and when it came, in seconds since the epoch."""
+    """A line of a run, and its time, in seconds since the epoch."""
 
     time: float
     text: str
 
 
 class Watched:
-    """Reads what a run says.
+    """Reads the output of a run.
 
     Args:
-        process: that starts the ranks, with pipes for what it says.
+        process: the launcher, with pipes for stdout and stderr.
     """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
@@ -47,7 +47,7 @@ class Watched:
 
     def ranks(self) -> dict[int, int]:
         """The process of each rank, of those that have not ended."""
-        return ranks_of(self.process.pid)
+        return processes_of(self.process.pid)
 
     def wait_for_step(self, number: int) -> None:
         """Wait until it reports a step.
@@ -80,24 +80,6 @@ class Watched:
     def last_words(self) -> str:
         """The last line on stderr."""
         return next((line.text for line in reversed(self.err) if line.text.strip()), "")
-
-
-def ranks_of(launcher: int) -> dict[int, int]:
-    """The process of each rank that a process has started, of those that have not ended."""
-    found = {}
-    try:
-        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    except (FileNotFoundError, ProcessLookupError):
-        return {}
-    for child in map(int, children):
-        try:
-            variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-        rank = next((value[5:] for value in variables if value.startswith(b"RANK=")), None)
-        if rank is not None and is_alive(child):
-            found[int(rank)] = child
-    return found
 
 
 def under_the_launcher(folder: Path, *flags: object, fault: Mapping[str, Any] | None = None) -> Watched:

@@ -1,4 +1,4 @@
-"""The run that the runs of the family `storage` are to become, and what they all do."""
+"""The run without faults that runs of the family `storage` are compared with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ import torch
 from _faults.runs import Run, is_same, saved_state, start
 from titan_async.training.checkpoint import complete_steps
 
-__all__ = ["FLAGS", "INTERVAL", "STEPS", "Undisturbed", "go_on", "made", "sentence_of", "words_of"]
+__all__ = [
+    "FLAGS",
+    "INTERVAL",
+    "STEPS",
+    "Baseline",
+    "error_line",
+    "line_or_status",
+    "make_folder",
+    "resume_run",
+]
 
 STEPS, INTERVAL = 12, 4
 
@@ -24,8 +33,8 @@ FLAGS = (
 
 
 @dataclass(frozen=True)
-class Undisturbed:
-    """The run that others are to become."""
+class Baseline:
+    """A run without faults, and the state that it ends in."""
 
     folder: Path
     state: dict[str, torch.Tensor]
@@ -43,26 +52,26 @@ class Undisturbed:
         )
 
 
-def sentence_of(run: Run, pattern: str) -> str | None:
-    """What a run has said that was to end with one sentence; None if it has not ended so."""
+def error_line(run: Run, pattern: str) -> str | None:
+    """The only line on stderr of a run that ended with status 2; None if it does not match."""
     [*others, last] = run.err.strip().splitlines() or [""]
     good = run.status == 2 and not others and re.search(pattern, last)
     return last if good else None
 
 
-def made(scratch: Path, name: str) -> Path:
+def make_folder(scratch: Path, name: str) -> Path:
     folder = scratch / name.replace(" ", "-").replace("/", "-")
     folder.mkdir()
     return folder
 
 
-def words_of(run: Run, sentence: str | None) -> str:
-    """What the table says of a run."""
+def line_or_status(run: Run, sentence: str | None) -> str:
+    """What the table shows of a run: its error line, or its status."""
     return sentence or f"status {run.status}: {run.err.strip()[-300:]}"
 
 
-def go_on(folder: Path, undisturbed: Undisturbed, *flags: object) -> tuple[bool, float]:
-    """Start again; whether the run ends as the undisturbed one, and seconds to the first step."""
+def resume_run(folder: Path, baseline: Baseline, *flags: object) -> tuple[bool, float]:
+    """Start again; whether the run ends in the state of the baseline, and seconds to the first step."""
     begin = time.perf_counter()
     process = start(folder, *FLAGS, *flags)
     first = None
@@ -70,5 +79,5 @@ def go_on(folder: Path, undisturbed: Undisturbed, *flags: object) -> tuple[bool,
         if first is None and line.startswith("step "):
             first = time.perf_counter() - begin
     process.communicate()
-    same = process.returncode == 0 and undisturbed.is_reached_in(folder)
+    same = process.returncode == 0 and baseline.is_reached_in(folder)
     return same, first or float("nan")

@@ -1,0 +1,35 @@
+"""The scripts of tools/, run as a user does. tests/conftest.py lets tests import their modules, too."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+from tests.support import forks
+
+__all__ = ["TOOLS", "measured", "module_folders", "run_tool"]
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+def module_folders() -> list[str]:
+    """Folders for `sys.path`. No two of their modules have one name, and none has that of a package."""
+    return [str(TOOLS / folder) for folder in ("", "bench", "gpu", "study")]
+
+
+def run_tool(script: str, *flags: object, timeout: float = 600) -> CompletedProcess[str]:
+    """Run `script`, a path in tools/."""
+    return forks.run([sys.executable, TOOLS / script, *flags], timeout=timeout)
+
+
+def measured(folder: Path, script: str, *flags: object, statuses: tuple[int, ...] = (0,)) -> Any:
+    """Run a benchmark; the records of its parts, which it writes into `folder`."""
+    path = folder / "record.json"
+    done = run_tool(script, *flags, "--json", path)
+    assert done.returncode in statuses, done.stderr
+    record = json.loads(path.read_text())
+    assert record["versions"]["torch"] and record["seconds"].keys() == record["parts"].keys()
+    return record["parts"]
