@@ -611,7 +611,7 @@ def test_the_document_shows_the_committed_results():
     assert report.filled(document, made) == document, "run tools/study/report.py"
     for name in made:
         assert f"<!-- table {name} -->" in document, name
-    for picture in [*report.PLOTS, *report.LONG_PLOTS, "wallclock"]:
+    for picture in [*report.PLOTS, *report.LONG_PLOTS, *report.BUDGETS]:
         assert f"study/{picture}.svg" in document and (report.DOCS / "study" / f"{picture}.svg").is_file()
 
 

@@ -183,19 +183,20 @@ PLOTS: dict[str, tuple[Callable[[Figure, Losses, Run], None], tuple[float, float
 """What draws a picture of that name, and its size in inches."""
 
 
-def wallclock(figure: Figure, results: Results) -> None:
-    """Training loss against seconds, the mean over seeds; a panel a setting."""
+def wallclock(figure: Figure, results: Results, budget_s: float) -> None:
+    """Training loss against seconds in runs that had so many, the mean over seeds; a panel a setting."""
     groups: dict[str, dict[str, list[list]]] = defaultdict(lambda: defaultdict(list))
     for row in results.wallclock:
-        groups[row["setting"]][row["schedule"]].append(row["curve"])
+        if row["budget_s"] == budget_s:
+            groups[row["setting"]][row["schedule"]].append(row["curve"])
     panels = np.atleast_1d(figure.subplots(1, max(1, len(groups)), sharey=True))
-    colours = {"1F1B": PLAIN, "Async2BW": DELAYED, "Async2BW+EF": CORRECTED}
+    colours = {"1F1B": PLAIN, "ZBVZeroBubble": OTHER, "Async2BW": DELAYED, "Async2BW+EF": CORRECTED}
     for axes, (setting, schedules) in zip(panels, sorted(groups.items()), strict=False):
         for schedule, curves in schedules.items():
             end = min(curve[-1][0] for curve in curves)
             grid = np.linspace(0.15 * end, end, 60)
             values = [np.interp(grid, *np.array(curve).T) for curve in curves]
-            axes.plot(grid, np.mean(values, axis=0), linewidth=1, color=colours[schedule], label=schedule)
+            axes.plot(grid, np.mean(values, axis=0), linewidth=1, color=colours.get(schedule), label=schedule)
         axes.grid(alpha=0.3)
         axes.set(title=setting, xlabel="seconds")
     panels[0].set_ylabel("training loss, nats a byte")
