@@ -17,7 +17,7 @@ import torch.distributed as dist
 import wallclock
 from _model import MODELS, Decoder, language_loss
 from _optimizers import build_optimizers
-from _pipeline_run import SCHEDULES, Part, PipelineRun, train_stage
+from _pipeline_run import SCHEDULES, Part, PipelineRun, train_rank
 from _pool import Pool
 from _text import Batches
 from _training import learning_rate
@@ -53,7 +53,7 @@ def float64() -> Iterator[None]:
 
 def train_in_float64(rank: int, group: dist.ProcessGroup, run: PipelineRun) -> dict[str, Any]:
     with float64(), mock.patch.object(_pipeline_run, "MAX_NORM", MAX_NORM):
-        return train_stage(rank, group, run)
+        return train_rank(rank, group, run)
 
 
 def train_alone(
@@ -94,23 +94,27 @@ def farthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_pipeline_trains_as_one_process_does(pool: Pool, schedule: str, optimizer: str) -> None:
     run = replace(RUN, schedule=schedule, optimizer=optimizer)
-    stages = pool.run(2, train_in_float64, run)
+    ranks = pool.run(2, train_in_float64, run)
+    is_delayed = schedule.startswith("Async2BW")
     with float64():
-        weights, losses = train_alone(run, delay=int(schedule != "1F1B"), feedback=schedule == "Async2BW+EF")
-        other, _ = train_alone(run, delay=int(schedule == "1F1B"))
+        weights, losses = train_alone(run, delay=int(is_delayed), feedback=schedule == "Async2BW+EF")
+        other, _ = train_alone(run, delay=int(not is_delayed))
     # Muon orthogonalizes in float32.
     tolerance = 1e-5 if optimizer == "muon" else 1e-9
-    found = wallclock.joined_weights(stages)
+    found = wallclock.joined_weights(ranks)
     assert farthest(found, weights) < tolerance
     assert farthest(other, weights) > 100 * tolerance
-    assert stages[1]["losses"] == pytest.approx(losses, abs=tolerance)
+    # Of ZBVZeroBubble, the first rank has the last stage.
+    last = 0 if schedule == "ZBVZeroBubble" else 1
+    assert ranks[last]["losses"] == pytest.approx(losses, abs=tolerance)
+    assert ranks[1 - last]["losses"] == []
 
 
 def test_stages_make_up_the_decoder() -> None:
     torch.manual_seed(0)
     model = Decoder(MODELS["tiny"])
     inputs, _ = Batches("training", 2, 32, seed=0)(0)
-    for count in (1, 2, 3, 4):
+    for count in (1, 2, 3, 4, 5, 8):
         parts = [Part(model, index, count) for index in range(count)]
         x = inputs
         for part in parts:
@@ -139,32 +143,40 @@ class Clock:
 
 def train_by_clock(rank: int, group: dist.ProcessGroup, run: PipelineRun) -> dict[str, Any]:
     with mock.patch.object(_pipeline_run, "time", Clock()):
-        return train_stage(rank, group, run)
+        return train_rank(rank, group, run)
 
 
 def test_padding_changes_times_alone(pool: Pool) -> None:
-    passes = STEPS * RUN.microbatches
-    for schedule in SCHEDULES:
+    for schedule, kind in SCHEDULES.items():
         run = replace(RUN, schedule=schedule)
+        passes = STEPS * RUN.microbatches * kind.stages_per_rank
+        backwards = 2 * passes if schedule == "ZBVZeroBubble" else passes
+        forward_s = 0.004 / kind.stages_per_rank
         plain = pool.run(2, train_by_clock, run)
         padded = pool.run(2, train_by_clock, replace(run, forward_s=0.004))
         for before, after in zip(plain, padded, strict=True):
             assert farthest(after["weights"], before["weights"]) == 0
             assert after["losses"] == before["losses"]
-            assert before["passes"] == after["passes"] == 2 * passes
+            assert before["passes"] == after["passes"] == passes + backwards
             # The last reading comes after the sleep.
-            assert after["computing"]["forward"] == pytest.approx(passes * (0.004 + Clock.READING))
-            assert after["computing"]["backward"] == pytest.approx(passes * (0.008 + Clock.READING))
+            assert after["computing"]["forward"] == pytest.approx(passes * (forward_s + Clock.READING))
+            slept = 2 * passes * forward_s
+            assert after["computing"]["backward"] == pytest.approx(slept + backwards * Clock.READING)
             assert sum(after["computing"].values()) < after["seconds"]
             assert after["times"] == sorted(after["times"]) and after["times"][-1] <= after["seconds"]
-            assert (before["late"], after["late"]) == (2 * passes, 0)
+            assert (before["late"], after["late"]) == (passes + backwards, 0)
 
 
-def test_a_measurement_is_of_the_weights_that_were_trained(pool: Pool) -> None:
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_measurement_is_of_the_weights_that_were_trained(
+    pool: Pool, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     measurement = wallclock.Measurement(
-        setting="pp2", schedule="Async2BW", seed=3, optimizer="muon", lr=0.02, budget_s=1.0, model="tiny"
-    )
-    row = wallclock.measure(pool, measurement, STEPS)
+        setting="pp2-padded" if padded else "pp2", schedule="Async2BW", seed=3, optimizer="muon", lr=0.02,
+        budget_s=1.0, model="tiny",
+    )  # fmt: skip
+    timing = wallclock.Timing(step_s=1.0 / STEPS, utilization=0.75, late_share=0.01)
+    row = wallclock.measure(pool, measurement, timing)
     weights, losses = train_alone(replace(RUN, schedule="Async2BW"), delay=1, max_norm=1.0)
     model = Decoder(MODELS["tiny"])
     model.load_state_dict(weights)
@@ -175,7 +187,19 @@ def test_a_measurement_is_of_the_weights_that_were_trained(pool: Pool) -> None:
     assert [loss for _, loss in row["curve"]] == pytest.approx(losses, abs=1e-3)
     assert wallclock.measurement_of(row) == measurement
     assert row["steps"] == STEPS and row["step_s"] == pytest.approx(row["seconds"] / STEPS, abs=1e-4)
-    assert 0 < row["utilization"] < 1 and row["late_share"] is None and row["forward_s"] is None
+    if padded:
+        assert (row["step_s"], row["seconds"]) == (0.125, 1.0)
+        assert (row["utilization"], row["late_share"], row["forward_s"]) == (0.75, 0.01, 0.016)
+        assert [seconds for seconds, _ in row["curve"]] == [0.125 * step for step in range(1, STEPS + 1)]
+    else:
+        assert 0 < row["utilization"] < 1 and row["late_share"] is None and row["forward_s"] is None
+
+
+def test_a_setting_has_batches_of_its_microbatches() -> None:
+    made = wallclock.Measurement(
+        setting="pp4-padded-m8", schedule="1F1B", seed=0, optimizer="muon", lr=0.02, budget_s=1.0
+    ).training(7, padded=True)
+    assert (made.steps, made.microbatches, made.sequences, made.forward_s) == (7, 8, 24, 0.008)
 
 
 def test_the_budget_is_spent_at_the_pace_after_the_first_steps() -> None:
@@ -185,8 +209,10 @@ def test_the_budget_is_spent_at_the_pace_after_the_first_steps() -> None:
     class Fake:
         def run(self, stages: int, function: Any, run: PipelineRun) -> list[dict[str, Any]]:
             pace = next(rounds)
-            later = [3.0 + pace * count for count in range(1, run.steps - 2)]
-            return [{"times": []}, {"times": [1.0, 2.0, 3.0, *later]}]
+            times = [1.0, 2.0, 3.0, *(3.0 + pace * count for count in range(1, run.steps - 2))]
+            of_all = {"times": times, "computing": {"forward": 2.0, "backward": 4.0}, "seconds": 8.0}
+            first, last = of_all | {"losses": [], "late": 1}, of_all | {"losses": [2.0], "late": 2}
+            return [each | {"passes": 30} for each in (first, last)]
 
     measurements = [
         wallclock.Measurement(
@@ -195,7 +221,10 @@ def test_the_budget_is_spent_at_the_pace_after_the_first_steps() -> None:
         for seed in (0, 1)
         for schedule in SCHEDULES
     ]
-    assert wallclock.steps_in_budget(Fake(), measurements) == dict.fromkeys(SCHEDULES, 50)
+    found = wallclock.timings(Fake(), measurements)
+    assert list(found) == list(SCHEDULES)
+    for timing in found.values():
+        assert (timing.step_s, timing.utilization, timing.late_share) == pytest.approx((0.2, 0.75, 0.05))
     with pytest.raises(StopIteration):
         next(rounds)
 
@@ -204,7 +233,7 @@ def test_the_budget_is_spent_at_the_pace_after_the_first_steps() -> None:
 def quick(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
     """Pipelines of processes that are up, timed by `Clock` for a few steps of some milliseconds."""
     monkeypatch.setattr(wallclock, "Pool", lambda sizes: contextlib.nullcontext(pool))
-    monkeypatch.setattr(wallclock, "train_stage", train_by_clock)
+    monkeypatch.setattr(wallclock, "train_rank", train_by_clock)
     monkeypatch.setattr(wallclock, "_ROUNDS", 1)
     monkeypatch.setattr(wallclock, "_TIMED_STEPS", 5)
 
@@ -214,11 +243,11 @@ def test_what_is_in_the_results_is_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = tmp_path / "results.jsonl"
-    command = ["--model", "tiny", "--setting", "pp2", "--results", str(results), "--budget", "0.1", "--seeds"]
+    command = ["--model", "tiny", "--setting", "pp2", "--results", str(results), "--budget", "0.2", "--seeds"]
     assert wallclock.main([*command, "0"]) == 0
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     assert [row["schedule"] for row in rows] == list(SCHEDULES)
-    assert all(row["kind"] == "wallclock" and row["budget_s"] == 0.1 and row["steps"] >= 10 for row in rows)
+    assert all(row["kind"] == "wallclock" and row["budget_s"] == 0.2 and row["steps"] >= 10 for row in rows)
     shown = capsys.readouterr().out
     assert all(f"{1e3 * row['step_s']:.1f}" in shown and f"{row['test_loss']:.3f}" in shown for row in rows)
 
@@ -226,17 +255,18 @@ def test_what_is_in_the_results_is_not_run_again(
     results.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]) + '{"kind": "wallcl')
     measured = []
 
-    def fake(pool: Pool, measurement: Any, steps: int) -> dict[str, Any]:
+    def fake(pool: Pool, measurement: Any, timing: Any) -> dict[str, Any]:
         measured.append((measurement.schedule, measurement.seed))
         return {**rows[0], "schedule": measurement.schedule, "seed": measurement.seed}
 
     monkeypatch.setattr(wallclock, "measure", fake)
     assert wallclock.main([*command, "0", "1"]) == 0
-    assert measured == [("Async2BW+EF", 0), *((schedule, 1) for schedule in SCHEDULES)]
-    assert len(results.read_text().splitlines()) == 6
+    missing = [(schedule, 0) for schedule in list(SCHEDULES)[2:]]
+    assert measured == [*missing, *((schedule, 1) for schedule in SCHEDULES)]
+    assert len(results.read_text().splitlines()) == 10
     monkeypatch.setattr(wallclock, "Pool", None)
     assert wallclock.main([*command, "0", "1"]) == 0
-    assert len(measured) == 4
+    assert len(measured) == 8
 
 
 @pytest.mark.usefixtures("quick")

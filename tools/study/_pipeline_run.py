@@ -1,32 +1,41 @@
-"""One stage of a pipeline that trains the study's model: what the processes of wallclock.py run.
+"""One rank of a pipeline that trains the study's model: what the processes of wallclock.py run.
 
 With `FixedSpeedStage` several processes on one core stand for accelerators of a fixed speed: what a stage
 computes is padded by sleeping, in which other stages compute.
 """
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _model import MODELS, Decoder
 from _optimizers import build_optimizers
+from _pipelines import SCHEDULES as KINDS
+from _pipelines import clip_over_pipeline
 from _text import Batches, splits
 from _training import MAX_NORM, learning_rate
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage
 from torch.optim.lr_scheduler import LambdaLR
 
 from titan_async.optim import ErrorFeedback
 from titan_async.pipelining import ScheduleAsync2BW
 
-__all__ = ["SCHEDULES", "FixedSpeedStage", "Part", "PipelineRun", "train_stage"]
+__all__ = ["SCHEDULES", "FixedSpeedStage", "Part", "PipelineRun", "train_rank"]
 
-SCHEDULES = {"1F1B": Schedule1F1B, "Async2BW": ScheduleAsync2BW, "Async2BW+EF": ScheduleAsync2BW}
+SCHEDULES = {
+    **{name: KINDS[name] for name in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "Async2BW")},
+    "Async2BW+EF": KINDS["Async2BW"],
+}
 """By the names in the results; EF is error feedback around every optimizer."""
 
 
@@ -44,27 +53,28 @@ class PipelineRun:
     sequences: int = 12
     microbatches: int = 4
     forward_s: float = 0.0
-    """The least that the forward of a microbatch lasts on every stage; a backward lasts twice that."""
+    """The least that the forward of a microbatch lasts on every rank; a backward lasts twice that."""
 
 
 class Part(nn.Module):
-    """The layers of stage `index` of `count` stages, under the names that they have in the whole decoder.
+    """The half layers of stage `index` of `count`, under the names that they have in the whole decoder.
 
-    The first stage takes bytes [batch, length], the last gives logits [batch, length, VOCAB]; between stages
-    are hidden states [batch, length, width]. Load-balancing losses of mixtures are left out.
+    Attention and MLP of a layer are a half each. The first stage takes bytes [batch, length], the last gives
+    logits [batch, length, VOCAB]; between stages are hidden states [batch, length, width]. Load-balancing
+    losses of mixtures are left out.
     """
 
     def __init__(self, model: Decoder, index: int, count: int) -> None:
         super().__init__()
-        layers = len(model.layers)
-        assert count <= layers
+        halves = [(number, half) for number in range(len(model.layers)) for half in ("attention", "mlp")]
+        assert count <= len(halves)
         self.embedding = model.embedding if index == 0 else None
-        self.layers = nn.ModuleDict(
-            {
-                str(number): model.layers[number]
-                for number in range(index * layers // count, (index + 1) * layers // count)
-            }
-        )
+        self.layers = nn.ModuleDict()
+        for number, half in halves[index * len(halves) // count : (index + 1) * len(halves) // count]:
+            if str(number) not in self.layers:
+                self.layers[str(number)] = nn.ModuleDict()
+            for name in (f"norm_{half}", half):
+                self.layers[str(number)][name] = getattr(model.layers[number], name)
         last = index == count - 1
         self.norm, self.head = (model.norm, model.head) if last else (None, None)
 
@@ -72,12 +82,18 @@ class Part(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x)
         for layer in self.layers.values():
-            x, _ = layer(x)
+            if "attention" in layer:
+                x = x + layer["attention"](layer["norm_attention"](x))
+            if "mlp" in layer:
+                out, _ = layer["mlp"](layer["norm_mlp"](x))
+                x = x + out
         return x if self.head is None else self.head(self.norm(x))
 
 
 class FixedSpeedStage(PipelineStage):
     """A stage whose forwards last at least `forward_s` seconds, and its backwards twice as long.
+
+    Where a schedule splits backwards, the parts for inputs and for weights last as long as a forward each.
 
     Args:
         module, index, count, group: of the stage.
@@ -98,9 +114,15 @@ class FixedSpeedStage(PipelineStage):
         with self._lasting("forward", self._forward_s):
             return super().forward_one_chunk(*args, **kwargs)
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        with self._lasting("backward", 2 * self._forward_s):
-            super().backward_one_chunk(*args, **kwargs)
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        with self._lasting("backward", (1 + full_backward) * self._forward_s):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        with self._lasting("backward", self._forward_s):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     @contextlib.contextmanager
     def _lasting(self, kind: str, seconds: float) -> Iterator[None]:
@@ -119,32 +141,33 @@ def _loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
     return F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten())
 
 
-def _clip_over_stages(params: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """What `ScheduleAsync2BW.clip_grad_norm_` does, for a schedule that has nothing of its own."""
-    squared = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]) ** 2
-    dist.all_reduce(squared, group=group)
-    nn.utils.clip_grads_with_norm_(params, MAX_NORM, squared.sqrt())
-
-
-def train_stage(rank: int, group: dist.ProcessGroup, run: PipelineRun) -> dict[str, Any]:
-    """Train the stage of this rank.
+def train_rank(rank: int, group: dist.ProcessGroup, run: PipelineRun) -> dict[str, Any]:
+    """Train the stages of this rank.
 
     Returns:
         "weights", the newest, by name. "times", seconds since the begin at which each step's forwards and
         backwards had ended; "seconds", at which all was done. "losses" of the steps, in nats a byte, on the
-        last stage. "passes" and "late" of the stage; "computing", the seconds of its forwards and backwards.
+        rank of the last stage. "passes" and "late" of the stages; "computing", the seconds of their forwards
+        and backwards.
     """
     # Weights that decay to almost nothing would be slow.
     torch.set_flush_denormal(True)
     torch.manual_seed(run.seed)
-    part = Part(Decoder(MODELS[run.model]), rank, group.size())
-    params = list(part.parameters())
-    stage = FixedSpeedStage(part, rank, group.size(), group, run.forward_s)
-    schedule = SCHEDULES[run.schedule](stage, run.microbatches, loss_fn=_loss)
-    optimizers = build_optimizers(part, run.optimizer, run.lr)
+    kind = SCHEDULES[run.schedule]
+    count = kind.stages_per_rank * group.size()
+    model = Decoder(MODELS[run.model])
+    parts = {index: Part(model, index, count) for index in kind.stage_indices(rank, group.size())}
+    params = [param for part in parts.values() for param in part.parameters()]
+    stages = [
+        FixedSpeedStage(part, index, count, group, run.forward_s / kind.stages_per_rank)
+        for index, part in parts.items()
+    ]
+    schedule = kind.build(stages[0] if kind.stages_per_rank == 1 else stages, run.microbatches, loss_fn=_loss)
+    optimizers = [each for part in parts.values() for each in build_optimizers(part, run.optimizer, run.lr)]
     if run.schedule == "Async2BW+EF":
         optimizers = [ErrorFeedback(optimizer) for optimizer in optimizers]
     rates = [LambdaLR(optimizer, lambda step: learning_rate(step, run.steps)) for optimizer in optimizers]
+    is_first, is_last = (any(getattr(stage, name) for stage in stages) for name in ("is_first", "is_last"))
     batches = Batches("training", run.sequences, MODELS[run.model].length, run.seed)
     splits()  # reads the text
     of_step: list[Tensor] = []
@@ -154,7 +177,7 @@ def train_stage(rank: int, group: dist.ProcessGroup, run: PipelineRun) -> dict[s
         if isinstance(schedule, ScheduleAsync2BW):
             schedule.clip_grad_norm_(MAX_NORM)
         else:
-            _clip_over_stages(params, group)
+            clip_over_pipeline(params, group, MAX_NORM)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -164,11 +187,11 @@ def train_stage(rank: int, group: dist.ProcessGroup, run: PipelineRun) -> dict[s
     dist.barrier(group)
     begin = time.perf_counter()
     for step in range(run.steps):
-        inputs, targets = batches(step) if stage.is_first or stage.is_last else (None, None)
-        args = (inputs,) if stage.is_first else ()
-        schedule.step(*args, target=targets if stage.is_last else None, losses=of_step, return_outputs=False)
+        inputs, targets = batches(step) if is_first or is_last else (None, None)
+        args = (inputs,) if is_first else ()
+        schedule.step(*args, target=targets if is_last else None, losses=of_step, return_outputs=False)
         times.append(time.perf_counter() - begin)
-        if stage.is_last:
+        if is_last:
             losses.append(float(torch.stack(of_step).detach().mean()))
         if not isinstance(schedule, ScheduleAsync2BW) or schedule.gradient_ready:
             update()
@@ -178,8 +201,12 @@ def train_stage(rank: int, group: dist.ProcessGroup, run: PipelineRun) -> dict[s
         "seconds": time.perf_counter() - begin,
         "times": times,
         "losses": losses,
-        "weights": {name: value.detach().clone() for name, value in part.state_dict().items()},
-        "passes": stage.passes,
-        "late": stage.late,
-        "computing": stage.seconds,
+        "weights": {
+            name: value.detach().clone()
+            for part in parts.values()
+            for name, value in part.state_dict().items()
+        },
+        "passes": sum(stage.passes for stage in stages),
+        "late": sum(stage.late for stage in stages),
+        "computing": {kind: sum(stage.seconds[kind] for stage in stages) for kind in ("forward", "backward")},
     }

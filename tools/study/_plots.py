@@ -188,13 +188,13 @@ def wallclock(figure: Figure, losses: Losses, base: Run, budget_s: float) -> Non
     for row in losses.wallclock(budget_s):
         groups[row["setting"]][row["schedule"]].append(row["curve"])
     panels = np.atleast_1d(figure.subplots(1, max(1, len(groups)), sharey=True))
-    colours = {"1F1B": PLAIN, "Async2BW": DELAYED, "Async2BW+EF": CORRECTED}
+    colours = {"1F1B": PLAIN, "ZBVZeroBubble": OTHER, "Async2BW": DELAYED, "Async2BW+EF": CORRECTED}
     for axes, (setting, schedules) in zip(panels, sorted(groups.items()), strict=False):
         for schedule, curves in schedules.items():
             end = min(curve[-1][0] for curve in curves)
             grid = np.linspace(0.15 * end, end, 60)
             values = [np.interp(grid, *np.array(curve).T) for curve in curves]
-            axes.plot(grid, np.mean(values, axis=0), linewidth=1, color=colours[schedule], label=schedule)
+            axes.plot(grid, np.mean(values, axis=0), linewidth=1, color=colours.get(schedule), label=schedule)
         axes.set(title=setting, xlabel="seconds")
     _finish(panels, "training loss, nats a byte", zero=False)
 

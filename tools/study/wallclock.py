@@ -1,12 +1,13 @@
-"""Question 8 of the study: the same seconds for 1F1B and for Async2BW, and the losses at their end.
+"""Question 8 of the study: the same seconds for synchronous schedules and for Async2BW, and their losses.
 
-    python tools/study/wallclock.py                     # three settings, 13 minutes on two idle cores
-    python tools/study/wallclock.py --setting pp2       # one of them
+    python tools/study/wallclock.py                     # all settings, 25 s a run, on two idle cores
+    python tools/study/wallclock.py --setting pp4-padded pp4-padded-m8 --budget 120 --seeds 0 1 2 3 4
 
-A process trains each stage. The steps of every schedule are timed first; each run then has as many as fit
-into the budget, and its learning rate follows these: warm-up, and a cosine that ends with the budget. Batches
-are the same for all schedules. Each run is written to the results file when it ends, and the same command
-goes on from there.
+A process trains the stages of each rank. The steps of every schedule are timed first, by turns; each run then
+has as many as fit into the budget, and its learning rate follows these: warm-up, and a cosine that ends with
+the budget. Batches are the same for all schedules. Where stages are padded by sleeping, only the timed steps
+are: without, a run has the same losses in a third of the time. Each run is written to the results file when
+it ends, and the same command goes on from there.
 """
 
 import argparse
@@ -23,11 +24,10 @@ from typing import Any
 
 # In the workers too, which inherit it: one thread each, before torch is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
-sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
 import numpy as np
 from _model import MODELS, Decoder
-from _pipeline_run import SCHEDULES, PipelineRun, train_stage
+from _pipeline_run import SCHEDULES, PipelineRun, train_rank
 from _pool import Pool
 from _results import DEFAULT_PATH, Results
 from _tables import wallclock_cells
@@ -39,7 +39,7 @@ from torch import Tensor
 
 from titan_async.errors import UserError
 
-__all__ = ["SETTINGS", "Measurement", "Setting", "joined_weights", "main", "measure", "steps_in_budget"]
+__all__ = ["SETTINGS", "Measurement", "Setting", "Timing", "joined_weights", "main", "measure", "timings"]
 
 LAYER_SECONDS = 0.008
 """The forward of a microbatch through one layer where stages are padded: rarely less than what four processes
@@ -53,17 +53,22 @@ _LEAST_STEPS = 10
 _ROUNDS, _WARM_UP_STEPS, _TIMED_STEPS = 5, 3, 20
 """Of timing a schedule's steps."""
 
+_PATIENCE = 10.0
+"""How much longer than its budget a run may take, on busy cores, before it is given up."""
+
 
 @dataclass(frozen=True)
 class Setting:
     """A pipeline on which schedules are compared."""
 
     stages: int
+    """Ranks; some schedules have two stages on each."""
     padded: bool
     """Whether every layer lasts the same, by sleeping, or as long as it computes."""
+    microbatches: int = 4
 
     def forward_s(self, model: str) -> float:
-        """The least duration of a stage's forward of a microbatch."""
+        """The least duration of a rank's forward of a microbatch."""
         return LAYER_SECONDS * MODELS[model].layers / self.stages if self.padded else 0.0
 
 
@@ -71,7 +76,10 @@ SETTINGS = {
     "pp2": Setting(stages=2, padded=False),
     "pp2-padded": Setting(stages=2, padded=True),
     "pp4-padded": Setting(stages=4, padded=True),
+    "pp4-padded-m8": Setting(stages=4, padded=True, microbatches=8),
 }
+_SEQUENCES = 3
+"""Of a microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +98,8 @@ class Measurement:
     def stages(self) -> int:
         return SETTINGS[self.setting].stages
 
-    def training(self, steps: int) -> PipelineRun:
+    def training(self, steps: int, padded: bool) -> PipelineRun:
+        setting = SETTINGS[self.setting]
         return PipelineRun(
             schedule=self.schedule,
             steps=steps,
@@ -98,79 +107,116 @@ class Measurement:
             optimizer=self.optimizer,
             lr=self.lr,
             model=self.model,
-            forward_s=SETTINGS[self.setting].forward_s(self.model),
+            sequences=_SEQUENCES * setting.microbatches,
+            microbatches=setting.microbatches,
+            forward_s=setting.forward_s(self.model) if padded else 0.0,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Of a schedule's steps in a setting."""
+
+    step_s: float
+    utilization: float
+    """The share of the time spent in forwards and backwards, in the mean over ranks."""
+    late_share: float
+    """The share of forwards and backwards that took longer than their padding."""
 
 
 def measurement_of(row: dict[str, Any]) -> Measurement:
     return Measurement(**{field.name: row[field.name] for field in fields(Measurement)})
 
 
-def measure(pool: Pool, measurement: Measurement, steps: int) -> dict[str, Any]:
-    """Train that many steps.
+def measure(pool: Pool, measurement: Measurement, timing: Timing) -> dict[str, Any]:
+    """Train as many steps as fit into the budget.
 
     Returns:
-        The line of the results: the fields of `measurement`; "steps", "seconds", and "step_s" in their mean;
-        "curve", pairs of seconds and training loss, means over equal parts of the run; "validation_loss" and
-        "test_loss" at its end; "utilization", the share of the time spent in forwards and backwards, in the
-        mean over stages; "forward_s" to which a stage's forwards were padded, and "late_share", the share of
-        forwards and backwards that took longer than their padding (both None in a setting without);
-        "versions"; "started", in UTC. Losses are in nats a byte.
+        The line of the results: the fields of `measurement`; "steps"; "step_s", "seconds" of all steps,
+        "utilization" and "late_share" (None in a setting without padding), from `timing` where stages are
+        padded, else of this run; "curve", pairs of seconds and training loss, means over equal parts of the
+        run; "validation_loss" and "test_loss" at its end; "forward_s" to which a rank's forwards were padded,
+        or None; "versions"; "started", in UTC. Losses are in nats a byte.
     """
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    run = measurement.training(steps)
-    stages = pool.run(measurement.stages, train_stage, run, timeout=120 + 4 * measurement.budget_s)
+    steps = round(measurement.budget_s / timing.step_s)
+    padded = SETTINGS[measurement.setting].padded
+    run = measurement.training(steps, padded=False)
+    ranks = pool.run(measurement.stages, train_rank, run, timeout=_PATIENCE * (60 + measurement.budget_s))
     shape = MODELS[run.model]
     model = Decoder(shape)
-    model.load_state_dict(joined_weights(stages))
-    seconds = max(stage["seconds"] for stage in stages)
-    times, losses = (
-        np.array_split(stages[-1][name], min(_CURVE_POINTS, steps)) for name in ("times", "losses")
-    )
-    computing = statistics.fmean(sum(stage["computing"].values()) for stage in stages)
-    late = sum(stage["late"] for stage in stages) / sum(stage["passes"] for stage in stages)
+    model.load_state_dict(joined_weights(ranks))
+    if not padded:
+        timing = _timing([ranks], steps)
+    times = timing.step_s * np.arange(1, steps + 1) if padded else _of_last_stage(ranks)["times"]
+    curve = [
+        np.array_split(values, min(_CURVE_POINTS, steps))
+        for values in (times, _of_last_stage(ranks)["losses"])
+    ]
     return {
         "kind": "wallclock",
         **asdict(measurement),
         "steps": steps,
-        "seconds": round(seconds, 3),
-        "step_s": round(seconds / steps, 5),
+        "seconds": round(steps * timing.step_s, 3),
+        "step_s": round(timing.step_s, 5),
         "curve": [
             [round(float(time.mean()), 3), round(float(loss.mean()), 4)]
-            for time, loss in zip(times, losses, strict=True)
+            for time, loss in zip(*curve, strict=True)
         ],
         "validation_loss": round(evaluate(model, "validation", shape.length), 5),
         "test_loss": round(evaluate(model, "test", shape.length), 5),
-        "utilization": round(computing / seconds, 4),
-        "forward_s": run.forward_s or None,
-        "late_share": round(late, 4) if run.forward_s else None,
+        "utilization": round(timing.utilization, 4),
+        "forward_s": SETTINGS[measurement.setting].forward_s(run.model) or None,
+        "late_share": round(timing.late_share, 4) if padded else None,
         "versions": versions(),
         "started": started,
     }
 
 
-def joined_weights(stages: Iterable[dict[str, Any]]) -> dict[str, Tensor]:
-    """The state dict of the whole decoder, from what `train_stage` returned on all stages."""
-    return {name: value for stage in stages for name, value in stage["weights"].items()}
+def _of_last_stage(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return next(rank for rank in ranks if rank["losses"])
 
 
-def steps_in_budget(pool: Pool, measurements: Sequence[Measurement]) -> dict[str, int]:
-    """How many steps of each schedule fit; the schedules are timed by turns."""
+def _timing(rounds: Sequence[Sequence[dict[str, Any]]], steps: int, untimed: int = 0) -> Timing:
+    """Of what `train_rank` returned on all ranks in each round, without the first `untimed` steps."""
+    seconds = []
+    for ranks in rounds:
+        times = _of_last_stage(ranks)["times"] if untimed else [max(rank["seconds"] for rank in ranks)]
+        seconds.append((times[-1] - (times[untimed - 1] if untimed else 0.0)) / (steps - untimed))
+    every = [rank for ranks in rounds for rank in ranks]
+    return Timing(
+        step_s=statistics.median(seconds),
+        utilization=statistics.fmean(sum(rank["computing"].values()) / rank["seconds"] for rank in every),
+        late_share=sum(rank["late"] for rank in every) / sum(rank["passes"] for rank in every),
+    )
+
+
+def joined_weights(ranks: Iterable[dict[str, Any]]) -> dict[str, Tensor]:
+    """The state dict of the whole decoder, from what `train_rank` returned on all ranks."""
+    return {name: value for rank in ranks for name, value in rank["weights"].items()}
+
+
+def timings(pool: Pool, measurements: Sequence[Measurement]) -> dict[str, Timing]:
+    """Of the steps of each schedule; the schedules are timed by turns.
+
+    Raises:
+        UserError: too few fit into the budget.
+    """
     one_of_each = {measurement.schedule: measurement for measurement in measurements}
-    seconds: dict[str, list[float]] = defaultdict(list)
+    steps = _WARM_UP_STEPS + _TIMED_STEPS
+    rounds: dict[str, list[list[dict[str, Any]]]] = defaultdict(list)
     for _ in range(_ROUNDS):
         for schedule, measurement in one_of_each.items():
-            run = measurement.training(_WARM_UP_STEPS + _TIMED_STEPS)
-            times = pool.run(measurement.stages, train_stage, run)[-1]["times"]
-            seconds[schedule].append((times[-1] - times[_WARM_UP_STEPS - 1]) / _TIMED_STEPS)
+            run = measurement.training(steps, padded=True)
+            rounds[schedule].append(pool.run(measurement.stages, train_rank, run))
+    found = {schedule: _timing(each, steps, _WARM_UP_STEPS) for schedule, each in rounds.items()}
     budget = measurements[0].budget_s
-    steps = {schedule: round(budget / statistics.median(each)) for schedule, each in seconds.items()}
-    for schedule, count in steps.items():
-        if count < _LEAST_STEPS:
+    for schedule, timing in found.items():
+        if (count := round(budget / timing.step_s)) < _LEAST_STEPS:
             raise UserError(
                 f"In {budget:g} s {schedule} makes {count} steps, too few to learn: give a larger --budget."
             )
-    return steps
+    return found
 
 
 def run_missing(measurements: Sequence[Measurement], results: Results, console: Console) -> None:
@@ -183,9 +229,9 @@ def run_missing(measurements: Sequence[Measurement], results: Results, console: 
     for setting, of_setting in missing.items():
         with Pool([SETTINGS[setting].stages]) as pool:
             console.print(f"{setting}: timing the steps of {len(of_setting)} runs")
-            steps = steps_in_budget(pool, of_setting)
+            timed = timings(pool, of_setting)
             for measurement in of_setting:
-                row = measure(pool, measurement, steps[measurement.schedule])
+                row = measure(pool, measurement, timed[measurement.schedule])
                 results.add_wallclock(row)
                 console.print(
                     f"{setting}, {measurement.schedule}, seed {measurement.seed}: {row['steps']} steps in "
@@ -245,7 +291,7 @@ def main(argv: list[str] | None = None) -> int:
         for seed in dict.fromkeys(arguments.seeds)
         for schedule in SCHEDULES
     ]
-    console = Console(width=110)
+    console = Console(width=124)
     try:
         if not arguments.results.parent.is_dir():
             raise UserError(
