@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from titan_async.optim import ErrorFeedback, Muon, one_pass
+from titan_async.optim import ErrorFeedback, Muon, compiled_adamw
 from titan_async.planning.live_tensors import StorageTracker
 
 LEVELS = ["update", "gradient"]
@@ -270,8 +270,10 @@ def test_one_compiled_pass_follows_the_formulas(monkeypatch, gradient, backend):
         return graph
 
     if backend == "traced":
-        traced = torch.compile(one_pass._update_and_correct_, dynamic=True, fullgraph=True, backend=as_traced)
-        monkeypatch.setattr(one_pass, "_compiled", lambda: traced)
+        traced = torch.compile(
+            compiled_adamw._update_and_correct_, dynamic=True, fullgraph=True, backend=as_traced
+        )
+        monkeypatch.setattr(compiled_adamw, "_compiled", lambda: traced)
     others = (torch.randn(shape, dtype=torch.float64) for shape in ((7,), (2, 3, 4), (0, 4)))
     start = [*start_weights(), *others]
     rates = [0.0, 0.5, 1.0, 0.7, 1.3, 0.2, 0.1]
@@ -299,9 +301,9 @@ def plain_pass(monkeypatch):
 
     def run(*arguments):
         passes.append(arguments)
-        one_pass._update_and_correct_(*arguments)
+        compiled_adamw._update_and_correct_(*arguments)
 
-    monkeypatch.setattr(one_pass, "_compiled", lambda: run)
+    monkeypatch.setattr(compiled_adamw, "_compiled", lambda: run)
     return passes
 
 
@@ -354,7 +356,7 @@ def test_without_a_compiler_nothing_is_half_done(monkeypatch):
     give_gradients(params, 0)
     optimizer.step()
     before, state = copy.deepcopy((params, optimizer.state_dict()))
-    monkeypatch.setattr(one_pass, "_compiled", lambda: fails)
+    monkeypatch.setattr(compiled_adamw, "_compiled", lambda: fails)
     with pytest.raises(RuntimeError, match="no compiler"):
         optimizer.step()
     torch.testing.assert_close(

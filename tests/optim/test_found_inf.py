@@ -9,7 +9,7 @@ from tests.support.host_waits import HostWaits
 from tests.support.muon_rule import muon_displacement
 from tests.support.processes import Pools, WorkerPool
 from titan_async.local_tensors import local_part
-from titan_async.optim import ErrorFeedback, Lion, Muon, QKClip, QueryKey, one_pass, set_found_inf
+from titan_async.optim import ErrorFeedback, Lion, Muon, QKClip, QueryKey, compiled_adamw, set_found_inf
 
 SHAPES = [(6, 4), (2, 3, 5)]
 LR, DECAY = 0.1, 0.2
@@ -46,7 +46,7 @@ OPTIMIZERS = {
 
 @pytest.fixture(autouse=True)
 def _one_pass_is_not_compiled(monkeypatch):
-    monkeypatch.setattr(one_pass, "_compiled", lambda: one_pass._update_and_correct_)
+    monkeypatch.setattr(compiled_adamw, "_compiled", lambda: compiled_adamw._update_and_correct_)
 
 
 def values(shape, *seed):

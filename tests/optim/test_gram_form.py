@@ -15,7 +15,7 @@ from titan_async.optim.orthogonalization import (
     orthogonalize_all,
     stretches,
 )
-from titan_async.optim.symmetric import symmetric_addmm, symmetric_mm
+from titan_async.optim.symmetric_matmul import symmetric_addmm, symmetric_mm
 
 
 def with_spectrum(rows: int, cols: int, spectrum: torch.Tensor) -> torch.Tensor:

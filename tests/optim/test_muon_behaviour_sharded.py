@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from tests.support.processes import Pools, WorkerPool
 from titan_async.optim import ErrorFeedback, Muon
-from titan_async.optim import distribution as distribution_module
+from titan_async.optim import distributed_orthogonalization as distribution_module
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 LEVELS = ["update", "gradient"]

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.support.processes import Pools, WorkerPool
-from titan_async.optim import ErrorFeedback, Muon, one_pass
+from titan_async.optim import ErrorFeedback, Muon, compiled_adamw
 
 BUILD = {
     "adamw": lambda params: torch.optim.AdamW(params, 0.1),
@@ -63,7 +63,7 @@ def test_a_mesh_of_one_is_like_a_plain_parameter(mesh, name, placement, level, s
 
 
 def test_one_pass_works_on_local_parts(mesh, monkeypatch):
-    monkeypatch.setattr(one_pass, "_compiled", lambda: one_pass._update_and_correct_)
+    monkeypatch.setattr(compiled_adamw, "_compiled", lambda: compiled_adamw._update_and_correct_)
     torch.manual_seed(0)
     start, grads = torch.randn(3, 4, 6), [torch.randn(3, 4, 6) for _ in range(4)]
     plain = torch.nn.Parameter(start.clone())

@@ -17,7 +17,7 @@ from tests.support.selection import slow
 from tests.support.traffic import bytes_put_together
 from tests.support.training import ROOT
 from titan_async.config.device import ensure_device
-from titan_async.optim.correction import correct_gradients_, correct_updates_, snapshot
+from titan_async.optim.feedback_history import correct_gradients_, correct_updates_, snapshot
 from titan_async.optim.tensors import copy_unless_
 
 ensure_device()

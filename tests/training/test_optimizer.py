@@ -15,7 +15,7 @@ from torch import nn
 
 from titan_async.config.recipe_file import resolve
 from titan_async.errors import UserError
-from titan_async.optim import ErrorFeedback, Muon, one_pass
+from titan_async.optim import ErrorFeedback, Muon, compiled_adamw
 
 LAYER_MATRICES = {
     "attention.qkv_linear.wq",
@@ -205,7 +205,7 @@ def test_error_feedback_is_compiled_around_adamw_alone(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = []
-    monkeypatch.setattr(one_pass, "_compiled", lambda: lambda weight, *_: passes.append(weight))
+    monkeypatch.setattr(compiled_adamw, "_compiled", lambda: lambda weight, *_: passes.append(weight))
     stage = Stage()
     container = build(f'[optimizer]\nname = "{name}"\nerror_feedback.compile = true', tmp_path, stage)
     for step in range(3):

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from titan_async.local_tensors import local_part
-from titan_async.optim.agreement import gradients_are_zero
-from titan_async.optim.correction import (
+from titan_async.optim.compiled_adamw import fits_one_pass, update_and_correct_
+from titan_async.optim.feedback_history import (
     checked_level,
     checked_strength,
     correct_gradients_,
@@ -30,9 +30,9 @@ from titan_async.optim.correction import (
     history_key,
     snapshot,
 )
+from titan_async.optim.gradient_status import gradients_are_zero
 from titan_async.optim.lion import Lion
-from titan_async.optim.one_pass import fits_one_pass, update_and_correct_
-from titan_async.optim.rates import check_duplicates
+from titan_async.optim.param_checks import check_duplicates
 from titan_async.optim.tensors import at_least_float32, copy_unless_, named, skips
 
 __all__ = ["ErrorFeedback"]

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_async.optim.boxes import Box, relative
+from titan_async.optim.ownership import Bucket, Part, Task
+from titan_async.optim.shard_regions import Box, relative
 from titan_async.optim.tensors import at_least_float32
-from titan_async.optim.work import Bucket, Part, Task
 
 __all__ = ["Exchange"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from titan_async.local_tensors import local_part
-from titan_async.optim.rates import check_duplicates, check_rates
+from titan_async.optim.param_checks import check_duplicates, check_rates
 from titan_async.optim.tensors import at_least_float32, copy_unless_, named, skips
 
 __all__ = ["Lion"]

@@ -14,17 +14,17 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from titan_async.local_tensors import local_part
-from titan_async.optim.agreement import Agreement, agree, presume
-from titan_async.optim.boxes import Box, relative
 from titan_async.optim.coefficients import STANDARD_COEFFICIENTS, Coefficients
-from titan_async.optim.correction import (
+from titan_async.optim.distributed_orthogonalization import Distribution
+from titan_async.optim.elementwise import tiles
+from titan_async.optim.feedback_history import (
     LEVELS,
     correct_gradients_,
     correct_updates_,
     history_key,
     snapshot,
 )
-from titan_async.optim.distribution import Distribution
+from titan_async.optim.gradient_status import Agreement, agree, presume
 from titan_async.optim.muon_options import (
     adapted_groups,
     check_options,
@@ -34,9 +34,9 @@ from titan_async.optim.muon_options import (
     translated,
     update_dtype,
 )
-from titan_async.optim.rates import check_duplicates
+from titan_async.optim.param_checks import check_duplicates
+from titan_async.optim.shard_regions import Box, relative
 from titan_async.optim.tensors import copy_unless_, fits, named, skips
-from titan_async.optim.tiles import tiles
 
 __all__ = ["Muon"]
 

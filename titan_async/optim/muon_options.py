@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_async.optim.boxes import Box
 from titan_async.optim.coefficients import resolve_coefficients
-from titan_async.optim.correction import checked_level, checked_strength
+from titan_async.optim.feedback_history import checked_level, checked_strength
 from titan_async.optim.orthogonalization import FORMS
-from titan_async.optim.rates import check_rates
+from titan_async.optim.param_checks import check_rates
+from titan_async.optim.shard_regions import Box
 from titan_async.optim.tensors import at_least_float32, named
 
 __all__ = [

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.backends.cpu import get_cpu_capability
 
 from titan_async.optim.coefficients import Triple
-from titan_async.optim.symmetric import symmetric_addmm, symmetric_mm, symmetric_share
+from titan_async.optim.symmetric_matmul import symmetric_addmm, symmetric_mm, symmetric_share
 from titan_async.optim.tensors import at_least_float32
 
 __all__ = ["FORMS", "orthogonalization_cost", "orthogonalize", "orthogonalize_all", "stretches"]

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_async.local_tensors import as_dtensor
-from titan_async.optim.boxes import Box, boxes
+from titan_async.optim.shard_regions import Box, boxes
 
 __all__ = ["Mesh", "placed_on"]
 

@@ -8,7 +8,7 @@ from torchtitan.components.optimizer import ParamGroupConfig
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.trainer import Trainer
 
-from titan_async.optim.distribution import ELEMENTS_STAYING
+from titan_async.optim.distributed_orthogonalization import ELEMENTS_STAYING
 from titan_async.optim.muon_options import DTYPES
 from titan_async.planning.layout import Layout
 from titan_async.planning.optimizer_groups import feeds_back, group_of, groups_of

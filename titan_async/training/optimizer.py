@@ -17,7 +17,7 @@ from torchtitan.models.common.moe import MoE
 from titan_async.errors import UserError
 from titan_async.local_tensors import local_part
 from titan_async.optim import ErrorFeedback, Lion, Muon, set_found_inf
-from titan_async.optim.correction import history_key
+from titan_async.optim.feedback_history import history_key
 from titan_async.optim.tensors import skips
 from titan_async.training.changed_options import changed_options
 from titan_async.training.optimizer_config import (

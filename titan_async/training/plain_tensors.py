@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from titan_async.local_tensors import local_part
-from titan_async.optim.boxes import boxes
+from titan_async.optim.shard_regions import boxes
 
 __all__ = ["PlainTensorOptimizer", "Traits"]
 

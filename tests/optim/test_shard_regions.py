@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from titan_async.optim.boxes import boxes, intersection, is_empty, relative
+from titan_async.optim.shard_regions import boxes, intersection, is_empty, relative
 
 R = Replicate()
 SIZES = [*range(20), 24, 33]

@@ -8,8 +8,8 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from titan_async.optim.boxes import boxes, intersection, relative
-from titan_async.optim.work import Item, divide
+from titan_async.optim.ownership import Item, divide
+from titan_async.optim.shard_regions import boxes, intersection, relative
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 LAYOUTS = {

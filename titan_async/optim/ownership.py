@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from titan_async.optim.boxes import Box, intersection, is_empty
+from titan_async.optim.shard_regions import Box, intersection, is_empty
 
 __all__ = ["Bucket", "Item", "Part", "Task", "divide"]
 

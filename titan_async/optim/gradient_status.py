@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_async.local_tensors import as_dtensor, local_part
-from titan_async.optim.correction import correct_gradients_
+from titan_async.optim.feedback_history import correct_gradients_
 from titan_async.optim.tensors import at_least_float32
 
 __all__ = ["Agreement", "agree", "gradients_are_zero", "presume"]

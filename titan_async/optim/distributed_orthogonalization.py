@@ -13,13 +13,13 @@ from torch import Tensor
 
 from titan_async._group_internals import joint_group
 from titan_async.local_tensors import as_dtensor, local_part
-from titan_async.optim.boxes import Box
 from titan_async.optim.coefficients import resolve_coefficients
 from titan_async.optim.exchange import Exchange
 from titan_async.optim.muon_options import DTYPES, logical_matrices, state_dtype, update_dtype
 from titan_async.optim.orthogonalization import orthogonalization_cost, orthogonalize_all
+from titan_async.optim.ownership import Item, Task, divide
 from titan_async.optim.placement import Mesh, placed_on
-from titan_async.optim.work import Item, Task, divide
+from titan_async.optim.shard_regions import Box
 
 __all__ = ["ELEMENTS_STAYING", "Distribution"]
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from titan_async.optim.elementwise import tiles
 from titan_async.optim.tensors import at_least_float32
-from titan_async.optim.tiles import tiles
 
 __all__ = [
     "LEVELS",
