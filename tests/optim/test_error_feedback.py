@@ -240,7 +240,7 @@ def test_gradients_are_left_as_given(name, level):
 @pytest.mark.parametrize("gradient", [noisy_gradient, gaps])
 @pytest.mark.parametrize("name", ["momentum", "adamw_fused"])
 def test_parameters_that_are_updated_one_after_the_other_follow_the_formulas(monkeypatch, name, gradient):
-    monkeypatch.setattr("titan_async.optim.error_feedback._CHUNK", 1)
+    monkeypatch.setattr("titan_async.optim.error_feedback._CHUNK_NUMEL", 1)
     build, propose = OPTIMIZERS[name]
     params = parameters()
     inner = build(params)
@@ -365,7 +365,7 @@ def test_without_a_compiler_nothing_is_half_done(monkeypatch):
 
 
 def test_only_the_parameters_that_are_updated_together_are_remembered_at_a_time(monkeypatch):
-    monkeypatch.setattr("titan_async.optim.error_feedback._CHUNK", 2000)
+    monkeypatch.setattr("titan_async.optim.error_feedback._CHUNK_NUMEL", 2000)
     params = [torch.nn.Parameter(torch.zeros(1000)) for _ in range(8)]
     optimizer = ErrorFeedback(torch.optim.AdamW(params, fused=True))
     for param in params:
@@ -384,8 +384,8 @@ def test_gradients_come_back_when_the_wrapped_optimizer_fails(monkeypatch, level
         def step(self, closure=None):
             raise RuntimeError("no step")
 
-    monkeypatch.setattr("titan_async.optim.error_feedback._CHUNK", 1)
-    monkeypatch.setattr("titan_async.optim.error_feedback._BY_PARAMETER", (Failing,))
+    monkeypatch.setattr("titan_async.optim.error_feedback._CHUNK_NUMEL", 1)
+    monkeypatch.setattr("titan_async.optim.error_feedback._SEPARABLE_OPTIMIZERS", (Failing,))
     params = parameters()
     optimizer = ErrorFeedback(Failing(params, 0.1), level=level)
     give_gradients(params, 0)

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from titan_async.optim import orthogonalization, symmetric
+from titan_async.optim import orthogonalization, symmetric_matmul
 from titan_async.optim.coefficients import resolve_coefficients
 from titan_async.optim.orthogonalization import (
     orthogonalization_cost,
     orthogonalize,
     orthogonalize_all,
-    stretches,
+    restart_intervals,
 )
 from titan_async.optim.symmetric_matmul import symmetric_addmm, symmetric_mm
 
@@ -94,18 +94,18 @@ def test_without_restarts_rounding_would_blow_it_up(monkeypatch):
     triples = resolve_coefficients("polar_express", 5)
     expected = by_singular_values(matrix, triples)
     assert error(orthogonalize(matrix, triples, form="gram"), expected) < 0.5
-    monkeypatch.setattr(orthogonalization, "stretches", lambda coefficients: (coefficients,))
+    monkeypatch.setattr(orthogonalization, "restart_intervals", lambda coefficients: (coefficients,))
     assert not error(orthogonalize(matrix, triples, form="gram"), expected) < 10
 
 
-def test_stretches_keep_the_iterations_in_order():
+def test_restart_intervals_keep_the_iterations_in_order():
     for name, steps, lengths in [
         ("standard", 5, [3, 2]),
         ("polar_express", 5, [2, 2, 1]),
         ("standard", 1, [1]),
     ]:
         triples = resolve_coefficients(name, steps)
-        found = stretches(triples)
+        found = restart_intervals(triples)
         assert [len(stretch) for stretch in found] == lengths
         assert tuple(triple for stretch in found for triple in stretch) == triples
 
@@ -156,7 +156,7 @@ def test_symmetric_products(size):
 
 def test_kernels_are_used_where_they_can_be_and_not_asked_for_elsewhere(monkeypatch):
     """Their package is optional; here a stand-in of the same signature takes its place."""
-    assert not symmetric._by_kernels(torch.zeros(512, 512, dtype=torch.bfloat16))
+    assert not symmetric_matmul._uses_kernels(torch.zeros(512, 512, dtype=torch.bfloat16))
     calls = []
 
     def gemm_symmetric(A, B, C=None, *, alpha=1.0, beta=1.0):
@@ -168,14 +168,14 @@ def test_kernels_are_used_where_they_can_be_and_not_asked_for_elsewhere(monkeypa
     module.gemm_symmetric = gemm_symmetric
     monkeypatch.setitem(sys.modules, "quack", types.ModuleType("quack"))
     monkeypatch.setitem(sys.modules, "quack.gemm_interface", module)
-    monkeypatch.setattr(symmetric, "_by_kernels", lambda a: True)
-    symmetric._gemm_symmetric.cache_clear()
+    monkeypatch.setattr(symmetric_matmul, "_uses_kernels", lambda a: True)
+    symmetric_matmul._gemm_symmetric.cache_clear()
     try:
         matrix = torch.randn(20, 90, dtype=torch.float64)
         triples = resolve_coefficients("standard", 5)
         result = orthogonalize(matrix, triples, compute_dtype=torch.float64)
     finally:
-        symmetric._gemm_symmetric.cache_clear()
+        symmetric_matmul._gemm_symmetric.cache_clear()
     torch.testing.assert_close(result, by_singular_values(matrix, triples), rtol=1e-9, atol=1e-9)
     assert len(calls) == 2 + 14
 

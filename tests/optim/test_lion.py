@@ -170,7 +170,7 @@ def test_loading_what_does_not_fit_changes_nothing():
     before = [optimizer.state[p]["momentum_buffer"].clone() for p in params]
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][1]["momentum_buffer"] = torch.zeros(5)
-    with pytest.raises(ValueError, match=r"momentum of shape \[5\].*shape \[4\].*same order"):
+    with pytest.raises(ValueError, match=r"momentum_buffer of shape \[5\].*shape \[4\].*same order"):
         optimizer.load_state_dict(saved)
     with pytest.raises(ValueError, match="different number of parameter groups"):
         optimizer.load_state_dict({"state": {}, "param_groups": []})
@@ -354,7 +354,7 @@ def train_sharded(rank, group, placement, feedback):
 
     wrong = [Shard(0) if placement != "rows" else Replicate()]
     param.grad = distribute_tensor(torch.ones(5, 3).double(), mesh, wrong)
-    with pytest.raises(RuntimeError, match="placed like their parameters"):
+    with pytest.raises(RuntimeError, match="with the placements of their parameters"):
         optimizer.step()
     return [p.full_tensor().detach().numpy() for p in (param, other)]
 

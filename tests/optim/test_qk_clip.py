@@ -168,11 +168,11 @@ def test_a_skipped_step_changes_nothing():
 
 
 MISTAKES = [
-    ({"heads": 3}, "8 rows of the query do not divide among 3 heads: give query_rows"),
+    ({"heads": 3}, "8 rows of the query are not divisible by 3: give query_rows"),
     ({"heads": 4, "key_heads": 3}, "key_heads must divide the 4 heads, but is 3"),
     ({"heads": 0}, "key_heads must divide the 0 heads"),
     ({"heads": 2, "query_rows": [(0, 4)]}, "query_rows must be one range for each of the 2 heads, not 1"),
-    ({"heads": 2, "key_rows": [(0, 4), (4, 9)]}, "key_rows 4 to 9 are no rows of a key of 8 rows"),
+    ({"heads": 2, "key_rows": [(0, 4), (4, 9)]}, "key_rows 4 to 9 are out of range for a key of 8 rows"),
     ({"heads": 2, "query_rows": [(0, 4), (3, 8)]}, "query_rows 3 to 8 belong to another head too"),
 ]
 

@@ -135,7 +135,7 @@ def test_the_settings_of_the_named_optimizers_arrive(tmp_path: Path) -> None:
     }
     assert {key: group[key] for key in wanted} == wanted
     assert muon.state[stage.layers["3"]["wq"].weight]["momentum_buffer"].dtype == torch.bfloat16
-    assert muon._distribution.bucket_mb == 7
+    assert muon._orthogonalizer.bucket_mb == 7
     (group,) = adamw.param_groups
     wanted = {"lr": 0.001, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.2}
     assert {key: group[key] for key in wanted} == wanted

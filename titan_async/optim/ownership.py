@@ -1,49 +1,51 @@
-"""Who orthogonalizes which matrix: the division of Muon's work over the ranks of a mesh.
+"""The ownership plan: which rank orthogonalizes which matrix of Muon.
 
-A matrix that is spread over ranks is sent to one of them, its owner, orthogonalized there once, and sent back
-to every rank that holds a part of it, replicas included. A matrix that lies whole on a single rank stays
-there. The division is a pure function of shapes and placements, so that all ranks know it without a word.
+A matrix that is distributed over ranks is sent to one of them, its owner, orthogonalized there once, and sent
+to all ranks that hold a part of it, replicas included. The owner of a matrix that is whole on a single rank
+is that rank. The plan depends on shapes and placements alone, so that all ranks compute the same without
+communication.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from titan_async.optim.shard_regions import Box, intersection, is_empty
+from titan_async.optim.shard_regions import Region, intersection, is_empty
 
-__all__ = ["Bucket", "Item", "Part", "Task", "divide"]
+__all__ = ["Bucket", "HeldRegion", "ParamToPlan", "Task", "assign_owners"]
 
 
 @dataclass(frozen=True)
-class Item:
-    """A parameter to divide.
+class ParamToPlan:
+    """A parameter whose matrices need owners.
 
     Args:
-        number: by which the caller knows it.
+        number: identifies it to the caller.
         shape: its global shape, ``[rows, cols]`` or ``[experts, rows, cols]``.
-        boxes: the box of each rank of the mesh.
-        matrices: the boxes of its logical matrices within the last two dimensions.
+        regions: the region on each rank of the mesh.
+        matrices: the regions of its logical matrices within the last two dimensions.
         cost: of orthogonalizing one matrix of (rows, cols).
     """
 
     number: int
     shape: tuple[int, ...]
-    boxes: Sequence[Box]
-    matrices: Sequence[Box]
+    regions: Sequence[Region]
+    matrices: Sequence[Region]
     cost: Callable[[int, int], float]
 
     @property
-    def is_spread(self) -> bool:
-        """Whether any of its matrices lies on more than one rank."""
-        return any(len(list(_parts(self, box))) > 1 for box in _regions(self))
+    def is_distributed(self) -> bool:
+        """Whether any of its matrices is on more than one rank."""
+        return any(len(list(_holders(self, region))) > 1 for region in _task_regions(self))
 
 
 @dataclass(frozen=True)
-class Part:
-    """A box of global indices of a parameter, and a rank of the mesh that holds it."""
+class HeldRegion:
+    """A region of a parameter, and a rank of the mesh that holds it."""
 
     rank: int
-    box: Box
+    region: Region
 
 
 @dataclass(frozen=True)
@@ -51,29 +53,29 @@ class Task:
     """A matrix, or several experts' matrices, that one rank orthogonalizes.
 
     Args:
-        item: number of the parameter.
-        box: its global indices.
-        owner: the rank of the mesh that does it.
-        sources: the parts it is put together from, each from one of the ranks that hold it.
-        targets: the parts of all ranks that hold any.
+        param: number of the parameter.
+        region: its global indices.
+        owner: the rank of the mesh that orthogonalizes it.
+        sources: the regions that it is assembled from, each from one of the ranks that hold it.
+        targets: the regions of it on all ranks.
     """
 
-    item: int
-    box: Box
+    param: int
+    region: Region
     owner: int
-    sources: tuple[Part, ...]
-    targets: tuple[Part, ...]
+    sources: tuple[HeldRegion, ...]
+    targets: tuple[HeldRegion, ...]
 
     @property
     def communicates(self) -> bool:
-        return any(part.rank != self.owner for part in self.targets)
+        return any(target.rank != self.owner for target in self.targets)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tasks whose parts travel together; a parameter's tasks are all in one bucket."""
+    """Tasks of one all-to-all; a parameter's tasks are all in one bucket."""
 
-    items: tuple[int, ...]
+    params: tuple[int, ...]
     tasks: tuple[Task, ...]
 
     @property
@@ -81,91 +83,89 @@ class Bucket:
         return any(task.communicates for task in self.tasks)
 
 
-def divide(
-    items: Sequence[Item], coordinates: Sequence[tuple[int, ...]], loads: list[float], bucket_size: float
+def assign_owners(
+    params: Sequence[ParamToPlan],
+    coordinates: Sequence[tuple[int, ...]],
+    loads: list[float],
+    bucket_numel: float,
 ) -> list[Bucket]:
-    """Divide parameters of one mesh into buckets of tasks, each task with its owner.
+    """Divide parameters of one mesh into buckets of tasks, and give each task an owner.
 
     Args:
-        items: the parameters, in an order that all ranks share.
+        params: the parameters, in the same order on all ranks.
         coordinates: the mesh coordinate of each rank of the mesh.
-        loads: what each rank has to do already; what it gets here is added. The next task, the dearest of
-            its bucket first, goes to the rank with the least among those that hold a part of it.
-        bucket_size: a bucket is closed when its parameters have this many elements.
+        loads: the cost assigned to each rank so far; updated. The next task, the most expensive of its bucket
+            first, is assigned to the rank with the least load among those that hold a part of it.
+        bucket_numel: a bucket is closed when its parameters have this many elements.
     """
     buckets: list[Bucket] = []
-    waiting: list[Item] = []
-    size = 0
-    for item in items:
-        waiting.append(item)
-        size += _elements(tuple((0, length) for length in item.shape))
-        if size >= bucket_size or item is items[-1]:
+    waiting: list[ParamToPlan] = []
+    numel = 0
+    for param in params:
+        waiting.append(param)
+        numel += math.prod(param.shape)
+        if numel >= bucket_numel or param is params[-1]:
             buckets.append(_bucket(waiting, coordinates, loads))
-            waiting, size = [], 0
+            waiting, numel = [], 0
     return buckets
 
 
-def _bucket(items: Sequence[Item], coordinates: Sequence[tuple[int, ...]], loads: list[float]) -> Bucket:
-    drafts = []
-    for item in items:
-        for box in _regions(item):
-            (rows, cols) = (stop - start for start, stop in box[-2:])
-            matrices = box[0][1] - box[0][0] if len(box) == 3 else 1
-            drafts.append((item.cost(rows, cols) * matrices, item, box))
+def _bucket(
+    params: Sequence[ParamToPlan], coordinates: Sequence[tuple[int, ...]], loads: list[float]
+) -> Bucket:
+    unassigned = []
+    for param in params:
+        for region in _task_regions(param):
+            (rows, cols) = (stop - start for start, stop in region[-2:])
+            matrices = region[0][1] - region[0][0] if len(region) == 3 else 1
+            unassigned.append((param.cost(rows, cols) * matrices, param, region))
     tasks = []
-    for cost, item, box in sorted(drafts, key=lambda draft: -draft[0]):
-        targets = tuple(_parts(item, box))
-        owner = min((part.rank for part in targets), key=lambda rank: (loads[rank], rank))
+    for cost, param, region in sorted(unassigned, key=lambda each: -each[0]):
+        targets = tuple(_holders(param, region))
+        owner = min((target.rank for target in targets), key=lambda rank: (loads[rank], rank))
         loads[owner] += cost
-        holders: dict[Box, list[int]] = {}
-        for part in targets:
-            holders.setdefault(part.box, []).append(part.rank)
+        ranks_of: dict[Region, list[int]] = {}
+        for target in targets:
+            ranks_of.setdefault(target.region, []).append(target.rank)
         sources = tuple(
-            Part(min(ranks, key=lambda rank: _distance(coordinates, rank, owner)), held)
-            for held, ranks in holders.items()
+            HeldRegion(min(ranks, key=lambda rank: _distance(coordinates, rank, owner)), held)
+            for held, ranks in ranks_of.items()
         )
-        tasks.append(Task(item.number, box, owner, sources, targets))
-    return Bucket(tuple(item.number for item in items), tuple(tasks))
+        tasks.append(Task(param.number, region, owner, sources, targets))
+    return Bucket(tuple(param.number for param in params), tuple(tasks))
 
 
-def _regions(item: Item) -> Iterator[Box]:
-    """The boxes that become tasks: logical matrices, and of stacks as many experts as are held alike.
+def _task_regions(param: ParamToPlan) -> Iterator[Region]:
+    """The regions of tasks: logical matrices, and of stacks the ranges of experts on the same ranks.
 
-    Experts that several ranks hold are divided further, so that each of these ranks gets some.
+    Experts that several ranks hold are divided further, so that each of these ranks owns some.
     """
-    if is_empty(tuple((0, length) for length in item.shape)):
+    if is_empty(tuple((0, size) for size in param.shape)):
         return
-    if len(item.shape) == 2:
-        yield from item.matrices
+    if len(param.shape) == 2:
+        yield from param.matrices
         return
-    cuts = {0, item.shape[0]}
-    for box in item.boxes:
-        if not is_empty(box):
-            cuts.update(box[0])
-    for start, stop in pairwise(sorted(cuts)):
-        for matrix in item.matrices:
-            ranks = len({part.rank for part in _parts(item, ((start, stop), *matrix))})
+    bounds = {0, param.shape[0]}
+    for region in param.regions:
+        if not is_empty(region):
+            bounds.update(region[0])
+    for start, stop in pairwise(sorted(bounds)):
+        for matrix in param.matrices:
+            ranks = len({holder.rank for holder in _holders(param, ((start, stop), *matrix))})
             pieces = min(ranks, stop - start)
             ends = [start + (stop - start) * piece // pieces for piece in range(pieces + 1)]
             for experts in pairwise(ends):
                 yield (experts, *matrix)
 
 
-def _parts(item: Item, box: Box) -> Iterator[Part]:
-    for rank, held in enumerate(item.boxes):
-        common = intersection(held, box)
+def _holders(param: ParamToPlan, region: Region) -> Iterator[HeldRegion]:
+    for rank, held in enumerate(param.regions):
+        common = intersection(held, region)
         if common is not None:
-            yield Part(rank, common)
+            yield HeldRegion(rank, common)
 
 
 def _distance(coordinates: Sequence[tuple[int, ...]], rank: int, owner: int) -> tuple[int, int]:
-    """Mesh dimensions along which two ranks differ; a part comes from the owner's own replica."""
+    """Mesh dimensions along which two ranks differ: a part is sent from within the owner's replica."""
     differing = sum(a != b for a, b in zip(coordinates[rank], coordinates[owner], strict=True))
     return differing, rank
-
-
-def _elements(box: Box) -> int:
-    count = 1
-    for start, stop in box:
-        count *= stop - start
-    return count
