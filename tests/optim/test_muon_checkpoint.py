@@ -160,7 +160,7 @@ def load_plain(rank, group, where):
 
 def test_state_of_another_placement_is_refused(pool):
     for sentence in pool.run(3, load_plain, "inside"):
-        assert "momentum_buffer" in sentence and "placed in another way" in sentence
+        assert "momentum_buffer" in sentence and "placements differ" in sentence
 
 
 @pytest.mark.parametrize("full_state", [False, True])
