@@ -109,6 +109,24 @@ def assert_close(found: Sequence[Any], expected: Sequence[Any], tolerance: float
         assert error.size == 0 or error.max() <= tolerance, f"parameter {index}:\n{error}"
 
 
+def updated(
+    shapes: Sequence[Sequence[int]],
+    place: Place = whole,
+    make: Callable[..., Optimizer] = Muon,
+    *,
+    dtype: torch.dtype = torch.float64,
+    steps: Collection[int] = range(3),
+    **options: Any,
+) -> tuple[list[torch.nn.Parameter], Optimizer]:
+    """Parameters after some updates, and their optimizer."""
+    params = parameters(shapes, dtype, place)
+    optimizer = make(params, lr=0.1, **options)
+    for step in steps:
+        give_gradients(params, step, place)
+        optimizer.step()
+    return params, optimizer
+
+
 # Over four ranks
 
 Layout = tuple[tuple[int, ...], list[Placement]]
