@@ -14,6 +14,7 @@ from titan_async.optim.base import BaseOptimizer, check_duplicates, describe
 from titan_async.optim.compiled_adamw import supports_compiled_update, update_and_correct_
 from titan_async.optim.elementwise import at_least_float32, copy_unless_, should_skip
 from titan_async.optim.feedback_history import (
+    LEVELS,
     History,
     MergedState,
     advance_histories,
@@ -22,6 +23,7 @@ from titan_async.optim.feedback_history import (
     checked_strength,
     correct_gradients_,
     correct_updates_,
+    history_key,
     may_be_state_init_step,
     negated_weights,
     split_state,
@@ -120,6 +122,8 @@ class ErrorFeedback(BaseOptimizer):
         -6.0
         -9.0
     """
+
+    _BUFFERS = tuple(map(history_key, LEVELS))
 
     feedback_paused: bool = False
     """Whether steps are uncorrected and keep no history; set it while gradients have no delay."""
@@ -374,7 +378,8 @@ class ErrorFeedback(BaseOptimizer):
         state_dict = self.optimizer.state_dict()
         if self._has_state:
             state = {key: dict(v) if isinstance(v, dict) else v for key, v in state_dict["state"].items()}
-            for index, param in _numbered(state_dict["param_groups"], self.param_groups):
+            indices = _parameters(state_dict["param_groups"])
+            for index, param in zip(indices, _parameters(self.param_groups), strict=True):
                 if param in self._histories:
                     state.setdefault(index, {}).update(self._histories[param].state())
             state_dict = {**state_dict, "state": state}
@@ -388,20 +393,24 @@ class ErrorFeedback(BaseOptimizer):
         The history keeps its own dtype; that of a parameter for which ``state_dict`` has none is cleared.
 
         Raises:
-            ValueError: a history of another shape than its parameter's, or groups that do not match.
+            ValueError: a history of another shape or placements than its parameter's, or groups that do not
+                match. Nothing has been changed then.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = _or(pre_hook(self, state_dict), state_dict)
         own, others = split_state(state_dict["state"])
+        saved = [*self._saved({**state_dict, "state": own})]
+        for param, _, entries in saved:
+            self._check_buffers(param, entries)
         # Without the history, which torch would cast to the dtype of the parameter.
         self.optimizer.load_state_dict({**state_dict, "state": others})
         self._has_state = bool(state_dict["state"])
         if self._has_state:
             self._create_histories()
-        for index, param in _numbered(state_dict["param_groups"], self.param_groups):
+        for param, _, entries in saved:
             if param in self._histories:
-                self._histories[param].load(own.get(index, {}))
+                self._histories[param].load(entries)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -431,13 +440,8 @@ def _is_unsuitable(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, (torch.optim.Adagrad, torch.optim.NAdam))
 
 
-def _parameters(groups: list[dict[str, Any]]) -> Iterable[Tensor]:
+def _parameters(groups: list[dict[str, Any]]) -> Iterable[Any]:
     return chain.from_iterable(group["params"] for group in groups)
-
-
-def _numbered(packed: list[dict[str, Any]], groups: list[dict[str, Any]]) -> Iterable[tuple[Any, Tensor]]:
-    """The pairs (key in a state dict, parameter) for the groups of a state dict and of an optimizer."""
-    return zip(_parameters(packed), _parameters(groups), strict=True)
 
 
 def _or(replacement: dict[str, Any] | None, original: dict[str, Any]) -> dict[str, Any]:
