@@ -43,8 +43,8 @@ BARE_LAYERS = ("pipelining", "optim")
 PRIVATE_NAMES_ALLOWED = {
     # Operations on lists of tensors: torch has no public spelling of them, and all of its users use these.
     # The hooks are those of `torch.optim.Optimizer`, which the class extends.
-    "optim/agreement.py": {"_foreach_norm"},
-    "optim/correction.py": {"_foreach_add_", "_foreach_copy_", "_foreach_sub"},
+    "optim/gradient_status.py": {"_foreach_norm"},
+    "optim/feedback_history.py": {"_foreach_add_", "_foreach_copy_", "_foreach_sub"},
     "optim/error_feedback.py": {
         "_foreach_copy_",
         "_optimizer_load_state_dict_post_hooks",
@@ -154,7 +154,7 @@ def test_pipelining_and_optim_import_torch_alone() -> None:
         if (top := name.partition(".")[0]) not in ("torch", "titan_async")
         and top not in standard
         # An optional extra, imported where it is used.
-        and (path.name, top) != ("symmetric.py", "quack")
+        and (path.name, top) != ("symmetric_matmul.py", "quack")
     ]
     assert wrong == []
 

@@ -31,7 +31,7 @@ from titan_async.optim import DelayedGradients, pipedream_delays
 @pytest.mark.parametrize("max_norm", [None, 0.2])
 @pytest.mark.parametrize("delay", [0, 1, 2, 4])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_is_the_recurrence(name, delay, max_norm):
+def test_follows_the_recurrence(name, delay, max_norm):
     module = model()
     optimizer = OPTIMIZERS[name](module)
     losses = train(module, DelayedGradients(module, delay), optimizer, range(BATCHES), max_norm)
@@ -44,7 +44,7 @@ def test_is_the_recurrence(name, delay, max_norm):
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_no_delay_is_the_plain_loop(name):
+def test_delay_0_is_bitwise_the_plain_loop(name):
     plain, module = model(), model()
     optimizer = OPTIMIZERS[name](plain)
     inputs, targets = build_data(BATCHES, MICROBATCHES)
@@ -59,7 +59,7 @@ def test_no_delay_is_the_plain_loop(name):
 
 
 def test_agrees_with_the_oracle_of_the_schedule():
-    """The one that `ScheduleAsync2BW` is tested with; gradients are summed up in another order there."""
+    """The oracle of `ScheduleAsync2BW`, which sums gradients in another order."""
     module = model()
     train(module, DelayedGradients(module, 1), PLAIN["adamw"](module), range(BATCHES))
     weights, _ = run_recurrence(DEPTH, MICROBATCHES, BATCHES, PLAIN["adamw"])
@@ -83,8 +83,8 @@ def test_a_scalar_quadratic_follows_its_recurrence():
 
 
 @pytest.mark.parametrize("name", ["sgd", "muon", "adamw with feedback"])
-def test_one_delay_a_parameter(name):
-    """PipeDream's own delays, and others that no pipeline would have."""
+def test_one_delay_per_parameter(name):
+    """PipeDream's delays, and delays of no pipeline."""
     module = model()
     by_depth = pipedream_delays(list(module))
     mixed = {param: i % 4 for i, param in enumerate(module.parameters())}
@@ -114,7 +114,7 @@ def test_pipedream_delays_fall_to_zero_at_the_last_stage():
 
 
 def mixed_versions(module, delayed, optimizer, batches):
-    """A deliberately wrong loop: the backward sees the newest weights, the forward the old ones."""
+    """A wrong loop: the forward reads the old weights, the backward the newest."""
     inputs, targets = build_data(BATCHES, MICROBATCHES)
     for b in batches:
         newest = [param.detach().clone() for param in module.parameters()]
@@ -128,7 +128,7 @@ def mixed_versions(module, delayed, optimizer, batches):
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_versions_that_mix_fail_the_check(name):
+def test_mixed_versions_fail_the_check(name):
     module = model()
     mixed_versions(module, DelayedGradients(module, 1), OPTIMIZERS[name](module), range(BATCHES))
     weights, _ = oracle(OPTIMIZERS[name], dict.fromkeys(names(module), 1))
@@ -136,7 +136,7 @@ def test_versions_that_mix_fail_the_check(name):
 
 
 @pytest.mark.parametrize("recompute", [True, "selective"])
-def test_recomputation_sees_the_weights_of_its_forward(recompute):
+def test_recomputation_reads_the_weights_of_its_forward(recompute):
     module = model(recompute=recompute)
     train(module, DelayedGradients(module, 2), PLAIN["fused_adamw"](module), range(BATCHES))
     weights, _ = oracle(PLAIN["fused_adamw"], dict.fromkeys(names(module), 2))
@@ -160,8 +160,8 @@ def test_a_compiled_model_is_not_compiled_again(backend):
     assert difference(eager, module.state_dict()) < 1e-12
 
 
-def test_buffers_go_on_without_a_delay():
-    """Batch normalization: its statistics are those of the batches so far, and none is lost or repeated."""
+def test_buffers_are_not_delayed():
+    """The statistics of batch normalization are those of all batches so far."""
 
     def build():
         torch.manual_seed(0)
@@ -188,7 +188,7 @@ def test_buffers_go_on_without_a_delay():
     assert module[1].num_batches_tracked == BATCHES
 
 
-def test_reads_between_batches_see_the_newest_weights_and_inside_the_old_ones():
+def test_weights_are_old_inside_a_batch_and_newest_between_batches():
     module = model()
     delayed, optimizer = DelayedGradients(module, 2), PLAIN["sgd"](module)
     inputs, targets = build_data(BATCHES, MICROBATCHES)
@@ -238,7 +238,7 @@ def test_tied_and_frozen_weights():
     assert list(delayed.state_dict()["weights"]) == list(delayed.delays)
 
 
-def test_the_example_of_the_documentation_learns():
+def test_the_example_of_the_docstring_learns():
     _, _, block = inspect.getdoc(DelayedGradients).partition("delay:\n\n")
     lines = block.splitlines()
     end = next(i for i, line in enumerate(lines) if line and not line.startswith("    "))

@@ -62,7 +62,7 @@ def pipeline(rank, group, n_microbatches, name):
 
 
 def difference(results, expected):
-    """The largest one in any weight of any stage, and in any loss of the last stage."""
+    """The largest difference of a weight of any stage, and of a loss of the last stage."""
     weights = {name: value for stage, _ in results for name, value in stage.items()}
     assert set(weights) == set(expected[0])
     worst = [float((value - expected[0][name]).abs().max()) for name, value in weights.items()]
@@ -113,8 +113,8 @@ def train_sharded(rank, group, sharded):
     return torch.stack(trajectory)
 
 
-def test_of_shards_is_that_of_the_whole(pool):
-    """Every rank has the same batch here, so that the mean over ranks is what one process computes."""
+def test_the_delay_of_shards_equals_that_of_whole_parameters(pool):
+    """All ranks have the same batch, so that the mean over ranks is the gradient of one process."""
     expected = train_sharded(0, None, False)
     for trajectory in pool.run(2, train_sharded, True):
         assert float((trajectory - expected).abs().max()) < TOLERANCE

@@ -1,134 +1,42 @@
-"""Error feedback against its formulas, written out by hand for every optimizer, in float64."""
+"""Error feedback, around optimizers and in Muon, against its formulas in float64."""
 
 import copy
-import math
 import warnings
 
 import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from titan_async.optim import ErrorFeedback, Muon, one_pass
+from tests.support.feedback_formulas import (
+    IN_MUON,
+    LEVELS,
+    OPTIMIZERS,
+    gaps,
+    give_gradients,
+    noisy_gradient,
+    parameters,
+    proposal,
+    reference,
+    start_weights,
+    with_feedback,
+    zero_in_batch_2,
+)
+from titan_async.optim import ErrorFeedback
 from titan_async.planning.live_tensors import StorageTracker
 
-LEVELS = ["update", "gradient"]
-SHAPES = [(6, 4), (3, 5)]
-DECAY = 0.1
 
-
-# Each proposal returns the displacement of a parameter from its weights, its gradient, the learning rate
-# and the optimizer's memory, and updates that memory. None of it knows about error feedback.
-
-
-def propose_sgd(x, g, lr, memory):
-    return -lr * (g + DECAY * x)
-
-
-def propose_momentum(x, g, lr, memory):
-    g = g + DECAY * x
-    memory["m"] = g if "m" not in memory else 0.9 * memory["m"] + g
-    return -lr * memory["m"]
-
-
-def propose_adamw(x, g, lr, memory):
-    t = memory["t"] = memory.get("t", 0) + 1
-    memory["m"] = 0.9 * memory.get("m", 0) + 0.1 * g
-    memory["v"] = 0.95 * memory.get("v", 0) + 0.05 * g * g
-    m, v = memory["m"] / (1 - 0.9**t), memory["v"] / (1 - 0.95**t)
-    return -lr * DECAY * x - lr * m / (v.sqrt() + 1e-8)
-
-
-def propose_muon(x, g, lr, memory):
-    memory["m"] = 0.95 * memory.get("m", 0) + 0.05 * g
-    update = 0.95 * memory["m"] + 0.05 * g
-    u, s, vh = torch.linalg.svd(update, full_matrices=False)
-    s = s / update.norm()
-    for _ in range(5):
-        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    rows, cols = x.shape
-    return -lr * DECAY * x - lr * math.sqrt(max(1, rows / cols)) * (u @ torch.diag(s) @ vh)
-
-
-ADAMW = {"betas": (0.9, 0.95), "weight_decay": DECAY}
-OPTIMIZERS = {
-    "sgd": (lambda ps: torch.optim.SGD(ps, 0.1, weight_decay=DECAY), propose_sgd),
-    "momentum": (lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, weight_decay=DECAY), propose_momentum),
-    "adamw": (lambda ps: torch.optim.AdamW(ps, 0.1, **ADAMW), propose_adamw),
-    "adamw_foreach": (lambda ps: torch.optim.AdamW(ps, 0.1, foreach=True, **ADAMW), propose_adamw),
-    "adamw_fused": (lambda ps: torch.optim.AdamW(ps, 0.1, fused=True, **ADAMW), propose_adamw),
-    "muon": (lambda ps: Muon(ps, 0.1, weight_decay=DECAY, compute_dtype="float64"), propose_muon),
-}
-
-
-def reference(propose, level, strength, start, gradient, rates, paused=()):
-    """Design formulas: D' = D + s (D - D_prev), or g' = g + s (g - g_prev); ``None`` breaks the chain.
-
-    So does a batch of ``paused``.
-    """
-    weights = [x.clone() for x in start]
-    memories: list[dict] = [{} for _ in weights]
-    previous: list[torch.Tensor | None] = [None for _ in weights]
-    trajectory = []
-    for batch, lr in enumerate(rates):
-        if batch in paused:
-            previous = [None for _ in weights]
-        for i, x in enumerate(weights):
-            g = gradient(batch, i, x)
-            if g is None:
-                previous[i] = None
-                continue
-            if level == "gradient":
-                corrected = g if previous[i] is None else g + strength * (g - previous[i])
-                weights[i] = x + propose(x, corrected, lr, memories[i])
-                previous[i] = g
-            else:
-                d = propose(x, g, lr, memories[i])
-                weights[i] = x + d if previous[i] is None else x + d + strength * (d - previous[i])
-                previous[i] = d
-        if batch in paused:
-            previous = [None for _ in weights]
-        trajectory.append([x.clone() for x in weights])
-    return trajectory
-
-
-def noisy_gradient(batch: int, index: int, x: torch.Tensor) -> torch.Tensor:
-    """A different one in each batch, which also depends on the weights."""
-    generator = torch.Generator().manual_seed(100 * batch + index)
-    return 0.5 * x + torch.randn(x.shape, dtype=x.dtype, generator=generator)
-
-
-def gaps(batch, index, x):
-    """The second parameter has no gradient in batches 0, 3 and 4."""
-    return None if index == 1 and batch in (0, 3, 4) else noisy_gradient(batch, index, x)
-
-
-def start_weights(dtype=torch.float64):
-    torch.manual_seed(0)
-    return [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in SHAPES]
-
-
-def parameters(dtype=torch.float64):
-    return [torch.nn.Parameter(x) for x in start_weights(dtype)]
-
-
-def give_gradients(params, batch, gradient=noisy_gradient):
-    for i, param in enumerate(params):
-        param.grad = gradient(batch, i, param.detach())
-
-
-@pytest.mark.parametrize("gradient", [noisy_gradient, gaps])
+@pytest.mark.parametrize("gradient", [noisy_gradient, gaps, zero_in_batch_2])
 @pytest.mark.parametrize("strength", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [*OPTIMIZERS, IN_MUON])
 def test_follows_the_formulas(name, level, strength, gradient):
-    """Seven updates at a learning rate that changes every time, 0 at first as in a warm-up."""
-    build, propose = OPTIMIZERS[name]
-    factors = [0.0, 0.5, 1.0, 0.7, 1.3, 0.2, 0.1, 0.4]
+    """Seven updates with changing learning rates, the first of which is 0 as in a warm-up."""
+    factors = [0.0, 0.5, 0.0 if gradient is zero_in_batch_2 else 1.0, 0.7, 1.3, 0.2, 0.1, 0.4]
     params = parameters()
-    optimizer = ErrorFeedback(build(params), strength=strength, level=level)
+    optimizer = with_feedback(name, params, level, strength)
     scheduler = LambdaLR(optimizer, lambda step: factors[step])
     rates = [0.1 * factor for factor in factors[:-1]]
-    expected = reference(propose, level, strength, start_weights(), gradient, rates)
+    expected = reference(proposal(name), level, strength, start_weights(), gradient, rates)
     for batch, weights in enumerate(expected):
         give_gradients(params, batch, gradient)
         optimizer.step()
@@ -140,7 +48,7 @@ def test_follows_the_formulas(name, level, strength, gradient):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_strength_zero_is_the_wrapped_optimizer_bit_by_bit(name, level, dtype):
+def test_strength_zero_is_bitwise_the_wrapped_optimizer(name, level, dtype):
     build, _ = OPTIMIZERS[name]
     params, plain_params = parameters(dtype), parameters(dtype)
     optimizer, plain = ErrorFeedback(build(params), strength=0.0, level=level), build(plain_params)
@@ -153,26 +61,14 @@ def test_strength_zero_is_the_wrapped_optimizer_bit_by_bit(name, level, dtype):
             assert torch.equal(param, plain_param)
 
 
-def feedback_in_muon(level):
-    options = {"error_feedback": 1.0, "error_feedback_level": level, "compute_dtype": "float64"}
-    return lambda params: Muon(params, 0.1, weight_decay=DECAY, **options)
-
-
 @pytest.mark.parametrize("paused", [(0, 1, 2), (2, 3), (6,)], ids=str)
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", ["momentum", "adamw_fused", "muon", "inside muon"])
-def test_the_history_begins_after_a_pause(name, level, paused):
-    """In the pause there is no history in the state either, and another optimizer goes on from it."""
-    build, propose = OPTIMIZERS["muon" if name == "inside muon" else name]
+@pytest.mark.parametrize("name", ["momentum", "adamw_fused", "muon", IN_MUON])
+def test_a_pause_clears_the_history(name, level, paused):
+    """Also in the state, which another optimizer loads."""
     params = parameters()
-
-    def make():
-        if name == "inside muon":
-            return feedback_in_muon(level)(params)
-        return ErrorFeedback(build(params), level=level)
-
-    optimizer = make()
-    expected = reference(propose, level, 1.0, start_weights(), noisy_gradient, [0.1] * 7, paused)
+    optimizer = with_feedback(name, params, level)
+    expected = reference(proposal(name), level, 1.0, start_weights(), noisy_gradient, [0.1] * 7, paused)
     for batch, weights in enumerate(expected):
         optimizer.feedback_paused = batch in paused
         give_gradients(params, batch)
@@ -183,48 +79,48 @@ def test_the_history_begins_after_a_pause(name, level, paused):
             assert bool(state[f"error_feedback_{level}_valid"]) == (batch not in paused)
             assert bool(state[f"error_feedback_{level}"].any()) == (batch not in paused)
         if batch == 2:
-            saved, optimizer = copy.deepcopy(optimizer.state_dict()), make()
+            saved, optimizer = copy.deepcopy(optimizer.state_dict()), with_feedback(name, params, level)
             optimizer.load_state_dict(saved)
 
 
-def test_a_pause_is_copied_and_ends_with_what_a_checkpoint_holds():
-    """A history that was loaded before a pause does not outlive it, even if all its steps are skipped."""
+@pytest.mark.parametrize("name", ["sgd", IN_MUON])
+def test_a_pause_clears_a_loaded_history(name):
+    """Even if all its steps are skipped. Copies are paused too."""
     params = parameters()
-    for build in (feedback_in_muon("update"), lambda ps: ErrorFeedback(torch.optim.SGD(ps, 0.1))):
-        optimizer = build(params)
-        give_gradients(params, 0)
-        optimizer.step()
-        again = build(params)
-        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        again.feedback_paused = True
-        assert copy.deepcopy(again).feedback_paused
-        params[0].grad[0, 0] = torch.nan
-        again.step()
-        assert not any(bool(again.state[param]["error_feedback_update_valid"]) for param in params)
+    optimizer = with_feedback(name, params)
+    give_gradients(params, 0)
+    optimizer.step()
+    again = with_feedback(name, params)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    again.feedback_paused = True
+    assert copy.deepcopy(again).feedback_paused
+    params[0].grad[0, 0] = torch.nan
+    again.step()
+    assert not any(bool(again.state[param]["error_feedback_update_valid"]) for param in params)
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_strength_may_change_between_steps(level):
+@pytest.mark.parametrize("name", ["sgd", IN_MUON])
+def test_strength_may_change_between_steps(name, level):
     """Also from 0: the history is kept whether or not it is used."""
-    strengths = [0.0, 0.0, 1.0, 0.25]
+    strengths = [0.5, 0.0, 0.0, 1.0, 0.25]
     params = parameters()
-    optimizer = ErrorFeedback(torch.optim.SGD(params, 0.1), strength=0.0, level=level)
-    weight, previous = start_weights()[0], None
-    for batch, strength in enumerate(strengths):
-        optimizer.strength = strength
+    optimizer = with_feedback(name, params, level)
+    expected = reference(proposal(name), level, strengths, start_weights(), noisy_gradient, [0.1] * 5)
+    for batch, (strength, weights) in enumerate(zip(strengths, expected, strict=True)):
+        if name == IN_MUON:
+            optimizer.param_groups[0]["error_feedback"] = strength
+        else:
+            optimizer.strength = strength
         give_gradients(params, batch)
         optimizer.step()
-        newest = -0.1 * noisy_gradient(batch, 0, weight)
-        weight = weight + newest + (0 if previous is None else strength * (newest - previous))
-        previous = newest
-    torch.testing.assert_close(params[0].detach(), weight, rtol=1e-12, atol=1e-12)
-    with pytest.raises(ValueError, match="strength"):
-        optimizer.strength = -1.0
+        for param, weight in zip(params, weights, strict=True):
+            torch.testing.assert_close(param.detach(), weight, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_gradients_are_left_as_given(name, level):
+def test_gradients_are_restored(name, level):
     params = parameters()
     optimizer = ErrorFeedback(OPTIMIZERS[name][0](params), level=level)
     for batch in range(3):
@@ -239,12 +135,12 @@ def test_gradients_are_left_as_given(name, level):
 
 @pytest.mark.parametrize("gradient", [noisy_gradient, gaps])
 @pytest.mark.parametrize("name", ["momentum", "adamw_fused"])
-def test_parameters_that_are_updated_one_after_the_other_follow_the_formulas(monkeypatch, name, gradient):
-    monkeypatch.setattr("titan_async.optim.error_feedback._CHUNK", 1)
+def test_updates_in_chunks_follow_the_formulas(monkeypatch, name, gradient):
+    monkeypatch.setattr("titan_async.optim.error_feedback._CHUNK_NUMEL", 1)
     build, propose = OPTIMIZERS[name]
     params = parameters()
     inner = build(params)
-    moved = []  # by each step of the wrapped optimizer
+    moved = []  # in each step of the wrapped optimizer
     inner.register_step_pre_hook(lambda *_: moved.append([p for p in params if p.grad is not None]))
     optimizer = ErrorFeedback(inner, strength=0.5)
     expected = reference(propose, "update", 0.5, start_weights(), gradient, [0.1] * 6)
@@ -259,111 +155,8 @@ def test_parameters_that_are_updated_one_after_the_other_follow_the_formulas(mon
             torch.testing.assert_close(param.detach(), weight, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("backend", ["traced", pytest.param("compiled", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("gradient", [noisy_gradient, gaps])
-def test_one_compiled_pass_follows_the_formulas(monkeypatch, gradient, backend):
-    """One graph serves all rates, strengths, shapes and numbers of elements."""
-    graphs = []
-
-    def as_traced(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    if backend == "traced":
-        traced = torch.compile(one_pass._update_and_correct_, dynamic=True, fullgraph=True, backend=as_traced)
-        monkeypatch.setattr(one_pass, "_compiled", lambda: traced)
-    others = (torch.randn(shape, dtype=torch.float64) for shape in ((7,), (2, 3, 4), (0, 4)))
-    start = [*start_weights(), *others]
-    rates = [0.0, 0.5, 1.0, 0.7, 1.3, 0.2, 0.1]
-    for strength in (1.0, 0.5):
-        params = [torch.nn.Parameter(x.clone()) for x in start]
-        inner = OPTIMIZERS["adamw_fused"][0](params)
-        optimizer = ErrorFeedback(inner, strength=strength, compile=True)
-        rates_of_inner = []  # all other steps are made in one pass
-        inner.register_step_pre_hook(lambda o, *_, to=rates_of_inner: to.append(o.param_groups[0]["lr"]))
-        expected = reference(propose_adamw, "update", strength, start, gradient, rates)
-        for batch, weights in enumerate(expected):
-            give_gradients(params, batch, gradient)
-            inner.param_groups[0]["lr"] = rates[batch]
-            optimizer.step()
-            for param, weight in zip(params, weights, strict=True):
-                torch.testing.assert_close(param.detach(), weight, rtol=1e-12, atol=1e-12)
-        assert rates_of_inner == [rates[i] for i in ((0, 1, 5) if gradient is gaps else (0,))]
-        assert inner.state[params[0]]["step"] == len(rates)
-    assert len(graphs) == (backend == "traced")
-
-
-def plain_pass(monkeypatch):
-    """The pass that is compiled, as it is without; returns a list that grows with each parameter."""
-    passes = []
-
-    def run(*arguments):
-        passes.append(arguments)
-        one_pass._update_and_correct_(*arguments)
-
-    monkeypatch.setattr(one_pass, "_compiled", lambda: run)
-    return passes
-
-
-@pytest.mark.parametrize("transposed", ["weight", "gradient"])
-def test_one_pass_takes_any_layout(monkeypatch, transposed):
-    passes = plain_pass(monkeypatch)
-    start = torch.randn(4, 6, dtype=torch.float64)
-    param = torch.nn.Parameter(start.T if transposed == "weight" else start.T.contiguous())
-    optimizer = ErrorFeedback(OPTIMIZERS["adamw"][0]([param]), compile=True)
-    expected = reference(propose_adamw, "update", 1.0, [start.T], noisy_gradient, [0.1] * 4)
-    for batch, (weight,) in enumerate(expected):
-        param.grad = noisy_gradient(batch, 0, param.detach())
-        if transposed == "gradient":
-            param.grad = param.grad.T.contiguous().T
-        optimizer.step()
-        torch.testing.assert_close(param.detach(), weight, rtol=1e-12, atol=1e-12)
-    assert len(passes) == 3
-
-
-@pytest.mark.parametrize(
-    ("dtype", "options", "strength"),
-    [
-        (torch.bfloat16, {}, 1.0),
-        (torch.float64, {"amsgrad": True}, 1.0),
-        (torch.float64, {"maximize": True}, 1.0),
-        (torch.float64, {}, 0.0),
-    ],
-)
-def test_what_one_pass_cannot_do_is_done_without(monkeypatch, dtype, options, strength):
-    passes = plain_pass(monkeypatch)
-    params, twins = parameters(dtype), parameters(dtype)
-    optimizer, twin = (
-        ErrorFeedback(torch.optim.AdamW(each, 0.1, **options), strength, compile=compile)
-        for each, compile in ((params, True), (twins, False))
-    )
-    for batch in range(4):
-        for each, own in ((optimizer, params), (twin, twins)):
-            give_gradients(own, batch)
-            each.step()
-        assert all(torch.equal(*both) for both in zip(params, twins, strict=True))
-    assert not passes
-
-
-def test_without_a_compiler_nothing_is_half_done(monkeypatch):
-    def fails(*_):
-        raise RuntimeError("no compiler")
-
-    params = parameters()
-    optimizer = ErrorFeedback(OPTIMIZERS["adamw_fused"][0](params), compile=True)
-    give_gradients(params, 0)
-    optimizer.step()
-    before, state = copy.deepcopy((params, optimizer.state_dict()))
-    monkeypatch.setattr(one_pass, "_compiled", lambda: fails)
-    with pytest.raises(RuntimeError, match="no compiler"):
-        optimizer.step()
-    torch.testing.assert_close(
-        (params, optimizer.state_dict()["state"]), (before, state["state"]), rtol=0, atol=0
-    )
-
-
-def test_only_the_parameters_that_are_updated_together_are_remembered_at_a_time(monkeypatch):
-    monkeypatch.setattr("titan_async.optim.error_feedback._CHUNK", 2000)
+def test_memory_of_updates_in_chunks(monkeypatch):
+    monkeypatch.setattr("titan_async.optim.error_feedback._CHUNK_NUMEL", 2000)
     params = [torch.nn.Parameter(torch.zeros(1000)) for _ in range(8)]
     optimizer = ErrorFeedback(torch.optim.AdamW(params, fused=True))
     for param in params:
@@ -377,13 +170,13 @@ def test_only_the_parameters_that_are_updated_together_are_remembered_at_a_time(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_gradients_come_back_when_the_wrapped_optimizer_fails(monkeypatch, level):
+def test_gradients_are_restored_if_the_wrapped_optimizer_fails(monkeypatch, level):
     class Failing(torch.optim.SGD):
         def step(self, closure=None):
             raise RuntimeError("no step")
 
-    monkeypatch.setattr("titan_async.optim.error_feedback._CHUNK", 1)
-    monkeypatch.setattr("titan_async.optim.error_feedback._BY_PARAMETER", (Failing,))
+    monkeypatch.setattr("titan_async.optim.error_feedback._CHUNK_NUMEL", 1)
+    monkeypatch.setattr("titan_async.optim.error_feedback._SEPARABLE_OPTIMIZERS", (Failing,))
     params = parameters()
     optimizer = ErrorFeedback(Failing(params, 0.1), level=level)
     give_gradients(params, 0)
@@ -395,7 +188,7 @@ def test_gradients_come_back_when_the_wrapped_optimizer_fails(monkeypatch, level
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_history_of_low_precision_is_float32(level):
-    """So that displacements are exact also where a weight changes its order of magnitude."""
+    """So that displacements are exact also if a weight changes its order of magnitude."""
     params = parameters(torch.bfloat16)
     optimizer = ErrorFeedback(torch.optim.SGD(params, 0.1), level=level)
     for batch in range(2):
@@ -429,7 +222,7 @@ def test_groups_and_defaults_are_those_of_the_wrapped_optimizer():
     assert second.grad is None
 
 
-def test_group_added_later_starts_uncorrected():
+def test_the_first_update_of_a_group_added_later_is_uncorrected():
     first, second = parameters()
     optimizer = ErrorFeedback(torch.optim.SGD([first], 0.1))
     give_gradients([first], 0)
@@ -502,11 +295,13 @@ def test_closure_is_called_once_and_its_gradients_are_used(level):
         torch.testing.assert_close(param.detach(), twin.detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_wrong_arguments_are_named():
+def test_invalid_arguments_raise():
     optimizer = torch.optim.SGD(parameters(), 0.1)
     for strength in (-0.5, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="strength"):
             ErrorFeedback(optimizer, strength=strength)
+        with pytest.raises(ValueError, match="strength"):
+            ErrorFeedback(optimizer).strength = strength
     with pytest.raises(ValueError, match="'update', 'gradient'"):
         ErrorFeedback(optimizer, level="moment")
     with pytest.raises(ValueError, match="AdamW at level 'update', not with SGD"):
@@ -525,7 +320,7 @@ def test_sparse_gradients_need_level_update():
         optimizer.step()
 
 
-def test_a_step_without_any_gradient_is_harmless():
+def test_a_step_without_any_gradient():
     for level in LEVELS:
         params = parameters()
         optimizer = ErrorFeedback(torch.optim.SGD(params, 0.1), level=level)

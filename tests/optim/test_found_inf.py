@@ -1,18 +1,19 @@
-"""Steps that are conditional on the device: skipped ones keep every bit, and the host never waits."""
+"""Steps that are conditional on the device: skipped ones keep every bit, without a synchronization."""
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from tests.support.feedback_formulas import DECAY, propose_adamw
 from tests.support.host_waits import HostWaits
 from tests.support.muon_rule import muon_displacement
 from tests.support.processes import Pools, WorkerPool
 from titan_async.local_tensors import local_part
-from titan_async.optim import ErrorFeedback, Lion, Muon, QKClip, QueryKey, one_pass, set_found_inf
+from titan_async.optim import ErrorFeedback, Lion, Muon, QKClip, QueryKey, compiled_adamw, set_found_inf
 
 SHAPES = [(6, 4), (2, 3, 5)]
-LR, DECAY = 0.1, 0.2
+LR = 0.1
 MUON = {"lr": LR, "weight_decay": DECAY, "compute_dtype": "float64", "adjust_lr": "match_rms_adamw"}
 
 
@@ -45,8 +46,8 @@ OPTIMIZERS = {
 
 
 @pytest.fixture(autouse=True)
-def _one_pass_is_not_compiled(monkeypatch):
-    monkeypatch.setattr(one_pass, "_compiled", lambda: one_pass._update_and_correct_)
+def _without_compilation(monkeypatch):
+    monkeypatch.setattr(compiled_adamw, "_compiled", lambda: compiled_adamw._update_and_correct_)
 
 
 def values(shape, *seed):
@@ -57,7 +58,7 @@ def values(shape, *seed):
 def parameters(dtype=torch.float64):
     params = [torch.nn.Parameter(values(shape, 9, i).to(dtype)) for i, shape in enumerate(SHAPES)]
     with torch.no_grad():
-        params[0][0, :2] = torch.tensor([0.0, -0.0])  # which a multiplication by 0 would mix up
+        params[0][0, :2] = torch.tensor([0.0, -0.0])  # which a multiplication by 0 would not preserve
     return params
 
 
@@ -68,23 +69,15 @@ def give_gradients(params, batch, bad=None):
             param.grad.view(-1)[::3] = bad
 
 
-def propose_adamw(x, g, memory):
-    t = memory["t"] = memory.get("t", 0) + 1
-    memory["m"] = 0.9 * memory.get("m", 0) + 0.1 * g
-    memory["v"] = 0.95 * memory.get("v", 0) + 0.05 * g * g
-    m, v = memory["m"] / (1 - 0.9**t), memory["v"] / (1 - 0.95**t)
-    return -LR * DECAY * x - LR * m / (v.sqrt() + 1e-8)
-
-
-def propose_lion(x, g, memory):
+def propose_lion(x, g, lr, memory):
     m = memory.get("m", torch.zeros_like(x))
     memory["m"] = 0.99 * m + 0.01 * g
-    return -LR * DECAY * x - LR * (0.9 * m + 0.1 * g).sign()
+    return -lr * DECAY * x - lr * (0.9 * m + 0.1 * g).sign()
 
 
-def propose_muon(x, g, memory):
+def propose_muon(x, g, lr, memory):
     m = memory.setdefault("m", torch.zeros_like(x))
-    return muon_displacement(x, g, m, lr=LR, decay=DECAY, coefficient=0.95)
+    return muon_displacement(x, g, m, lr=lr, decay=DECAY, coefficient=0.95)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +93,7 @@ def propose_muon(x, g, memory):
         ("muon in feedback", propose_muon, 1.0),
     ],
 )
-def test_skipped_steps_are_as_if_there_had_been_no_such_batch(name, propose, strength):
+def test_a_run_with_skipped_steps_is_the_run_without_their_batches(name, propose, strength):
     params = parameters()
     optimizer = OPTIMIZERS[name](params)
     found_inf = torch.zeros(())
@@ -114,14 +107,14 @@ def test_skipped_steps_are_as_if_there_had_been_no_such_batch(name, propose, str
         optimizer.step()
         for i, param in enumerate(params):
             if not skipped:
-                d = propose(expected[i], param.grad, memories[i])
+                d = propose(expected[i], param.grad, LR, memories[i])
                 expected[i] += d if last[i] is None else d + strength * (d - last[i])
                 last[i] = d
             torch.testing.assert_close(param.detach(), expected[i], rtol=1e-11, atol=1e-11)
 
 
 def bits(params, optimizer):
-    """Copies of everything that a checkpoint holds, as bytes."""
+    """The content of a checkpoint, as bytes."""
 
     def frozen(value):
         if isinstance(value, torch.Tensor):
@@ -139,7 +132,7 @@ def bits(params, optimizer):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_skipped_step_changes_no_bit_and_one_with_0_is_an_ordinary_step(name, dtype):
+def test_a_skipped_step_changes_no_bit_and_others_are_ordinary_steps(name, dtype):
     params, twins = parameters(dtype), parameters(dtype)
     optimizer, twin = OPTIMIZERS[name](params), OPTIMIZERS[name](twins)
     found_inf = torch.zeros(())
@@ -162,8 +155,8 @@ def test_a_skipped_step_changes_no_bit_and_one_with_0_is_an_ordinary_step(name, 
 
 
 @pytest.mark.parametrize("name", ["muon with feedback", "muon in feedback", "adamw in feedback"])
-def test_a_history_starts_and_ends_with_steps_that_are_made(name):
-    """Its flag is on the host, and must not say more than the device has done."""
+def test_a_skipped_step_neither_starts_nor_clears_a_history(name):
+    """Although its flag is on the host."""
     params = parameters()
     optimizer = OPTIMIZERS[name](params)
     found_inf = torch.ones(())
@@ -183,7 +176,7 @@ def test_a_history_starts_and_ends_with_steps_that_are_made(name):
             assert state["error_feedback_update"].any()
 
 
-def test_who_honours_it():
+def test_supported_optimizers():
     params = parameters()
     flag = torch.zeros(())
     for build, honoured in (
@@ -201,8 +194,8 @@ def test_who_honours_it():
             assert getattr(optimizer, "found_inf", None) is None
 
 
-def test_momentum_of_sgd_is_made_by_a_step_that_is_made():
-    """torch makes it in the first step, and a skipped one would leave it uninitialized."""
+def test_sgd_with_momentum_is_supported_after_its_first_step():
+    """torch allocates the momentum in the first step; if skipped, it would be uninitialized."""
     params = parameters()
     sgd = torch.optim.SGD(params, momentum=0.9, fused=True)
     assert not set_found_inf(sgd, torch.ones(()))
@@ -230,7 +223,7 @@ def on_meta(optimizer, params):
     ("name", "paused"),
     [*((name, False) for name in OPTIMIZERS), *((n, True) for n in OPTIMIZERS if "feedback" in n)],
 )
-def test_the_host_waits_for_nothing(name, paused):
+def test_no_synchronization_with_the_device(name, paused):
     params = parameters()
     optimizer = OPTIMIZERS[name](params)
     if paused:
@@ -245,13 +238,13 @@ def test_the_host_waits_for_nothing(name, paused):
         for _ in range(2):
             optimizer.step()
     assert not host.waits
-    if "muon" in name:  # that asks its gradients otherwise
+    if "muon" in name:  # which checks its gradients otherwise
         set_found_inf(optimizer, None)
         with pytest.raises((RuntimeError, NotImplementedError)):
             optimizer.step()
 
 
-def test_qk_clip_follows_on_the_device():
+def test_qk_clip_with_found_inf():
     weight = torch.nn.Parameter(torch.ones(4, 3))
     layers = [QueryKey(weight, torch.ones(4, 3), heads=2)]
     optimizer = Muon([weight], lr=0.0)
@@ -286,7 +279,7 @@ def pool(pools: Pools) -> WorkerPool:
 
 
 def train_sharded(rank, group, feedback):
-    """A run without the skipped batches, one with them, and what the last step of that waits for."""
+    """Weights of a run without the skipped batches and of one with them, and the waits of the last step."""
     runs = []
     for conditional in (False, True):
         mesh = meshes["all"]
@@ -307,7 +300,7 @@ def train_sharded(rank, group, feedback):
             for i, (param, place) in enumerate(zip(params, places, strict=True)):
                 grad = values(param.shape, batch, i)
                 param.grad = distribute_tensor(grad, mesh, place, src_data_rank=None)
-                if skipped and rank:  # one rank alone has seen it, and all were told
+                if skipped and rank:  # found by one rank, known to all
                     local_part(param.grad).fill_(torch.nan)
             found_inf.fill_(skipped)
             flags = [
@@ -320,7 +313,7 @@ def train_sharded(rank, group, feedback):
 
 
 @pytest.mark.parametrize("feedback", [0.0, 1.0])
-def test_sharded_matrices_need_no_agreement(pool, feedback):
+def test_sharded_matrices_need_no_agreement_among_ranks(pool, feedback):
     for (plain, conditional), waits, collectives in pool.run(2, train_sharded, feedback):
         assert plain == conditional
         assert not waits

@@ -1,4 +1,4 @@
-"""The two forms of the iteration, symmetric products, and stacks: the same numbers by fewer operations."""
+"""The two forms of the iteration, symmetric products, and stacks."""
 
 import sys
 import types
@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from titan_async.optim import orthogonalization, symmetric
+from titan_async.optim import orthogonalization, symmetric_matmul
 from titan_async.optim.coefficients import resolve_coefficients
 from titan_async.optim.orthogonalization import (
     orthogonalization_cost,
     orthogonalize,
     orthogonalize_all,
-    stretches,
+    restart_intervals,
 )
-from titan_async.optim.symmetric import symmetric_addmm, symmetric_mm
+from titan_async.optim.symmetric_matmul import symmetric_addmm, symmetric_mm
 
 
 def with_spectrum(rows: int, cols: int, spectrum: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ def test_every_form_applies_the_polynomials_to_the_singular_values(shape, steps,
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", [(512, 513), (700, 600), (520, 1100), (2, 520, 530)])
 @pytest.mark.parametrize("form", ["auto", "gram"])
-def test_large_matrices_whose_symmetric_products_go_by_panels(shape, form):
+def test_large_matrices_with_blocked_symmetric_products(shape, form):
     torch.manual_seed(2)
     matrix = torch.randn(shape, dtype=torch.float64)
     triples = resolve_coefficients("standard", 5)
@@ -88,24 +88,24 @@ def test_the_gram_form_rounds_like_the_standard_one(dtype, name, spectrum):
     assert gram <= max(10 * standard, 20 * torch.finfo(dtype).eps)
 
 
-def test_without_restarts_rounding_would_blow_it_up(monkeypatch):
-    """The claim behind the restarts, and that the test above can fail."""
+def test_without_restarts_rounding_errors_grow(monkeypatch):
+    """The reason for restarts; it shows that the test above can fail."""
     matrix = with_spectrum(256, 512, spectra(256)["1/k2"]).bfloat16()
     triples = resolve_coefficients("polar_express", 5)
     expected = by_singular_values(matrix, triples)
     assert error(orthogonalize(matrix, triples, form="gram"), expected) < 0.5
-    monkeypatch.setattr(orthogonalization, "stretches", lambda coefficients: (coefficients,))
+    monkeypatch.setattr(orthogonalization, "restart_intervals", lambda coefficients: (coefficients,))
     assert not error(orthogonalize(matrix, triples, form="gram"), expected) < 10
 
 
-def test_stretches_keep_the_iterations_in_order():
+def test_restart_intervals_keep_the_iterations_in_order():
     for name, steps, lengths in [
         ("standard", 5, [3, 2]),
         ("polar_express", 5, [2, 2, 1]),
         ("standard", 1, [1]),
     ]:
         triples = resolve_coefficients(name, steps)
-        found = stretches(triples)
+        found = restart_intervals(triples)
         assert [len(stretch) for stretch in found] == lengths
         assert tuple(triple for stretch in found for triple in stretch) == triples
 
@@ -129,13 +129,13 @@ def test_auto_takes_the_form_of_fewer_operations(shape, cheaper):
 
 
 def test_the_gram_form_halves_the_operations_of_wide_matrices():
-    """At four columns a row 60 m^3 operations with one restart, where the standard form takes 90 m^3."""
+    """At four columns per row 60 m^3 operations with one restart, where the standard form takes 90 m^3."""
     matrix = torch.randn(32, 128)
     assert flops(matrix, "gram") == 60 * 32**3
     assert flops(matrix, "standard") == 90 * 32**3
 
 
-def test_panels_save_operations():
+def test_blocking_saves_operations():
     matrix = torch.randn(1024, 1024)
     assert flops(matrix, "auto") < 0.8 * flops(matrix, "standard")
 
@@ -154,9 +154,9 @@ def test_symmetric_products(size):
         assert torch.equal(lower[size // 2 :, : size // 2], lower[: size // 2, size // 2 :].mT)
 
 
-def test_kernels_are_used_where_they_can_be_and_not_asked_for_elsewhere(monkeypatch):
-    """Their package is optional; here a stand-in of the same signature takes its place."""
-    assert not symmetric._by_kernels(torch.zeros(512, 512, dtype=torch.bfloat16))
+def test_kernels_are_used_only_where_supported(monkeypatch):
+    """With a fake of the optional package, which has the same signature."""
+    assert not symmetric_matmul._uses_kernels(torch.zeros(512, 512, dtype=torch.bfloat16))
     calls = []
 
     def gemm_symmetric(A, B, C=None, *, alpha=1.0, beta=1.0):
@@ -168,20 +168,20 @@ def test_kernels_are_used_where_they_can_be_and_not_asked_for_elsewhere(monkeypa
     module.gemm_symmetric = gemm_symmetric
     monkeypatch.setitem(sys.modules, "quack", types.ModuleType("quack"))
     monkeypatch.setitem(sys.modules, "quack.gemm_interface", module)
-    monkeypatch.setattr(symmetric, "_by_kernels", lambda a: True)
-    symmetric._gemm_symmetric.cache_clear()
+    monkeypatch.setattr(symmetric_matmul, "_uses_kernels", lambda a: True)
+    symmetric_matmul._gemm_symmetric.cache_clear()
     try:
         matrix = torch.randn(20, 90, dtype=torch.float64)
         triples = resolve_coefficients("standard", 5)
         result = orthogonalize(matrix, triples, compute_dtype=torch.float64)
     finally:
-        symmetric._gemm_symmetric.cache_clear()
+        symmetric_matmul._gemm_symmetric.cache_clear()
     torch.testing.assert_close(result, by_singular_values(matrix, triples), rtol=1e-9, atol=1e-9)
     assert len(calls) == 2 + 14
 
 
 @pytest.mark.parametrize("size", [8, 400])
-def test_several_matrices_at_once_are_those_one_by_one(size):
+def test_batched_matrices_equal_single_ones(size):
     torch.manual_seed(4)
     matrices = [torch.randn(size, size + 3, dtype=torch.float64) * 10.0**k for k in (-6, 0, 6)]
     matrices.append(torch.randn(2, size, size + 3, dtype=torch.float64))

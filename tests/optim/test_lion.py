@@ -1,4 +1,4 @@
-"""Lion against Algorithm 2 of arXiv 2302.06675 written out by hand, and as a well-behaved torch optimizer."""
+"""Lion against Algorithm 2 of arXiv 2302.06675, and its conventions of a torch optimizer."""
 
 import copy
 import math
@@ -71,7 +71,7 @@ def test_follows_the_paper(betas, decay):
 
 
 def test_the_order_of_the_two_interpolations_matters():
-    """The sign sees the momentum before it takes in the gradient with the second beta."""
+    """The sign is of the momentum before its update with the second beta."""
     param = torch.nn.Parameter(torch.zeros(1))
     optimizer = Lion([param], lr=1.0, betas=(0.9, 0.5))
     for grad in (1.0, -4.0):
@@ -98,7 +98,7 @@ def test_state_is_complete_at_construction_and_at_least_float32(dtype):
     assert optimizer.state[added]["momentum_buffer"].dtype == wide
 
 
-def test_small_gradients_of_bfloat16_parameters_add_up():
+def test_small_gradients_of_bfloat16_parameters_accumulate():
     """A bfloat16 momentum would stop at one hundred times the gradient's share, for 1 + 2^-9 rounds to 1."""
     param = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
     optimizer = Lion([param], betas=(0.9, 0.999))
@@ -110,7 +110,7 @@ def test_small_gradients_of_bfloat16_parameters_add_up():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("feedback", [False, True])
-def test_resumes_with_the_same_bits(dtype, feedback):
+def test_resuming_is_bitwise_exact(dtype, feedback):
     def build():
         params = parameters(dtype)
         optimizer = Lion(params, weight_decay=0.1)
@@ -144,7 +144,7 @@ def test_resumes_with_the_same_bits(dtype, feedback):
         assert torch.equal(*momenta), "training went on in the tensors that were loaded"
 
 
-def test_loading_lets_hooks_see_and_change_what_is_loaded():
+def test_hooks_may_replace_the_loaded_state():
     params = parameters(torch.bfloat16, [(3,)])
     optimizer = Lion(params)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -163,14 +163,14 @@ def test_loading_lets_hooks_see_and_change_what_is_loaded():
     assert len(seen) == 2 and all((s == 1 + 2.0**-20).all() and s.dtype == torch.float32 for s in seen)
 
 
-def test_loading_what_does_not_fit_changes_nothing():
+def test_state_that_does_not_fit_raises_before_anything_changes():
     params = parameters(shapes=[(3,), (4,)])
     optimizer = Lion(params)
     train(params, optimizer, range(2))
     before = [optimizer.state[p]["momentum_buffer"].clone() for p in params]
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][1]["momentum_buffer"] = torch.zeros(5)
-    with pytest.raises(ValueError, match=r"momentum of shape \[5\].*shape \[4\].*same order"):
+    with pytest.raises(ValueError, match=r"momentum_buffer of shape \[5\].*shape \[4\].*same order"):
         optimizer.load_state_dict(saved)
     with pytest.raises(ValueError, match="different number of parameter groups"):
         optimizer.load_state_dict({"state": {}, "param_groups": []})
@@ -187,7 +187,7 @@ def test_state_without_momenta_starts_from_zeros():
         assert not optimizer.state[param]["momentum_buffer"].any()
 
 
-def test_a_parameter_without_a_gradient_is_left_alone():
+def test_a_parameter_without_a_gradient_is_skipped():
     params = parameters(shapes=[(3,), (4,)])
     optimizer = Lion(params, lr=0.1, weight_decay=0.5)
     train(params, optimizer, range(2))
@@ -225,7 +225,7 @@ def test_keys_that_torchtitan_injects_are_kept():
     assert optimizer.param_groups[0]["fused"] is True
 
 
-def test_a_sparse_gradient_is_refused_before_any_change():
+def test_a_sparse_gradient_raises_before_anything_changes():
     params = parameters(shapes=[(4, 3), (4, 3)])
     optimizer = Lion(params, lr=0.1)
     params[0].grad = torch.ones_like(params[0])
@@ -249,7 +249,7 @@ def test_a_sparse_gradient_is_refused_before_any_change():
         ({"betas": 0.9}, "betas must be two numbers"),
     ],
 )
-def test_wrong_options_are_named(options, message):
+def test_invalid_options_raise(options, message):
     with pytest.raises(ValueError, match=message):
         Lion(parameters(), **options)
     optimizer = Lion(parameters())
@@ -259,7 +259,7 @@ def test_wrong_options_are_named(options, message):
     assert len(optimizer.param_groups) == 1 and added not in optimizer.state
 
 
-def test_a_complex_parameter_is_refused():
+def test_a_complex_parameter_raises():
     param = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(ValueError, match=r"real floating-point.*'w'.*complex64"):
         Lion([("w", param)])
@@ -299,7 +299,7 @@ def test_a_module_may_be_moved_or_converted_after_construction():
 
 
 @pytest.mark.parametrize("level", ["update", "gradient"])
-def test_error_feedback_around_it_follows_the_formula(level):
+def test_error_feedback_around_lion_follows_the_formulas(level):
     """D' = D + (D - D_prev), or g' = g + (g - g_prev), with Lion's own update written out."""
     params = parameters(shapes=[(4, 3)])
     optimizer = ErrorFeedback(Lion(params, weight_decay=0.1), level=level)
@@ -354,7 +354,7 @@ def train_sharded(rank, group, placement, feedback):
 
     wrong = [Shard(0) if placement != "rows" else Replicate()]
     param.grad = distribute_tensor(torch.ones(5, 3).double(), mesh, wrong)
-    with pytest.raises(RuntimeError, match="placed like their parameters"):
+    with pytest.raises(RuntimeError, match="with the placements of their parameters"):
         optimizer.step()
     return [p.full_tensor().detach().numpy() for p in (param, other)]
 
@@ -366,7 +366,7 @@ def pool(pools: Pools) -> WorkerPool:
 
 @pytest.mark.parametrize("feedback", [False, True])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_of_shards_is_that_of_the_whole(pool, placement, feedback):
+def test_shards_are_updated_like_whole_parameters(pool, placement, feedback):
     plain = parameters(shapes=[(5, 3)])
     optimizer = Lion(plain, weight_decay=0.1)
     train(plain, ErrorFeedback(optimizer) if feedback else optimizer, range(6))

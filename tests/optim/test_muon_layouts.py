@@ -1,39 +1,22 @@
-"""Muon on models that torch itself has sharded: FSDP2, HSDP, replicas, tensor and expert parallelism.
+"""Muon on models that torch has sharded: FSDP2, HSDP, replicas, tensor and expert parallelism.
 
-A real forward and backward on gloo, four processes, each with its share of a batch, gradients as they
-are left in `.grad`. Against one process with the whole batch. Weights are compared shard by shard, with
-shards cut by `torch.chunk`: `full_tensor` of uneven strided shards is not to be relied on.
+Forward and backward on four gloo processes, each with its share of a batch, against one process with the
+whole batch. Weights are compared shard by shard, with shards by `torch.chunk`, because `full_tensor` of
+uneven strided shards is unreliable.
 """
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.support.processes import Pools, WorkerPool
+from tests.support.optim import meshes
 from titan_async.optim import ErrorFeedback, Muon
 
 BATCH, WIDTH = 8, 8
 OPTIONS = {"compute_dtype": "float64", "error_feedback": 1.0, "weight_decay": 0.2}
-
-
-meshes: dict[tuple[int, ...], DeviceMesh] = {}
-
-
-def make_meshes(rank, group):
-    """Once for all tests: each mesh has groups of its own."""
-    meshes[(4,)] = init_device_mesh("cpu", (4,))
-    meshes[2, 2] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-
-
-@pytest.fixture(scope="module")
-def pool(pools: Pools) -> WorkerPool:
-    pool = pools(4)
-    pool.run(4, make_meshes, keeps=True)
-    return pool
 
 
 class Layer(nn.Module):
@@ -47,7 +30,7 @@ class Layer(nn.Module):
 
 
 class Experts(nn.Module):
-    """Every expert works on every token; the outputs are added up."""
+    """Every expert computes every token; the outputs are summed."""
 
     def __init__(self, experts, rows, cols):
         super().__init__()
@@ -89,11 +72,8 @@ def chunk(tensor, parts, part, dim):
     return pieces[part] if part < len(pieces) else tensor.narrow(dim, 0, 0)
 
 
-def cuts(name, number):
-    """By which (parts of the mesh's last dimension, of its first, ...) a parameter is cut, in order.
-
-    Each is (dimension of the mesh, dimension of the tensor).
-    """
+def splits(name, number):
+    """The splits of a parameter, in order: (dimension of the mesh, dimension of the tensor)."""
     tensor_parallel = (1, 0 if number % 2 == 0 else 1)
     return {
         "fsdp": [(0, 0)],
@@ -110,9 +90,9 @@ MESHES = {"fsdp": (4,), "fsdp columns": (4,), "replicate": (4,)}
 
 
 def parallelize(model, name):
-    """The model, the shape of the mesh, this rank's coordinate in it, its share of data, and how many."""
+    """Parallelize the model; returns the mesh shape, this rank's coordinate, and its share of the data."""
     shape = MESHES.get(name, (2, 2))
-    mesh = meshes[shape]
+    mesh = meshes["line" if len(shape) == 1 else "grid"]
     coordinate = mesh.get_coordinate()
     if "tp" in name:
         for layer in model:
@@ -160,14 +140,14 @@ def train_parallel(rank, group, name, hidden, wrapped):
         ("fsdp columns and tp", 8),
     ],
 )
-def test_dense_model(pool, name, hidden, wrapped):
+def test_dense_model(four_ranks, name, hidden, wrapped):
     expected = train(dense(hidden), 0, 1, wrapped)
-    for coordinate, shape, found, kinds in pool.run(4, train_parallel, name, hidden, wrapped):
+    for coordinate, shape, found, kinds in four_ranks.run(4, train_parallel, name, hidden, wrapped):
         if name == "fsdp and tp":
             assert "_StridedShard" in kinds
         for number, (weight, local) in enumerate(zip(expected, found, strict=True)):
             part = weight.detach()
-            for mesh_dim, dim in cuts(name, number):
+            for mesh_dim, dim in splits(name, number):
                 part = chunk(part, shape[mesh_dim], coordinate[mesh_dim], dim)
             assert tuple(part.shape) == local.shape
             torch.testing.assert_close(part, torch.from_numpy(local), rtol=0, atol=1e-11)
@@ -180,7 +160,7 @@ def experts(count, rows, cols):
 
 def train_experts(rank, group, sizes, dim):
     """Expert parallelism over the inner dimension, FSDP2 of dimension `dim` over the outer one."""
-    mesh = meshes[2, 2]
+    mesh = meshes["grid"]
     data_rank, expert_rank = mesh.get_coordinate()
     model = experts(*sizes)
     weight = distribute_tensor(model.weight.detach(), mesh["inner"], [Shard(0)])
@@ -202,7 +182,7 @@ def train_experts(rank, group, sizes, dim):
     ("sizes", "dim"),
     [((8, 4, 4), 0), ((8, 4, 4), 1), ((8, 4, 4), 2), ((6, 4, 5), 0), ((5, 4, 6), 1), ((2, 6, 4), 1)],
 )
-def test_experts_equal_a_loop_over_experts(pool, sizes, dim):
+def test_experts_equal_a_loop_over_experts(four_ranks, sizes, dim):
     whole = experts(*sizes)
     matrices = [nn.Parameter(matrix.clone()) for matrix in whole.weight.detach()]
     optimizer = Muon(matrices, 0.1, adjust_lr="match_rms_adamw", **OPTIONS)
@@ -213,7 +193,7 @@ def test_experts_equal_a_loop_over_experts(pool, sizes, dim):
         optimizer.step()
         optimizer.zero_grad()
     expected = torch.stack([matrix.detach() for matrix in matrices])
-    for data_rank, expert_rank, local, kinds in pool.run(4, train_experts, sizes, dim):
+    for data_rank, expert_rank, local, kinds in four_ranks.run(4, train_experts, sizes, dim):
         assert ("_StridedShard" in kinds) == (dim == 0)
         part = chunk(chunk(expected, 2, expert_rank, 0), 2, data_rank, dim)
         assert tuple(part.shape) == local.shape
@@ -221,21 +201,21 @@ def test_experts_equal_a_loop_over_experts(pool, sizes, dim):
 
 
 def train_distributed_data_parallel(rank, group):
-    """Plain parameters, the same on all ranks, with gradients that are reduced: every rank does all."""
+    """Plain parameters with all-reduced gradients: every rank updates all of them."""
     model = nn.parallel.DistributedDataParallel(dense(7))
     return [param.detach().numpy() for param in train(model, rank, 4, False)]
 
 
-def test_distributed_data_parallel(pool):
+def test_distributed_data_parallel(four_ranks):
     expected = train(dense(7), 0, 1, False)
-    for found in pool.run(4, train_distributed_data_parallel):
+    for found in four_ranks.run(4, train_distributed_data_parallel):
         for weight, local in zip(expected, found, strict=True):
             torch.testing.assert_close(weight.detach(), torch.from_numpy(local), rtol=0, atol=1e-11)
 
 
 def train_partly_sharded(rank, group):
-    """A model in which FSDP2 has one layer, and the other is replicated over the same ranks."""
-    mesh = meshes[(4,)]
+    """A model with one layer under FSDP2, and one replicated over the same ranks."""
+    mesh = meshes["line"]
     model = dense(7)
     fully_shard(model[0], mesh=mesh)
     for name, param in list(model[1].named_parameters()):
@@ -251,7 +231,7 @@ def train_partly_sharded(rank, group):
     return [param.full_tensor().detach().numpy() for param in model.parameters()]
 
 
-def test_layers_placed_in_different_ways(pool):
+def test_layers_with_different_placements(four_ranks):
     model = dense(7)
     optimizer = Muon(model.parameters(), 0.1, **OPTIONS)
     for step in range(3):
@@ -259,6 +239,6 @@ def test_layers_placed_in_different_ways(pool):
             generator = torch.Generator().manual_seed(10 * step + number)
             param.grad = torch.randn(param.shape, dtype=torch.float64, generator=generator)
         optimizer.step()
-    for found in pool.run(4, train_partly_sharded):
+    for found in four_ranks.run(4, train_partly_sharded):
         for weight, local in zip(model.parameters(), found, strict=True):
             torch.testing.assert_close(weight.detach(), torch.from_numpy(local), rtol=0, atol=1e-11)

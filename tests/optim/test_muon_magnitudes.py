@@ -1,6 +1,6 @@
-"""Muon at gradients from zero to the largest number: finite, and in the direction of the same gradient at 1.
+"""Muon with gradients from zero to the largest number: finite, with the direction of the gradient at scale 1.
 
-In one process and over ranks, in every dtype of parameters and iterations, form and placement.
+In one process and over ranks, for every dtype of parameters and iterations, form and placement.
 """
 
 import functools
@@ -9,15 +9,14 @@ import math
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 
-from tests.support.processes import Pools, WorkerPool
+from tests.support.optim import distribute, meshes, placed
 from titan_async.optim import ErrorFeedback, Lion, Muon, QKClip, QueryKey, orthogonalize, resolve_coefficients
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-MAGNITUDES = [0.0, 1e-30, 1e-7, 1e-5, 1.0, 1e20, 1e30]
+MAGNITUDES = [0.0, 1e-60, 1e-30, 1e-7, 1e-5, 1.0, 1e20, 1e30, 1e60]
 FEW = [0.0, 1e-7, 1e30]
 TOLERANCE = {torch.float16: 0.01, torch.bfloat16: 0.06, torch.float32: 1e-4, torch.float64: 1e-4}
 LR = 0.5
@@ -25,7 +24,7 @@ LR = 0.5
 
 @functools.cache
 def gradient(shape, seed=0):
-    """With singular values from 0.4 to 1, so that rounding turns no direction."""
+    """With singular values from 0.4 to 1, so that rounding does not change its direction."""
     generator = torch.Generator().manual_seed(seed)
     u, s, vh = torch.linalg.svd(
         torch.randn(shape, dtype=torch.float64, generator=generator), full_matrices=False
@@ -34,7 +33,7 @@ def gradient(shape, seed=0):
 
 
 def direction(grad):
-    """Five standard iterations on the singular values, in float64; zeros for zeros."""
+    """Five standard iterations on the singular values, in float64; zero for zero."""
     u, s, vh = torch.linalg.svd(grad.double(), full_matrices=False)
     s = s / s.norm(dim=-1, keepdim=True).clamp(min=1e-300)
     for _ in range(5):
@@ -43,12 +42,12 @@ def direction(grad):
 
 
 def representable(dtype, magnitude):
-    """Whether a gradient of this size keeps its direction in a dtype."""
+    """Whether a gradient of this magnitude keeps its direction in a dtype."""
     return 100 * torch.finfo(dtype).tiny < magnitude < torch.finfo(dtype).max / 10
 
 
 def distance(weight, grad):
-    """Of an update from zero to the one that is right, at the entry where it is largest."""
+    """Largest difference of an entry of an update from zero from the correct one."""
     rows, cols = grad.shape[-2:]
     expected = -LR * math.sqrt(max(1, rows / cols)) * direction(grad)
     return (weight.double() - expected).abs().max().item()
@@ -71,7 +70,7 @@ OPTIONS = {
 @pytest.mark.parametrize("compute_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_magnitude_gives_the_same_direction(dtype, compute_dtype):
-    """Matrices, a stack, one of whose experts has no gradient to speak of, and a fused weight of two."""
+    """Matrices, a stack with an expert whose gradient is zero, and a fused weight of two."""
     tolerance = max(TOLERANCE[dtype], TOLERANCE[compute_dtype])
     for name, magnitude in [("auto", each) for each in MAGNITUDES] + [*itertools.product(OPTIONS, FEW)]:
         where = f"{name} at {magnitude}"
@@ -114,8 +113,8 @@ def alternate(optimizer, params, gradients):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("momentum_dtype", [None, "bfloat16", "float32"])
-def test_the_largest_numbers_one_after_another_stay_finite(dtype, momentum_dtype):
-    """Whatever their signs, with feedback too; a correction beyond the range is a gradient beyond it."""
+def test_sequences_of_the_largest_numbers_stay_finite(dtype, momentum_dtype):
+    """With any signs, with error feedback too; a correction that overflows skips the step."""
     most = torch.finfo(dtype).max
     signs = [1, 1, -1, -1, 1, 0.01, -0.01, -1]
     for compute_dtype, feedback in itertools.product(
@@ -130,12 +129,12 @@ def test_the_largest_numbers_one_after_another_stay_finite(dtype, momentum_dtype
         options = {"momentum": 0.9, "compute_dtype": compute_dtype, "momentum_dtype": momentum_dtype}
         optimizer = Muon(params, 0.1, **options, **feedback)
         pattern = torch.sign(gradient((4, 6))).to(dtype)
-        # The other is small, in whichever dtype.
+        # The other is small.
         alternate(optimizer, params, [(sign * most * pattern, 1e-4 * sign * pattern) for sign in signs])
         assert params[1].any()
 
 
-def test_beside_huge_float32_gradients_half_precision_is_updated():
+def test_huge_float32_gradients_beside_half_precision():
     params = [torch.nn.Parameter(torch.zeros(4, 4, dtype=dtype)) for dtype in (torch.float32, torch.float16)]
     optimizer = Muon(params, 0.1, error_feedback=1.0, error_feedback_level="gradient")
     grads = [3e38 * torch.eye(4), torch.eye(4, dtype=torch.float16)]
@@ -144,8 +143,8 @@ def test_beside_huge_float32_gradients_half_precision_is_updated():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_orthogonalization_itself(dtype):
-    """Where the matrix is in half precision already, as parts are that have travelled."""
+def test_orthogonalize(dtype):
+    """Of matrices in half precision too, as parts that were sent are."""
     triples = resolve_coefficients("standard", 5)
     for compute_dtype, magnitude, eps in itertools.product(DTYPES, MAGNITUDES, [1e-7, 1e-30]):
         matrix = (magnitude * gradient((2, 8, 12))).to(dtype)
@@ -158,7 +157,7 @@ def test_the_orthogonalization_itself(dtype):
 
 
 def test_norms_of_half_precision_do_not_overflow():
-    """The squares of 80 000 entries add up to more than float16 holds. The singular value becomes p(1)."""
+    """The sum of the squares of 80 000 entries overflows in float16. The singular value becomes p(1)."""
     matrix = torch.full((200, 400), 0.99)
     for each in (matrix, matrix.expand(2, -1, -1)):
         result = orthogonalize(each, resolve_coefficients("standard", 1), compute_dtype=torch.float16)
@@ -177,7 +176,7 @@ def test_lion_and_feedback_around_it(dtype):
         assert optimizer.state[params[0]]["momentum_buffer"].isfinite().all()
 
 
-def test_logits_far_above_the_threshold_leave_finite_weights():
+def test_weights_stay_finite_with_logits_far_above_the_threshold():
     query, key = torch.ones(4, 3), torch.ones(4, 3)
     QKClip([QueryKey(query, key, heads=2)], lambda: [torch.tensor([3e38, 1.0])], tau=1e-10).clip()
     assert query.isfinite().all() and key.isfinite().all()
@@ -195,23 +194,10 @@ LAYOUTS = {
     "inside": ((4,), [S1], (3, 8, 6)),
     "experts and columns": ((2, 2), [S0, S2], (4, 6, 8)),
 }
-meshes: dict[tuple[int, ...], DeviceMesh] = {}
-
-
-def make_meshes(rank, group):
-    meshes[(4,)] = init_device_mesh("cpu", (4,))
-    meshes[2, 2] = init_device_mesh("cpu", (2, 2))
-
-
-@pytest.fixture(scope="module")
-def pool(pools: Pools) -> WorkerPool:
-    pool = pools(4)
-    pool.run(4, make_meshes, keeps=True)
-    return pool
 
 
 def update_sharded(rank, group, dtype):
-    """What went wrong: parameters of every magnitude, placement and compute dtype, updated together."""
+    """The failures among parameters of every magnitude, placement and compute dtype, updated together."""
     wrong = []
     for compute_dtype in DTYPES:
         cases = [
@@ -221,13 +207,10 @@ def update_sharded(rank, group, dtype):
         ]
         params = []
         for layout, magnitude in cases:
-            mesh_shape, placements, shape = LAYOUTS[layout]
-
-            def place(tensor, mesh=meshes[mesh_shape], placements=placements):
-                return distribute_tensor(tensor.to(dtype), mesh, placements, src_data_rank=None)
-
-            param = torch.nn.Parameter(place(torch.zeros(shape)))
-            param.grad = place(magnitude * gradient(shape))
+            *where, shape = LAYOUTS[layout]
+            place = placed(where)
+            param = torch.nn.Parameter(place(torch.zeros(shape, dtype=dtype)))
+            param.grad = place((magnitude * gradient(shape)).to(dtype))
             params.append(param)
         optimizer = Muon(params, LR, compute_dtype=compute_dtype, bucket_mb=1e-2)
         optimizer.step()
@@ -245,29 +228,29 @@ def update_sharded(rank, group, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sharded_parameters_at_every_magnitude(pool, dtype):
-    assert pool.run(4, update_sharded, dtype) == [[]] * 4
+def test_sharded_parameters_at_every_magnitude(four_ranks, dtype):
+    assert four_ranks.run(4, update_sharded, dtype) == [[]] * 4
 
 
 def update_uneven_parts(rank, group):
-    """One matrix, of whose rows rank 0 has 0 times its share, and the others 1e-30, 1e-5 and 1e30 times."""
+    """A matrix whose rows on the four ranks are scaled by 0, 1e-30, 1e-5 and 1e30."""
     found = []
     for compute_dtype, dtype, largest in itertools.product(DTYPES, DTYPES[2:], [1e30, 1e-5]):
         sizes = torch.tensor([0, 1e-30, 1e-5, 1e30], dtype=torch.float64).clamp(max=largest)
         if dtype == torch.float64:
             sizes = sizes**5
         grad = (gradient((8, 12)) * sizes.repeat_interleave(2).unsqueeze(1)).to(dtype)
-        param = torch.nn.Parameter(distribute_tensor(torch.zeros(8, 12, dtype=dtype), meshes[(4,)], [S0]))
-        param.grad = distribute_tensor(grad, meshes[(4,)], [S0])
+        param = torch.nn.Parameter(distribute(torch.zeros(8, 12, dtype=dtype), meshes["line"], [S0]))
+        param.grad = distribute(grad, meshes["line"], [S0])
         Muon([param], 1.0, 0.0, compute_dtype=compute_dtype).step()
         whole = param.detach().full_tensor()
-        # Of the largest part alone.
+        # Of the largest part only.
         rows = grad.abs().amax(1) >= sizes.max() / 100
         norm = torch.linalg.matrix_norm(whole[rows].double(), ord=2).item()
         found.append((bool(whole.isfinite().all()), 0.6 < norm < 1.3, str((compute_dtype, dtype, largest))))
     return found
 
 
-def test_parts_of_sizes_far_apart(pool):
-    for found in pool.run(4, update_uneven_parts):
+def test_parts_of_very_different_magnitudes(four_ranks):
+    for found in four_ranks.run(4, update_uneven_parts):
         assert all(finite and moved for finite, moved, _ in found), found

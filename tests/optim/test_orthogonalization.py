@@ -62,7 +62,7 @@ def test_polar_express_is_the_papers_algorithm(steps):
 
 
 def test_polar_express_converges_to_the_polar_factor():
-    """Unlike the standard iteration, which keeps singular values apart from 1."""
+    """Unlike the standard iteration, whose singular values do not converge to 1."""
     torch.manual_seed(3)
     matrix = torch.randn(32, 64, dtype=torch.float64)
     u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
@@ -86,7 +86,7 @@ def test_singular_values_lie_near_one_at_every_scale(coefficients, dtype, scale,
 
 
 @pytest.mark.parametrize("scale", [2.0**-110, 2.0**-40, 2.0**67, 2.0**120])
-def test_scale_changes_no_bit(scale):
+def test_the_scale_changes_no_bit(scale):
     torch.manual_seed(5)
     matrix = torch.randn(12, 20)
     triples = resolve_coefficients("standard", 5)
@@ -104,14 +104,14 @@ def test_zero_gives_zero_and_the_input_is_not_modified(dtype):
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_a_non_finite_entry_is_not_hidden(bad):
+def test_a_non_finite_entry_gives_nan(bad):
     matrix = torch.randn(4, 6)
     matrix[1, 2] = bad
     assert orthogonalize(matrix, resolve_coefficients("standard", 5)).isnan().any()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_stack_is_its_matrices_one_by_one(shape):
+def test_a_stack_equals_its_matrices(shape):
     torch.manual_seed(6)
     # Scales far apart: each matrix must be normalized by its own norm.
     stack = (
@@ -140,7 +140,7 @@ def test_polar_express_repeats_its_last_triple():
         ("standard", 2.5, "ns_steps"),
     ],
 )
-def test_bad_coefficients_are_named(coefficients, steps, words):
+def test_invalid_coefficients_raise(coefficients, steps, words):
     with pytest.raises(ValueError, match=words):
         resolve_coefficients(coefficients, steps)
 
@@ -160,7 +160,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("shape", [(24, 24), (40, 16), (3, 16, 40)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_where_half_precision_is_slow_the_iterations_are_in_float32(monkeypatch, dtype, shape):
+def test_iterations_are_in_float32_where_half_precision_is_slow(monkeypatch, dtype, shape):
     torch.manual_seed(0)
     matrices = torch.randn(shape)
     triples = resolve_coefficients("standard", 5)

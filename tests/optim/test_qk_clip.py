@@ -54,7 +54,7 @@ def test_logits_of_each_head_scale_by_its_own_factor(heads, key_heads):
     assert after.amax() <= TAU * (1 + 1e-12)
 
 
-def test_with_a_key_head_for_each_both_shrink_by_the_root():
+def test_without_grouping_queries_and_keys_are_scaled_by_the_root():
     query, key = tensors((2 * HEAD, INPUTS), (2 * HEAD, INPUTS))
     old_query, old_key = query.clone(), key.clone()
     clip(QueryKey(query, key, 2), torch.tensor([4 * TAU, TAU], dtype=torch.float64))
@@ -62,7 +62,7 @@ def test_with_a_key_head_for_each_both_shrink_by_the_root():
     assert torch.equal(query[HEAD:], old_query[HEAD:]) and torch.equal(key[HEAD:], old_key[HEAD:])
 
 
-def test_a_shared_key_head_shrinks_by_the_root_of_the_smallest_factor():
+def test_a_shared_key_head_is_scaled_by_the_root_of_the_smallest_factor():
     query, key = tensors((3 * HEAD, INPUTS), (HEAD, INPUTS))
     old_query, old_key = query.clone(), key.clone()
     clip(QueryKey(query, key, 3, 1), torch.tensor([4 * TAU, TAU, 2 * TAU], dtype=torch.float64))
@@ -71,7 +71,7 @@ def test_a_shared_key_head_shrinks_by_the_root_of_the_smallest_factor():
     assert torch.equal(query, old_query * factors[:, None])
 
 
-def test_biases_go_with_their_weights():
+def test_biases_are_scaled_with_their_weights():
     query, key, query_bias, key_bias = tensors((16, INPUTS), (8, INPUTS), (16,), (8,))
     before = logits(query, key, 4, 2, (query_bias, key_bias))
     maxima = before.amax(dim=(1, 2))
@@ -92,7 +92,7 @@ def unfused(fused):
     return query, key
 
 
-def test_fused_projections_by_their_rows():
+def test_fused_projections():
     (fused,) = tensors((32, INPUTS))
     before, values = logits(*unfused(fused), 4, 2), fused[12:16].clone()
     maxima = before.amax(dim=(1, 2))
@@ -103,7 +103,7 @@ def test_fused_projections_by_their_rows():
 
 
 @pytest.mark.parametrize("odd", [float("inf"), float("nan"), -float("inf"), -2.0, 0.0, TAU])
-def test_heads_that_need_no_clip_keep_every_bit(odd):
+def test_heads_below_the_threshold_keep_every_bit(odd):
     query, key = tensors((2 * HEAD, INPUTS), (HEAD, INPUTS), dtype=torch.bfloat16)
     old = query.clone(), key.clone()
     clip(QueryKey(query, key, 2, 1), torch.tensor([odd, 1.0]))
@@ -131,7 +131,7 @@ def step(optimizer, params, seed):
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_after_each_step_and_not_in_the_history_of_updates(inside):
+def test_a_clip_is_not_in_the_history_of_updates(inside):
     # The same updates with and without a clip: the history, and so the correction, is the same.
     def build(params):
         options = {"lr": 0.1, "weight_decay": 0.0, "compute_dtype": "float64"}
@@ -168,28 +168,28 @@ def test_a_skipped_step_changes_nothing():
 
 
 MISTAKES = [
-    ({"heads": 3}, "8 rows of the query do not divide among 3 heads: give query_rows"),
+    ({"heads": 3}, "8 rows of the query are not divisible by 3: give query_rows"),
     ({"heads": 4, "key_heads": 3}, "key_heads must divide the 4 heads, but is 3"),
     ({"heads": 0}, "key_heads must divide the 0 heads"),
     ({"heads": 2, "query_rows": [(0, 4)]}, "query_rows must be one range for each of the 2 heads, not 1"),
-    ({"heads": 2, "key_rows": [(0, 4), (4, 9)]}, "key_rows 4 to 9 are no rows of a key of 8 rows"),
+    ({"heads": 2, "key_rows": [(0, 4), (4, 9)]}, "key_rows 4 to 9 are out of range for a key of 8 rows"),
     ({"heads": 2, "query_rows": [(0, 4), (3, 8)]}, "query_rows 3 to 8 belong to another head too"),
 ]
 
 
 @pytest.mark.parametrize(("options", "sentence"), MISTAKES)
-def test_layers_that_do_not_fit(options, sentence):
+def test_layers_that_do_not_fit_raise(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         QueryKey(*parameters(), **options)
 
 
-def test_fused_projections_without_rows():
+def test_fused_projections_without_rows_raise():
     (fused,) = tensors((8, INPUTS))
     with pytest.raises(ValueError, match="key_rows 0 to 4 belong to another head too"):
         QueryKey(fused, fused, 2)
 
 
-def test_logits_that_do_not_fit():
+def test_logits_that_do_not_fit_raise():
     layer = QueryKey(*parameters(), 2)
     with pytest.raises(ValueError, match="max_logits gave 2 tensors for 1 layers"):
         QKClip([layer], lambda: [torch.ones(2)] * 2).clip()
@@ -230,7 +230,7 @@ def clip_sharded(rank, group, shape, placements, of_bias):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_shards_are_clipped_like_the_whole(pool, layout):
+def test_shards_are_scaled_like_whole_weights(pool, layout):
     fused, bias = tensors((32, INPUTS), (32,))
     (few,) = tensors((3, INPUTS), seed=3)
     maxima = largest(*unfused(fused), 4, 2)

@@ -1,4 +1,4 @@
-"""DTensor parameters, as torchtitan makes them even for one rank: gloo, one process and two."""
+"""Optimizers on DTensor parameters, which torchtitan uses for one rank too: gloo, one process and two."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.support.processes import Pools, WorkerPool
-from titan_async.optim import ErrorFeedback, Muon, one_pass
+from titan_async.optim import ErrorFeedback, Muon, compiled_adamw
 
 BUILD = {
     "adamw": lambda params: torch.optim.AdamW(params, 0.1),
@@ -32,7 +32,7 @@ def mesh():
 @pytest.mark.parametrize("level", ["none", "update", "gradient"])
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()])
 @pytest.mark.parametrize("name", BUILD)
-def test_a_mesh_of_one_is_like_a_plain_parameter(mesh, name, placement, level, shape):
+def test_a_mesh_of_one_rank_equals_a_plain_parameter(mesh, name, placement, level, shape):
     torch.manual_seed(0)
     start, grads = torch.randn(shape), [torch.randn(shape) for _ in range(4)]
     plain = torch.nn.Parameter(start.clone())
@@ -48,7 +48,7 @@ def test_a_mesh_of_one_is_like_a_plain_parameter(mesh, name, placement, level, s
         assert isinstance(sharded.grad, DTensor)
         assert torch.equal(sharded.grad.to_local(), grad)
     assert torch.equal(plain, sharded.to_local())
-    # Checkpoints must see the state sharded like the parameter.
+    # The state is sharded like the parameter.
     for key, value in optimizers[1].state[sharded].items():
         if key != "step" and not key.endswith("_valid"):
             assert isinstance(value, DTensor)
@@ -62,8 +62,8 @@ def test_a_mesh_of_one_is_like_a_plain_parameter(mesh, name, placement, level, s
     assert torch.equal(plain, sharded.to_local())
 
 
-def test_one_pass_works_on_local_parts(mesh, monkeypatch):
-    monkeypatch.setattr(one_pass, "_compiled", lambda: one_pass._update_and_correct_)
+def test_compiled_updates_of_local_parts(mesh, monkeypatch):
+    monkeypatch.setattr(compiled_adamw, "_compiled", lambda: compiled_adamw._update_and_correct_)
     torch.manual_seed(0)
     start, grads = torch.randn(3, 4, 6), [torch.randn(3, 4, 6) for _ in range(4)]
     plain = torch.nn.Parameter(start.clone())
@@ -83,7 +83,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def build_model(mesh, level):
-    """Five rows on two ranks: shards of different sizes. Without a mesh, the same in one process."""
+    """Five rows on two ranks, in shards of different sizes, or without a mesh in one process."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(3, 5, dtype=torch.float64)
     if mesh is not None:
@@ -104,7 +104,7 @@ def train(layer, optimizer, mesh, batches):
 
 
 def train_sharded(rank, group, level, folder):
-    """Six updates, and three, a checkpoint, and three more: the weights of both, whole."""
+    """The whole weights after six updates, without and with a checkpoint after the third."""
     mesh = init_device_mesh("cpu", (group.size(),))
     layer, optimizer = build_model(mesh, level)
     train(layer, optimizer, mesh, range(3))
@@ -132,7 +132,7 @@ def pool(pools: Pools) -> WorkerPool:
 
 
 @pytest.mark.parametrize("level", ["update", "gradient"])
-def test_error_feedback_of_shards_is_that_of_the_whole(pool, level, tmp_path):
+def test_error_feedback_of_shards_equals_that_of_whole_parameters(pool, level, tmp_path):
     layer, optimizer = build_model(None, level)
     train(layer, optimizer, None, range(6))
     for straight, resumed in pool.run(2, train_sharded, level, str(tmp_path)):

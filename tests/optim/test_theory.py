@@ -42,7 +42,7 @@ def trajectory(start, optimizer, delay, feedback, steps):
 
 
 def grows(lr, delay, feedback):
-    """Whether gradient descent with this learning rate leaves the minimum of a curvature of 1."""
+    """Whether gradient descent with this learning rate diverges from a minimum of curvature 1."""
     start = torch.ones(1, dtype=torch.float64)
     path = trajectory(start, lambda params: torch.optim.SGD(params, lr=lr), delay, feedback, 300).abs()
     early, late = path[100:150].max(), path[250:300].max()
@@ -71,21 +71,21 @@ def test_feedback_lowers_the_largest_rate_of_gradient_descent(level):
 
 
 def sign_cycle(delay, feedback):
-    """How far the cycles go in which 200 entries end, in steps; they start 20 to 21 steps away."""
+    """Amplitude of the final cycles of 200 entries, in steps, from starts at a distance of 20 to 21."""
     start = 20 + torch.linspace(0.003, 0.997, 200, dtype=torch.float64)
     path = trajectory(start, lambda params: Lion(params, lr=1.0, betas=(0, 0)), delay, feedback, 200)
     return path[100:].abs().amax(0)
 
 
 @pytest.mark.parametrize("delay", range(5))
-def test_a_delayed_sign_ends_within_its_steps(delay):
-    """It turns k steps after the solution: between k + 1/2 and k + 1 steps, depending on where it started."""
+def test_amplitude_of_a_delayed_sign(delay):
+    """It turns k steps after the solution: between k + 1/2 and k + 1 steps, depending on the start."""
     cycle = sign_cycle(delay, None)
     assert cycle.min() > delay + 0.49 and cycle.max() < delay + 1
 
 
-def test_feedback_widens_the_cycle_of_a_sign_at_the_update_level_only():
-    """Where the sign turns, 2u - u' is three steps long: 2 to 3 steps instead of 3/2 to 2.
+def test_feedback_at_level_update_widens_the_cycle_of_a_sign():
+    """Where the sign turns, 2u - u' has three steps: an amplitude of 2 to 3 steps instead of 3/2 to 2.
 
     Corrected gradients still give single steps, and turn at the latest where the delayed ones do.
     """
@@ -96,8 +96,8 @@ def test_feedback_widens_the_cycle_of_a_sign_at_the_update_level_only():
 
 
 @pytest.mark.parametrize("delay", [0, 1, slow(2), 4])
-def test_delayed_muon_ends_within_its_steps_in_the_spectral_norm(delay):
-    """Without momentum each singular value is a sign's entry, as far as the iteration gives ones."""
+def test_amplitude_of_delayed_muon_in_the_spectral_norm(delay):
+    """Without momentum each singular value behaves like an entry of a sign, up to the iteration's error."""
     lr = 0.05
     torch.manual_seed(0)
     start = torch.linalg.qr(torch.randn(12, 6, dtype=torch.float64)).Q @ torch.diag(
@@ -172,7 +172,7 @@ def test_the_quadratic_orders_the_delays(optimizer):
 
 
 def test_one_update_of_delay_costs_adamw_and_sgd_more_than_an_oracle():
-    """At the rates that are best without a delay, as the paper compares them."""
+    """At the learning rates that are best without a delay, as in the paper."""
     for optimizer in ORACLES:
         synchronous, delayed, _ = synchronous_delayed_and_corrected("quadratic", optimizer)
         assert ratio(delayed, synchronous)[2] < 5
@@ -212,7 +212,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_feedback_costs_optimizers_that_do_not_average_gradients(monkeypatch, name):
-    """And NAdam, which looks ahead by itself; with momentum RMSprop gains by it as AdamW does."""
+    """And NAdam, which has a look-ahead; RMSprop with momentum gains by it, like AdamW."""
     lr, build = OTHERS[name]
     monkeypatch.setitem(OPTIMIZERS, name, build)
     problem = PROBLEMS["quadratic"](SEEDS)
@@ -223,7 +223,7 @@ def test_feedback_costs_optimizers_that_do_not_average_gradients(monkeypatch, na
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", [*OTHERS, *OPTIMIZERS])
-def test_feedback_around_those_that_it_costs_warns(name):
+def test_feedback_around_unsuitable_optimizers_warns(name):
     lr, build = OTHERS.get(name) or (0.1, OPTIMIZERS[name])
     optimizer = build([nn.Parameter(torch.zeros(2, 2))], lr)
     if name in ("Adagrad", "RMSprop", "NAdam", "Adam, first beta 0", "signSGD"):
@@ -237,12 +237,12 @@ def test_feedback_around_those_that_it_costs_warns(name):
 
 @pytest.mark.parametrize("optimizer", ["Lion", "signSGD"])
 def test_feedback_costs_signs_without_noise(optimizer):
-    """Not what one would wish for: on the quadratic feedback ends farther away than none."""
+    """On the quadratic, feedback ends farther away than none."""
     _, delayed, corrected = synchronous_delayed_and_corrected("quadratic", optimizer)
     assert ratio(corrected, delayed)[1] > 1
 
 
-def test_the_tables_of_the_documentation_are_those_of_its_numbers():
+def test_the_tables_of_the_documentation_match_its_data():
     results = json.loads((DOCS / "delay.json").read_text(encoding="utf-8"))
     assert tables(results) in (DOCS / "delay.md").read_text(encoding="utf-8")
     for (problem, optimizer), lr in RATES.items():
@@ -251,7 +251,7 @@ def test_the_tables_of_the_documentation_are_those_of_its_numbers():
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("problem", ["quadratic", slow("regression")])
-def test_the_numbers_of_the_documentation_are_those_of_the_code(problem, optimizer):
+def test_the_data_of_the_documentation_match_the_code(problem, optimizer):
     written = json.loads((DOCS / "delay.json").read_text(encoding="utf-8"))[problem][optimizer]["distances"]
     for delay in (0, 1):
         now = found(problem, optimizer, delay).log().mean()

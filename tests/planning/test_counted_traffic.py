@@ -17,8 +17,8 @@ from tests.support.selection import slow
 from tests.support.traffic import bytes_put_together
 from tests.support.training import ROOT
 from titan_async.config.device import ensure_device
-from titan_async.optim.correction import correct_gradients_, correct_updates_, snapshot
-from titan_async.optim.tensors import copy_unless_
+from titan_async.optim.elementwise import copy_unless_
+from titan_async.optim.feedback_history import correct_gradients_, correct_updates_, negated_weights
 
 ensure_device()
 
@@ -103,7 +103,7 @@ class Moved(TorchDispatchMode):
 
 
 def correct_an_update(weight: Tensor, history: Tensor, skip: Tensor) -> None:
-    before = snapshot([weight])
+    before = negated_weights([weight])
     correct_updates_([weight], before, [history], [True], 1.0, skip)
 
 

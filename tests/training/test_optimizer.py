@@ -15,7 +15,7 @@ from torch import nn
 
 from titan_async.config.recipe_file import resolve
 from titan_async.errors import UserError
-from titan_async.optim import ErrorFeedback, Muon, one_pass
+from titan_async.optim import ErrorFeedback, Muon, compiled_adamw
 
 LAYER_MATRICES = {
     "attention.qkv_linear.wq",
@@ -135,7 +135,7 @@ def test_the_settings_of_the_named_optimizers_arrive(tmp_path: Path) -> None:
     }
     assert {key: group[key] for key in wanted} == wanted
     assert muon.state[stage.layers["3"]["wq"].weight]["momentum_buffer"].dtype == torch.bfloat16
-    assert muon._distribution.bucket_mb == 7
+    assert muon._orthogonalizer.bucket_mb == 7
     (group,) = adamw.param_groups
     wanted = {"lr": 0.001, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.2}
     assert {key: group[key] for key in wanted} == wanted
@@ -205,7 +205,7 @@ def test_error_feedback_is_compiled_around_adamw_alone(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = []
-    monkeypatch.setattr(one_pass, "_compiled", lambda: lambda weight, *_: passes.append(weight))
+    monkeypatch.setattr(compiled_adamw, "_compiled", lambda: lambda weight, *_: passes.append(weight))
     stage = Stage()
     container = build(f'[optimizer]\nname = "{name}"\nerror_feedback.compile = true', tmp_path, stage)
     for step in range(3):

@@ -1,4 +1,4 @@
-"""Coefficients of the Newton-Schulz iterations by which Muon orthogonalizes.
+"""Coefficients of Muon's Newton-Schulz iterations.
 
 Each iteration applies an odd polynomial p(x) = a x + b x^3 + c x^5 to the singular values of a matrix
 of Frobenius norm 1; after a few iterations all of them lie near 1. Sources: Keller Jordan, "Muon: An
@@ -22,10 +22,10 @@ Triple: TypeAlias = tuple[float, float, float]
 Coefficients: TypeAlias = str | Sequence[float] | Sequence[Sequence[float]]
 
 STANDARD_COEFFICIENTS: Triple = (3.4445, -4.7750, 2.0315)
-"""Keller Jordan's quintic: steepest at zero, and singular values end between about 0.7 and 1.2."""
+"""Keller Jordan's quintic: steepest at zero; singular values end between about 0.7 and 1.2."""
 
-# Algorithm 1 of arXiv 2505.16932: the best quintic for the interval that the previous ones leave,
-# starting from [0.001, 1]. From the eighth on it is the Newton-Schulz limit.
+# Algorithm 1 of arXiv 2505.16932: the optimal quintic for the interval after the previous iterations,
+# starting from [0.001, 1]. From the eighth iteration on it is the Newton-Schulz limit.
 _POLAR_EXPRESS_EXACT: tuple[Triple, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -46,9 +46,9 @@ def _shrunk(triple: Triple) -> Triple:
 
 
 def _with_margins(exact: tuple[Triple, ...]) -> tuple[Triple, ...]:
-    # The paper divides every input but the last by the margin, because rounding may lift a singular
+    # The paper divides every input but the last by the margin, because rounding may move a singular
     # value above the interval, where the polynomials diverge. It divides the matrix by it once more
-    # at the start; the first polynomial takes that in, so that the normalization is the same for all.
+    # at the start; here the first polynomial does, so that the normalization is the same for all.
     shrunk = [_shrunk(triple) for triple in exact[:-1]]
     shrunk[0] = _shrunk(shrunk[0])
     return (*shrunk, exact[-1])
@@ -64,7 +64,7 @@ _NAMED_COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
 
 
 def resolve_coefficients(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
-    """The triple (a, b, c) of each of ``steps`` iterations.
+    """The coefficients (a, b, c) of each of ``steps`` iterations.
 
     Args:
         coefficients: ``"standard"``, ``"polar_express"``, one triple for all iterations, or one triple

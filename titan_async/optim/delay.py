@@ -1,11 +1,11 @@
-"""Does an optimizer survive a delay? `DelayedGradients` answers on one process, without a pipeline.
+"""Delayed gradients in one process, without a pipeline: how does an optimizer cope with a delay?
 
-It trains any model with any optimizer by the recurrence of asynchronous pipelines:
+Any model is trained with any optimizer by the recurrence of asynchronous pipelines:
 
     W[b+1] = W[b] - update(g_b),    g_b = gradient of batch b at W[max(b-k, 0)]
 
 PipeDream-2BW (arXiv 2006.09503) has delay k = 1 for every weight, whatever the number of stages;
-`titan_async.pipelining.ScheduleAsync2BW` has the same trajectory as this with k = 1. The original PipeDream
+`titan_async.pipelining.ScheduleAsync2BW` has the trajectory of k = 1. The original PipeDream
 (arXiv 1806.03377) has one delay a stage, which grows with the depth of the pipeline: `pipedream_delays`.
 """
 
@@ -21,22 +21,22 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from titan_async.local_tensors import canonical_name
-from titan_async.optim.tensors import named
+from titan_async.optim.base import describe
 
 __all__ = ["DelayedGradients", "pipedream_delays"]
 
 
 @dataclass(frozen=True)
 class _Weight:
-    """A trainable parameter and the versions of it that batches to come are to read."""
+    """A trainable parameter, and the versions of it that later batches read."""
 
     name: str
     param: nn.Parameter
     delay: int
-    # Oldest first: before batch b, W[max(b-delay, 0)] to W[b-1]. None of these is ever written.
+    # Oldest first: before batch b, W[max(b-delay, 0)] to W[b-1]. Never modified.
     versions: deque[Tensor] = field(default_factory=deque)
 
-    def show_oldest(self) -> None:
+    def activate_oldest(self) -> None:
         newest = self.param.detach().clone()
         if self.versions:
             self.param.copy_(self.versions[0])
@@ -44,11 +44,11 @@ class _Weight:
             self.versions.popleft()
         self.versions.append(newest)
 
-    def show_newest(self) -> None:
-        # Also where they are equal: a backward that comes too late must find the parameter written.
+    def activate_newest(self) -> None:
+        # Also if they are equal: the write makes autograd detect a backward after the batch.
         self.param.copy_(self.versions[-1])
 
-    def undo_show_oldest(self, count: int) -> None:
+    def undo_activate_oldest(self, count: int) -> None:
         newest = self.versions.pop()
         if len(self.versions) < count:
             self.versions.appendleft(self.param.detach().clone())
@@ -56,12 +56,11 @@ class _Weight:
 
 
 class DelayedGradients:
-    """Lets a model compute its gradients at weights that are some updates old.
+    """Computes the gradients of a model at weights that are some updates old.
 
-    Forward and backward of a batch go into ``with delayed.batch():``, and nothing else changes. Inside, the
-    parameters hold the old weights; after it they hold the newest ones again, and ``.grad`` is the
-    gradient at the old ones. So clipping, optimizer, learning-rate schedule, evaluation and checkpoints
-    are those of any training loop, and none of them knows about the delay:
+    Run forward and backward of a batch inside ``with delayed.batch():``. Inside, the parameters hold the old
+    weights; afterwards they hold the newest ones, and ``.grad`` is the gradient at the old ones. Clipping,
+    optimizer, learning-rate schedule, evaluation and checkpoints do not depend on the delay:
 
         import torch
         from titan_async.optim import DelayedGradients, ErrorFeedback
@@ -80,29 +79,28 @@ class DelayedGradients:
             optimizer.zero_grad()
 
     Several microbatches, each with its backward, may run inside one ``batch()``; all read the same weights.
-    Every ``batch()`` counts as one b of the recurrence, also if its update is skipped. The first one takes
-    the weights as they are for W[0]: build a new object to start a delay in the middle of a run.
+    Every ``batch()`` is one b of the recurrence, also if its update is skipped. W[0] are the weights at the
+    first one: create a new object to start a delay in the middle of a run.
 
-    With delay 0 the loop is bit by bit the plain one. An exception inside ``batch()`` puts the newest weights
-    back, and the batch counts as not begun.
+    With delay 0 the loop is bitwise that without. An exception inside ``batch()`` restores the newest
+    weights, and the batch is not counted.
 
-    Parameters stay the same objects in the same memory, so that tied weights, hooks, activation
-    checkpointing, `torch.compile` and DTensors (`fully_shard` included) work as they do without a delay. Not
-    delayed are buffers, such as the running statistics of a batch normalization: they go on from batch
-    to batch, as in the plain loop. An optimizer that evaluates the model itself (L-BFGS with a
-    closure) does so at the newest weights, that is without a delay.
+    Parameters remain the same objects in the same memory, so that tied weights, hooks, activation
+    checkpointing, `torch.compile` and DTensors (`fully_shard` included) work as without a delay. Buffers,
+    such as the running statistics of batch normalization, are not delayed. An optimizer that evaluates the
+    model itself (L-BFGS with a closure) does so at the newest weights, that is, without a delay.
 
-    Memory: k further copies of a parameter with delay k, and during a copy one more of a single parameter.
-    Time: three copies of the weights a batch.
+    Memory: k copies of a parameter with delay k, and during a copy one more of a single parameter.
+    Time: three copies of the weights per batch.
 
     Args:
-        model: its trainable parameters are delayed. Frozen ones cost nothing.
-        delay: number of updates k, at least 0, for every parameter; or one for each trainable parameter,
-            from `pipedream_delays` or such as ``{p: 2 for p in model.head.parameters()}``.
+        model: its trainable parameters are delayed.
+        delay: number of updates k, at least 0, of all parameters; or a mapping from each trainable parameter
+            to its own, from `pipedream_delays` or such as ``{p: 2 for p in model.head.parameters()}``.
 
     Raises:
-        ValueError: a delay that is no whole number of at least 0, a trainable parameter without a
-            delay, or a delay for what is no parameter of the model.
+        ValueError: a delay that is not an integer of at least 0, a trainable parameter without a delay, or a
+            delay of a parameter that is not the model's.
 
     Examples:
         Gradient descent on w^2 / 2, whose gradient is w. The first two batches read 1, and the third 0.5:
@@ -130,7 +128,7 @@ class DelayedGradients:
         delays = delay if isinstance(delay, Mapping) else dict.fromkeys(params.values(), delay)
         for param in delays.keys() - set(params.values()):
             raise ValueError(
-                f"a delay is given for {named(param, None)}, which is not one of the model's: "
+                f"a delay is given for {describe(param, None)}, which is not one of the model's: "
                 f"take the parameters from model.parameters()"
             )
         self._weights: list[_Weight] = []
@@ -138,79 +136,80 @@ class DelayedGradients:
             if not param.requires_grad:
                 continue
             if param not in delays:
-                raise ValueError(f"there is no delay for {named(param, name)}: give it one, 0 for none")
+                raise ValueError(f"there is no delay for {describe(param, name)}: give it one, 0 for none")
             self._weights.append(_Weight(canonical_name(name), param, _checked_delay(delays[param])))
 
     @property
     def delays(self) -> dict[str, int]:
-        """The delay of every trainable parameter, by its name in the model."""
+        """The delay of every trainable parameter, by name."""
         return {weight.name: weight.delay for weight in self._weights}
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Show the weights that this batch reads; forward and backward of the whole batch belong inside.
+        """Activate the weights that this batch reads, for its forward and backward.
 
-        A backward after it raises torch's error about variables modified by an inplace operation, unless
-        activation checkpointing hides from autograd that it needs the weights.
+        A later backward raises torch's error about variables modified by an inplace operation, except with
+        activation checkpointing, which hides from autograd that it needs the weights.
 
         Raises:
-            RuntimeError: within another ``batch()``, or if trainable parameters were replaced, frozen,
-                added, moved or converted; from ``optimizer.step()`` inside, which would be lost.
+            RuntimeError: inside another ``batch()``, or if trainable parameters were replaced, frozen,
+                added, moved or converted; from ``optimizer.step()`` inside, whose update would be lost.
         """
-        self._refuse_inside()
+        self._check_not_inside()
         self._check_unchanged()
         delayed = [weight for weight in self._weights if weight.delay]
         counts = [len(weight.versions) for weight in delayed]
-        shown = 0
+        activated = 0
         self._inside = True
-        handle = register_optimizer_step_pre_hook(functools.partial(_refuse_step, self._weights))
+        handle = register_optimizer_step_pre_hook(functools.partial(_reject_step, self._weights))
         try:
             with torch.no_grad():
                 for weight in delayed:
-                    weight.show_oldest()
-                    shown += 1
+                    weight.activate_oldest()
+                    activated += 1
             yield
             with torch.no_grad():
                 for weight in delayed:
-                    weight.show_newest()
+                    weight.activate_newest()
         except BaseException:
             with torch.no_grad():
-                for weight, count in zip(delayed[:shown], counts, strict=False):
-                    weight.undo_show_oldest(count)
+                for weight, count in zip(delayed[:activated], counts, strict=False):
+                    weight.undo_activate_oldest(count)
             raise
         finally:
             handle.remove()
             self._inside = False
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run needs, beside model and optimizer, to go on exactly.
+        """The state that a run needs, besides model and optimizer, to resume exactly.
 
         Returns:
             ``"delays"``: the property of that name. ``"weights"``: for every parameter's name the versions
-            that later batches read, oldest first, at most as many as its delay. The tensors are those in
-            use; they are never written.
+            that later batches read, oldest first, at most as many as its delay. The tensors are not copied;
+            they are never modified.
 
         Raises:
             RuntimeError: inside ``batch()``.
         """
-        self._refuse_inside()
+        self._check_not_inside()
         return {
             "delays": self.delays,
             "weights": {weight.name: list(weight.versions) for weight in self._weights},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned, which is copied. Load model and optimizer, too.
+        """Load a copy of what `state_dict` returned. Load model and optimizer too.
 
         Raises:
-            ValueError: saved with other delays or for other parameters, or incomplete; nothing is changed.
+            ValueError: saved with other delays or for other parameters, or incomplete. Nothing has been
+                changed then.
             RuntimeError: inside ``batch()``.
         """
-        self._refuse_inside()
+        self._check_not_inside()
         if state_dict["delays"] != self.delays:
             raise ValueError(
                 f"the state was saved with the delays {_brief(state_dict['delays'])}, but this model has "
-                f"{_brief(self.delays)}: build DelayedGradients with the same model and delay"
+                f"{_brief(self.delays)}: create DelayedGradients with the same model and delay"
             )
         saved = state_dict["weights"]
         batches = max((len(versions) for versions in saved.values()), default=0)
@@ -218,24 +217,24 @@ class DelayedGradients:
             versions = saved.get(weight.name, [])
             if len(versions) != min(batches, weight.delay):
                 raise ValueError(
-                    f"the state has {len(versions)} versions of {named(weight.param, weight.name)} after "
-                    f"{batches} or more batches with delay {weight.delay}: it is not complete, save it again"
+                    f"the state has {len(versions)} versions of {describe(weight.param, weight.name)} after "
+                    f"{batches} or more batches with delay {weight.delay}: it is incomplete, save it again"
                 )
             for version in versions:
                 if version.shape != weight.param.shape or version.dtype != weight.param.dtype:
                     raise ValueError(
                         f"a version of shape {list(version.shape)} and {version.dtype} does not fit "
-                        f"{named(weight.param, weight.name)} and {weight.param.dtype}: load the state of the "
-                        f"same model"
+                        f"{describe(weight.param, weight.name)} and {weight.param.dtype}: load the state "
+                        f"of the same model"
                     )
         for weight in self._weights:
             copies = [version.detach().to(weight.param.device, copy=True) for version in saved[weight.name]]
             weight.versions.clear()
             weight.versions.extend(copies)
 
-    def _refuse_inside(self) -> None:
+    def _check_not_inside(self) -> None:
         if self._inside:
-            raise RuntimeError("a batch() is open, in which the model has old weights: leave it first")
+            raise RuntimeError("the model has old weights inside batch(): leave it first")
 
     def _check_unchanged(self) -> None:
         now = [param for param in self._model.parameters() if param.requires_grad]
@@ -252,19 +251,19 @@ class DelayedGradients:
         if not same:
             raise RuntimeError(
                 "the model's trainable parameters were replaced, frozen, added, moved or converted since "
-                "DelayedGradients was built: build a new one"
+                "DelayedGradients was created: create a new one"
             )
 
 
 def pipedream_delays(stages: Sequence[nn.Module | Iterable[nn.Parameter]]) -> dict[nn.Parameter, int]:
     """The delays of the original PipeDream, which grow with the number d of stages.
 
-    Stage r of d has delay d - 1 - r, because that many batches are between its forward and its backward
+    Stage r of d has delay d - 1 - r, the number of batches between its forward and its backward
     (arXiv 1806.03377, section 3.3, weight stashing); the last stage has none.
 
     Args:
         stages: the model's parts from input to output, modules or groups of parameters, such as
-            ``[model.embedding, *model.layers, model.head]``. They need not be pipeline stages in the model.
+            ``[model.embedding, *model.layers, model.head]``.
 
     Returns:
         The delay of every parameter, for `DelayedGradients`.
@@ -280,18 +279,18 @@ def pipedream_delays(stages: Sequence[nn.Module | Iterable[nn.Parameter]]) -> di
     delays: dict[nn.Parameter, int] = {}
     for index, stage in enumerate(stages):
         delay = len(stages) - 1 - index
-        # A set: one stage may name a parameter twice.
+        # A set: a stage may list a parameter twice.
         for param in set(stage.parameters() if isinstance(stage, nn.Module) else stage):
             if param in delays:
                 raise ValueError(
-                    f"{named(param, None)} is in the stages {len(stages) - 1 - delays[param]} and {index}, "
-                    f"which have different delays: put it into one of them"
+                    f"{describe(param, None)} is in the stages {len(stages) - 1 - delays[param]} and "
+                    f"{index}, which have different delays: list it in one of them"
                 )
             delays[param] = delay
     return delays
 
 
-def _refuse_step(weights: list[_Weight], optimizer: Optimizer, args: object, kwargs: object) -> None:
+def _reject_step(weights: list[_Weight], optimizer: Optimizer, args: object, kwargs: object) -> None:
     known = {param for group in optimizer.param_groups for param in group["params"]}
     if any(weight.param in known for weight in weights):
         raise RuntimeError(
@@ -302,11 +301,11 @@ def _refuse_step(weights: list[_Weight], optimizer: Optimizer, args: object, kwa
 
 def _checked_delay(delay: Any) -> int:
     if isinstance(delay, bool) or not isinstance(delay, int) or delay < 0:
-        raise ValueError(f"a delay must be a whole number of updates, 0 or more, not {delay!r}")
+        raise ValueError(f"a delay must be an integer, 0 or more, not {delay!r}")
     return delay
 
 
 def _brief(delays: Mapping[str, int]) -> str:
-    """Delays in the words of an error message."""
+    """Delays for an error message."""
     shown = ", ".join(f"{name}: {delay}" for name, delay in list(delays.items())[:3])
     return f"{{{shown}{', ...' if len(delays) > 3 else ''}}}"

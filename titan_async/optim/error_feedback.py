@@ -1,99 +1,96 @@
-"""Error feedback: what the last update should have done and did not is added to this one.
-
-With one update of delay, the update applied now is the one of the previous batch. The correction of
-arXiv 2606.30634, for any optimizer, extrapolates by one step. With D_b the displacement that the wrapped
-optimizer proposes from the gradient g_b of batch b:
-
-    level "update":    D'_b = D_b + s (D_b - D_{b-1})
-    level "gradient":  g'_b = g_b + s (g_b - g_{b-1})
-
-The paper's correction is level "update" with strength s = 1, which makes two updates ago cancel:
-x[t+1] = x[t] - 2 u(g[t-1]) + u(g[t-2]).
-"""
+"""Error feedback around any optimizer: corrects for updates that come one step late (arXiv 2606.30634)."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from titan_async.local_tensors import local_part
-from titan_async.optim.agreement import gradients_are_zero
-from titan_async.optim.correction import (
+from titan_async.optim.base import BaseOptimizer, check_duplicates, describe
+from titan_async.optim.compiled_adamw import supports_compiled_update, update_and_correct_
+from titan_async.optim.elementwise import at_least_float32, copy_unless_, should_skip
+from titan_async.optim.feedback_history import (
+    LEVELS,
+    History,
+    MergedState,
+    advance_histories,
+    changes_flags,
     checked_level,
     checked_strength,
     correct_gradients_,
     correct_updates_,
     history_key,
-    snapshot,
+    may_be_state_init_step,
+    negated_weights,
+    split_state,
 )
+from titan_async.optim.gradient_status import gradients_are_zero
 from titan_async.optim.lion import Lion
-from titan_async.optim.one_pass import fits_one_pass, update_and_correct_
-from titan_async.optim.rates import check_duplicates
-from titan_async.optim.tensors import at_least_float32, copy_unless_, named, skips
 
 __all__ = ["ErrorFeedback"]
 
-_PREFIX = "error_feedback_"
+_SEPARABLE_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, Lion)
+"""Optimizers whose update of a parameter does not depend on the other parameters."""
 
-_BY_PARAMETER = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, Lion)
-"""Optimizers that update each parameter as if there were no others."""
-
-_CHUNK = 2**22
+_CHUNK_NUMEL = 2**22
 """Elements that are updated and then corrected at a time."""
 
 
-class ErrorFeedback(Optimizer):
+class ErrorFeedback(BaseOptimizer):
     """An optimizer that corrects the updates of the optimizer it wraps.
 
+    With a delay of one update, the update applied now is that of the previous batch. The correction
+    extrapolates by one step: to an update D_b it adds s (D_b - D_{b-1}). The paper's, with s = 1, cancels the
+    update before the last: x[t+1] = x[t] - 2 u(g[t-1]) + u(g[t-2]).
+
     It is meant for optimizers that average gradients, whose next update resembles the last one: Muon, AdamW,
-    SGD with momentum. Others it does more harm than good, as measured, and a warning says so: those that
-    average none (Adagrad; RMSprop without momentum; Adam and Lion with a first beta of 0), and NAdam, which
-    looks ahead by itself. For Lion it helped in some measurements and not in others (docs/delay.md,
-    docs/study_300.md).
+    SGD with momentum. Around others it was measured to be worse than no correction, and a warning is issued:
+    those that do not average (Adagrad; RMSprop without momentum; Adam and Lion with a first beta of 0), and
+    NAdam, which has a look-ahead of its own. For Lion it helped in some measurements and not in others
+    (docs/delay.md, docs/study_300.md).
 
-    Level "update" lets the wrapped optimizer step, measures by how much it moved each parameter
-    (learning rate and decoupled weight decay included), and adds ``strength`` times the difference from
-    the previous such displacement. Level "gradient" hands the wrapped optimizer corrected gradients, and
-    puts the given ones back afterwards. Either way
+    Level "update" lets the wrapped optimizer step, measures the displacement of each parameter (learning rate
+    and decoupled weight decay included), and adds ``strength`` times its difference from the previous
+    displacement. Level "gradient" passes corrected gradients to the wrapped optimizer, and restores the given
+    ones afterwards. At both levels
 
-    - the history is the uncorrected displacement or gradient, and a later change of the learning rate
-      does not rescale it;
+    - the history is the uncorrected displacement or gradient; a change of the learning rate does not rescale
+      it;
     - moments see each gradient once;
     - the first update of a parameter is uncorrected, and so is the one after an update in which it had
       no gradient;
-    - a step that the wrapped optimizer says to have skipped (``step_was_skipped``, as `Muon` does when a
-      gradient is not finite) leaves the history as it was, and a parameter that it says to have left alone
-      (``left_alone``, as `Muon` does when a gradient is missing on another rank) starts anew;
-    - strength 0 gives the very bits of the wrapped optimizer, and still keeps the history, so that
-      `strength` may be set to another value at any time;
-    - while `feedback_paused` is true, as for gradients that are not late, a step is that of the wrapped
-      optimizer and there is no history: the first update after it is uncorrected.
+    - a step that the wrapped optimizer reports as skipped (``step_was_skipped``, which `Muon` sets when a
+      gradient is not finite) keeps the history, and the history of a parameter that it reports as not updated
+      (``skipped_params``, which `Muon` sets when a gradient is missing on another rank) is cleared;
+    - strength 0 is bitwise the wrapped optimizer, and still keeps the history, so that `strength` may be
+      changed at any time;
+    - while `feedback_paused` is true, as for gradients without delay, a step is that of the wrapped optimizer
+      and the history is cleared: the first update after the pause is uncorrected.
 
-    With ``found_inf`` (`set_found_inf`) the correction is conditional on the device, as the update of the
-    wrapped optimizer is. Only a step in which a parameter's history starts or ends reads it on the host.
+    With ``found_inf`` (`set_found_inf`) the correction is conditional on the device, like the update of the
+    wrapped optimizer. Only a step that starts or clears a parameter's history reads it on the host.
 
     Parameters, groups and hyperparameters are those of the wrapped optimizer: ``param_groups`` is the
-    same list, so that learning-rate schedulers work on either, but attach them, hooks and calls to this
-    object. The wrapped optimizer must not need a closure.
+    same list, so that learning-rate schedulers work on either. Register hooks with this object, and call its
+    methods. The wrapped optimizer must not need a closure.
 
     Memory: one buffer for each trainable parameter, of its shape and placement, in ``dtype``. During `step`
-    one more copy exists, of the parameters (level "update") or of the gradients (level "gradient"); on the
-    CPU and around torch's Adam, AdamW and SGD and `Lion` that of a few parameters (level "update"), whose
-    optimizer then steps once for every few. DTensors
-    are corrected shard by shard, without communication, but for a first step at learning rate zero: whether
-    it only creates state, all ranks have to see alike.
+    one more copy exists, of the parameters (level "update") or of the gradients (level "gradient"). On the
+    CPU, at level "update" around torch's Adam, AdamW and SGD and `Lion`, it is a copy of a few parameters at
+    a time, and the wrapped optimizer steps once for each few. DTensors are corrected shard by shard, without
+    communication, except that ranks agree by an all-reduce whether a first step at learning rate zero only
+    creates state.
 
     State: ``state`` and ``state_dict()`` hold, for each parameter, the entries of the wrapped optimizer,
     the history ``error_feedback_<level>`` and the flag ``error_feedback_<level>_valid`` (a bool tensor
     without dimensions, on the CPU). They are complete for every trainable parameter from the first step
     on, and empty before it, as for torch's own optimizers. The step with zero gradients and learning rate
-    zero by which torch.distributed.checkpoint and torchtitan create state before loading counts as no
-    update. State without a history, such as that of the wrapped optimizer alone, loads with the history
-    cleared.
+    zero by which torch.distributed.checkpoint and torchtitan create state before loading is not counted as an
+    update. Loading state without a history, such as that of the wrapped optimizer alone, clears the history.
 
     Args:
         optimizer: the optimizer to wrap.
@@ -101,19 +98,19 @@ class ErrorFeedback(Optimizer):
         level: "update" (the paper's) or "gradient".
         dtype: of the history; None is that of the parameter, but at least float32. bfloat16 halves the buffer
             and rounds the correction to 3 digits.
-        compile: make torch's AdamW and its correction, at level "update", one pass by `torch.compile`, which
-            takes seconds in the second step and needs what it needs: a C++ compiler, on GPUs Triton. Results
-            differ in rounding. Updates for which it is not made are made as without: a parameter's first, in
-            bfloat16, by ``amsgrad`` or ``maximize``.
+        compile: fuse torch's AdamW and its correction at level "update" into one pass with `torch.compile`.
+            Compilation takes seconds in the second step and needs a C++ compiler, on GPUs Triton. Results
+            differ in rounding. The first update of a parameter, and updates in bfloat16 or with ``amsgrad``
+            or ``maximize``, are not compiled.
 
     Raises:
-        TypeError: ``optimizer`` is no torch optimizer, or ``dtype`` no floating-point dtype.
+        TypeError: ``optimizer`` is not a torch optimizer, or ``dtype`` not a floating-point dtype.
         ValueError: unknown level, a strength that is negative or not finite, or ``compile`` of anything but
             AdamW at level "update".
         RuntimeError: a sparse gradient at level "gradient", in `step`.
 
     Examples:
-        Gradients 1, 3 and 3: the second update should have come one step earlier, so 3 - 1 is added to it:
+        Gradients 1, 3 and 3: the second update came one step late, so 3 - 1 is added to it:
 
         >>> weight = torch.nn.Parameter(torch.zeros(1))
         >>> optimizer = ErrorFeedback(torch.optim.SGD([weight], lr=1.0))
@@ -126,17 +123,17 @@ class ErrorFeedback(Optimizer):
         -9.0
     """
 
+    _BUFFERS = tuple(map(history_key, LEVELS))
+
     feedback_paused: bool = False
-    """Whether steps correct nothing and keep no history; to be set while gradients are not late."""
+    """Whether steps are uncorrected and keep no history; set it while gradients have no delay."""
 
     optimizer: Optimizer
     _level: str
     _strength: float
-    # Kept apart from the wrapped optimizer's state: many optimizers take a parameter whose state is not
-    # empty for one that they have initialized.
-    _history: dict[Tensor, Tensor]
-    _valid: dict[Tensor, Tensor]
-    # Whether there is state to show: after a step, after a load, or from before the wrapping.
+    # Not in the wrapped optimizer's state: many optimizers create the state of a parameter if it is empty.
+    _histories: dict[Tensor, History]
+    # Whether `state` is complete: after a step, after loading, or from before the wrapping.
     _has_state: bool
     _dtype: torch.dtype | None
     _compile: bool
@@ -160,14 +157,14 @@ class ErrorFeedback(Optimizer):
             )
         for number, group in enumerate(optimizer.param_groups):
             check_duplicates(optimizer, optimizer.param_groups[:number], group)
-        if strength and _is_harmed(optimizer):
+        if strength and _is_unsuitable(optimizer):
             warnings.warn(
                 f"error feedback around {type(optimizer).__name__} with these options was measured to be "
                 f"worse than none: leave it out, or wrap an optimizer that averages gradients, such as AdamW",
                 stacklevel=2,
             )
-        # Optimizer.__init__ would make groups and state of its own. This is the way in which unpickling
-        # makes an optimizer around groups and state that exist: it adds hooks, and nothing else.
+        # Optimizer.__init__ would create groups and state of its own. __setstate__, which unpickling calls,
+        # only adds hooks to groups and state that exist.
         super().__setstate__(
             {
                 "optimizer": optimizer,
@@ -175,13 +172,12 @@ class ErrorFeedback(Optimizer):
                 "_strength": checked_strength(strength),
                 "_dtype": dtype,
                 "_compile": compile,
-                "_history": {},
-                "_valid": {},
+                "_histories": {},
                 "_has_state": bool(optimizer.state),
             }
         )
         if self._has_state:
-            self._make_histories()
+            self._create_histories()
 
     @property
     def level(self) -> str:
@@ -209,7 +205,7 @@ class ErrorFeedback(Optimizer):
 
     @property
     def found_inf(self) -> Tensor | None:
-        """That of the wrapped optimizer: 1 on the device if the next steps are to change nothing."""
+        """That of the wrapped optimizer: 1 on the device if the next steps must change nothing."""
         return getattr(self.optimizer, "found_inf", None)
 
     @found_inf.setter
@@ -219,83 +215,63 @@ class ErrorFeedback(Optimizer):
     @property
     def state(self) -> Mapping[Tensor, Any]:  # type: ignore[override]
         """The wrapped optimizer's state and the history, merged for reading; the tensors are live."""
-        return _MergedState(self)
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Let the wrapped optimizer update its parameters, and correct the update.
-
-        Args:
-            closure: evaluates the model again and returns the loss, which is handed back. It is called
-                once, before the wrapped optimizer, which does not see it.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self.feedback_paused:
-            self._step_uncorrected()
-            return loss
-        creates_state_only = self._is_void()
-        self._make_histories()
-        moving = [param for param in _parameters(self.param_groups) if param.grad is not None]
-        found_inf = self.found_inf
-        if found_inf is not None and self._valid_ones() != set(moving) and not creates_state_only:
-            # The flags are on the host.
-            if found_inf.item():
-                return loss
-            found_inf = None
-
-        if creates_state_only:
-            self.optimizer.step()
-        elif self._level == "update":
-            self._step_correcting_updates(moving, skips(found_inf))
-        else:
-            self._step_correcting_gradients(moving, skips(found_inf))
-        self._has_state = True
-
-        if not creates_state_only and not self.step_was_skipped:
-            moving = self._moved(moving)
-            for param in moving:
-                self._valid[param].fill_(True)
-            for param in self._history.keys() - set(moving):
-                self._clear_history(param)
-        return loss
-
-    def _step_uncorrected(self) -> None:
-        self._make_histories()
-        self.optimizer.step()
-        self._has_state = True
-        for param in self._history:
-            self._clear_history(param)
+        # Without the history before the first step: checkpointing creates state only where there is none.
+        return MergedState(self.optimizer.state, self._histories if self._has_state else {})
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the wrapped optimizer says that its last step changed nothing."""
+        """Whether the wrapped optimizer reports that its last step changed nothing."""
         return getattr(self.optimizer, "step_was_skipped", False)
 
-    def _moved(self, params: list[Tensor]) -> list[Tensor]:
-        """Those of ``params`` that the wrapped optimizer did not leave alone."""
-        left_alone = getattr(self.optimizer, "left_alone", ())
-        return [param for param in params if param not in left_alone]
+    def _step(self) -> None:
+        self._create_histories()
+        if self.feedback_paused or self._is_state_init_step():
+            self.optimizer.step()
+            self._has_state = True
+            advance_histories(self._histories, ())
+            return
+
+        found_inf = self.found_inf
+        if found_inf is not None and changes_flags(self._histories):
+            if found_inf.item():
+                return
+            found_inf = None
+        moving = [param for param in _parameters(self.param_groups) if param.grad is not None]
+        if self._level == "update":
+            self._step_correcting_updates(moving, should_skip(found_inf))
+        else:
+            self._step_correcting_gradients(moving, should_skip(found_inf))
+        self._has_state = True
+        if not self.step_was_skipped:
+            advance_histories(self._histories, set(self._updated(moving)))
+
+    def _is_state_init_step(self) -> bool:
+        if not may_be_state_init_step(self._histories, self.param_groups):
+            return False
+        # All ranks must agree: gradients may be zero on the shards of some of them only.
+        return gradients_are_zero(list(_parameters(self.param_groups)))
+
+    def _updated(self, params: list[Tensor]) -> list[Tensor]:
+        """Those of ``params`` that the wrapped optimizer's last step updated."""
+        skipped = getattr(self.optimizer, "skipped_params", ())
+        return [param for param in params if param not in skipped]
 
     def _step_correcting_updates(self, moving: list[Tensor], skip: Tensor | None) -> None:
-        is_corrected = self._strength != 0 and all(self._validity(moving))
-        if self._compile and is_corrected and fits_one_pass(self.optimizer, moving):
-            update_and_correct_(self.optimizer, self._history, self._strength, skip)
+        if (
+            self._compile
+            and self._strength != 0
+            and all(self._histories[param].is_valid for param in moving)
+            and supports_compiled_update(self.optimizer, moving)
+        ):
+            buffers = {param: self._histories[param].buffer for param in moving}
+            update_and_correct_(self.optimizer, buffers, self._strength, skip)
             return
         chunks = self._chunks(moving)
         if len(chunks) == 1:
             self._step_correcting_chunk(moving, None, skip)
             return
-        most = max(sum(local_part(param).numel() for param in chunk) for chunk in chunks)
-        room = torch.empty(most, dtype=at_least_float32(moving[0].dtype))
+        largest = max(sum(local_part(param).numel() for param in chunk) for chunk in chunks)
+        buffer = torch.empty(largest, dtype=at_least_float32(moving[0].dtype))
         grads = {param: param.grad for param in moving}
         try:
             for param in moving:
@@ -303,7 +279,7 @@ class ErrorFeedback(Optimizer):
             for chunk in chunks:
                 for param in chunk:
                     param.grad = grads[param]
-                self._step_correcting_chunk(chunk, room, skip)
+                self._step_correcting_chunk(chunk, buffer, skip)
                 for param in chunk:
                     param.grad = None
         finally:
@@ -313,68 +289,76 @@ class ErrorFeedback(Optimizer):
     def _chunks(self, moving: list[Tensor]) -> list[list[Tensor]]:
         """The parameters, divided into those that the wrapped optimizer may update one after the other.
 
-        On the CPU a snapshot of all would be fresh memory at each step, whose page faults may take longer
-        than the correction.
+        On the CPU a copy of all parameters would be fresh memory in each step, whose page faults may take
+        longer than the correction.
         """
         kinds = {(param.device.type, param.dtype) for param in moving}
-        if type(self.optimizer) not in _BY_PARAMETER or len(kinds) != 1 or kinds.pop()[0] != "cpu":
+        if type(self.optimizer) not in _SEPARABLE_OPTIMIZERS or len(kinds) != 1 or kinds.pop()[0] != "cpu":
             return [moving]
         chunks: list[list[Tensor]] = []
-        size = _CHUNK
+        numel = _CHUNK_NUMEL
         for param in moving:
-            if size >= _CHUNK:
+            if numel >= _CHUNK_NUMEL:
                 chunks.append([])
-                size = 0
+                numel = 0
             chunks[-1].append(param)
-            size += local_part(param).numel()
+            numel += local_part(param).numel()
         return chunks
 
-    def _step_correcting_chunk(self, moving: list[Tensor], room: Tensor | None, skip: Tensor | None) -> None:
-        before = snapshot([local_part(param) for param in moving], room)
-        snapshots = dict(zip(moving, before, strict=True))
+    def _step_correcting_chunk(
+        self, moving: list[Tensor], buffer: Tensor | None, skip: Tensor | None
+    ) -> None:
+        negated = dict(
+            zip(moving, negated_weights([local_part(param) for param in moving], buffer), strict=True)
+        )
         self.optimizer.step()
-        moving = self._moved(moving)
-        if moving and not self.step_was_skipped:
-            weights = [local_part(param) for param in moving]
-            before = [snapshots[param] for param in moving]
-            history = [local_part(self._history[param]) for param in moving]
-            correct_updates_(weights, before, history, self._validity(moving), self._strength, skip)
+        updated = self._updated(moving)
+        if updated and not self.step_was_skipped:
+            histories = [self._histories[param] for param in updated]
+            correct_updates_(
+                [local_part(param) for param in updated],
+                [negated[param] for param in updated],
+                [history.local for history in histories],
+                [history.is_valid for history in histories],
+                self._strength,
+                skip,
+            )
 
     def _step_correcting_gradients(self, moving: list[Tensor], skip: Tensor | None) -> None:
-        given = [param.grad for param in moving if param.grad is not None]
-        for param, grad in zip(moving, given, strict=True):
+        given = {param: param.grad for param in moving if param.grad is not None}
+        for param, grad in given.items():
             if grad.layout != torch.strided:
                 raise RuntimeError(
-                    f"error feedback at level 'gradient' needs dense gradients; that of {named(param, None)} "
-                    f"is {grad.layout}: use level 'update'"
+                    f"error feedback at level 'gradient' needs dense gradients; that of "
+                    f"{describe(param, None)} is {grad.layout}: use level 'update'"
                 )
-        given_parts = [local_part(grad) for grad in given]
-        history = [local_part(self._history[param]) for param in moving]
-        copies = [grad.clone() for grad in given]
-        parts = [local_part(copy) for copy in copies]
-        correct_gradients_(parts, given_parts, history, self._validity(moving), self._strength)
+        histories = [self._histories[param] for param in given]
+        # Corrected copies, so that the user's gradients can be restored exactly.
+        copies = [grad.clone() for grad in given.values()]
+        correct_gradients_(
+            [local_part(copy) for copy in copies],
+            [local_part(grad) for grad in given.values()],
+            [history.local for history in histories],
+            [history.is_valid for history in histories],
+            self._strength,
+        )
         try:
-            # The user's gradients stay untouched, so that they can be put back exactly.
-            for param, copy in zip(moving, copies, strict=True):
+            for param, copy in zip(given, copies, strict=True):
                 param.grad = copy
             self.optimizer.step()
         finally:
-            for param, grad in zip(moving, given, strict=True):
+            for param, grad in given.items():
                 param.grad = grad
-        moved = set(self._moved(moving))
-        kept = [index for index, param in enumerate(moving) if param in moved]
-        if kept and not self.step_was_skipped:
-            if skip is None:
-                torch._foreach_copy_([history[i] for i in kept], [given_parts[i] for i in kept])
-            else:
-                for index in kept:
-                    copy_unless_(skip, history[index], given_parts[index])
-
-    def _valid_ones(self) -> set[Tensor]:
-        return {param for param, valid in self._valid.items() if valid}
-
-    def _validity(self, params: list[Tensor]) -> list[bool]:
-        return [bool(self._valid[param]) for param in params]
+        if self.step_was_skipped:
+            return
+        updated = self._updated(moving)
+        stored = [self._histories[param].local for param in updated]
+        grads = [local_part(given[param]) for param in updated]
+        if skip is None and updated:
+            torch._foreach_copy_(stored, grads)
+        else:
+            for history, grad in zip(stored, grads, strict=True):
+                copy_unless_(skip, history, grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as the wrapped optimizer does."""
@@ -385,7 +369,7 @@ class ErrorFeedback(Optimizer):
         check_duplicates(self.optimizer, self.param_groups, param_group)
         self.optimizer.add_param_group(param_group)
         if self._has_state:
-            self._make_histories()
+            self._create_histories()
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's ``state_dict()``, with the history added to each parameter's entries."""
@@ -394,9 +378,10 @@ class ErrorFeedback(Optimizer):
         state_dict = self.optimizer.state_dict()
         if self._has_state:
             state = {key: dict(v) if isinstance(v, dict) else v for key, v in state_dict["state"].items()}
-            for index, param in _numbered(state_dict["param_groups"], self.param_groups):
-                if param in self._history:
-                    state.setdefault(index, {}).update(self._history_entries(param))
+            indices = _parameters(state_dict["param_groups"])
+            for index, param in zip(indices, _parameters(self.param_groups), strict=True):
+                if param in self._histories:
+                    state.setdefault(index, {}).update(self._histories[param].state())
             state_dict = {**state_dict, "state": state}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = _or(post_hook(self, state_dict), state_dict)
@@ -405,108 +390,49 @@ class ErrorFeedback(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, from this class or from the wrapped optimizer alone.
 
-        The history keeps its own dtype; a parameter for which ``state_dict`` has none starts anew.
+        The history keeps its own dtype; that of a parameter for which ``state_dict`` has none is cleared.
 
         Raises:
-            ValueError: a history of another shape than its parameter's, or groups that do not match.
+            ValueError: a history of another shape or placements than its parameter's, or groups that do not
+                match. Nothing has been changed then.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = _or(pre_hook(self, state_dict), state_dict)
-        own, others = _split(state_dict["state"])
-        # Torch would cast the history to the dtype of the parameter, so it never gets to see it.
+        own, others = split_state(state_dict["state"])
+        saved = [*self._saved({**state_dict, "state": own})]
+        for param, _, entries in saved:
+            self._check_buffers(param, entries)
+        # Without the history, which torch would cast to the dtype of the parameter.
         self.optimizer.load_state_dict({**state_dict, "state": others})
         self._has_state = bool(state_dict["state"])
         if self._has_state:
-            self._make_histories()
-        for index, param in _numbered(state_dict["param_groups"], self.param_groups):
-            if param in self._history:
-                self._load_history(param, own.get(index, {}))
+            self._create_histories()
+        for param, _, entries in saved:
+            if param in self._histories:
+                self._histories[param].load(entries)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("optimizer", "_level", "_strength", "_dtype", "_compile", "_history", "_valid", "_has_state")
+        names = ("optimizer", "_level", "_strength", "_dtype", "_compile", "_histories", "_has_state")
         return {name: getattr(self, name) for name in (*names, "feedback_paused")}
 
     def __repr__(self) -> str:
         return f"ErrorFeedback(strength={self._strength}, level={self._level!r}) of {self.optimizer!r}"
 
-    def _is_void(self) -> bool:
-        """Whether a step now would be the one that only creates state.
-
-        torch.distributed.checkpoint and torchtitan make every gradient zero and every learning rate 0. If it
-        counted as an update, the true first one would be corrected by a displacement of 0, that is,
-        doubled. A true first step at learning rate 0, as a warm-up may have, has gradients that are not zero.
-        """
-        if any(self._valid.values()):
-            return False
-        if any(float(group.get("lr", 0.0)) != 0 for group in self.param_groups):
-            return False
-        # On all ranks: those on which the shards of the gradients happen to be zero have to do as the others.
-        return gradients_are_zero(list(_parameters(self.param_groups)))
-
     @torch.no_grad()
-    def _make_histories(self) -> None:
-        """See that every parameter has a history which an update may need or a checkpoint may fill."""
+    def _create_histories(self) -> None:
+        """Create the missing histories of all parameters that may be updated or loaded."""
         for param in _parameters(self.param_groups):
-            if param not in self._history and (param.requires_grad or param.grad is not None):
+            if param not in self._histories and (param.requires_grad or param.grad is not None):
                 dtype = self._dtype or at_least_float32(param.dtype)
-                self._history[param] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
-                self._valid[param] = torch.zeros((), dtype=torch.bool, device="cpu")
-
-    def _clear_history(self, param: Tensor) -> None:
-        if self._valid[param]:
-            local_part(self._history[param]).zero_()
-            self._valid[param].fill_(False)
-
-    def _history_entries(self, param: Tensor) -> dict[str, Tensor]:
-        key = history_key(self._level)
-        return {key: self._history[param], f"{key}_valid": self._valid[param]}
-
-    @torch.no_grad()
-    def _load_history(self, param: Tensor, entries: dict[str, Any]) -> None:
-        key = history_key(self._level)
-        if key not in entries or not bool(entries.get(f"{key}_valid", True)):
-            self._clear_history(param)
-            return
-        loaded = entries[key]
-        if loaded.shape != param.shape:
-            raise ValueError(
-                f"the error-feedback history of shape {list(loaded.shape)} does not fit {named(param, None)}"
-            )
-        local_part(self._history[param]).copy_(local_part(loaded))
-        self._valid[param].fill_(True)
+                self._histories[param] = History.create(param, self._level, dtype)
 
 
-class _MergedState(Mapping[Tensor, Any]):
-    """What `ErrorFeedback.state` shows: for a parameter, both optimizers' entries in one new dictionary."""
-
-    def __init__(self, owner: ErrorFeedback) -> None:
-        self._owner = owner
-        # None before the first step, or whoever wants complete state would not think of creating it.
-        self._history = owner._history if owner._has_state else {}
-
-    def __getitem__(self, key: Tensor) -> Any:
-        # Looked up without inserting: the wrapped optimizer's state makes entries on access.
-        entries = self._owner.optimizer.state.get(key, {})
-        if not isinstance(entries, dict):
-            return entries
-        return {**entries, **self._owner._history_entries(key)} if key in self._history else dict(entries)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(dict.fromkeys([*self._owner.optimizer.state, *self._history]))
-
-    def __len__(self) -> int:
-        return len({*self._owner.optimizer.state, *self._history})
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._owner.optimizer.state or key in self._history
-
-
-def _is_harmed(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is one around which feedback was measured to be worse than none."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # of one that adapts it
+def _is_unsuitable(optimizer: Optimizer) -> bool:
+    """Whether error feedback around an optimizer was measured to be worse than none."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # inside an adapter
     if isinstance(optimizer, torch.optim.RMSprop):
         return not any(group["momentum"] for group in optimizer.param_groups)
     if isinstance(optimizer, (torch.optim.Adam, Lion)):
@@ -514,30 +440,10 @@ def _is_harmed(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, (torch.optim.Adagrad, torch.optim.NAdam))
 
 
-def _parameters(groups: list[dict[str, Any]]) -> Iterable[Tensor]:
+def _parameters(groups: list[dict[str, Any]]) -> Iterable[Any]:
     return chain.from_iterable(group["params"] for group in groups)
 
 
-def _numbered(packed: list[dict[str, Any]], groups: list[dict[str, Any]]) -> Iterable[tuple[Any, Tensor]]:
-    """The pairs (key in a state dict, parameter) for the groups of a state dict and of an optimizer."""
-    return zip(_parameters(packed), _parameters(groups), strict=True)
-
-
-def _split(state: dict[Any, Any]) -> tuple[dict[Any, dict[str, Any]], dict[Any, Any]]:
-    """Split a state dict's state into this class's entries and the wrapped optimizer's."""
-    own: dict[Any, dict[str, Any]] = {}
-    others: dict[Any, Any] = {}
-    for index, entries in state.items():
-        if not isinstance(entries, dict):
-            others[index] = entries
-            continue
-        own[index] = {key: value for key, value in entries.items() if str(key).startswith(_PREFIX)}
-        rest = {key: value for key, value in entries.items() if key not in own[index]}
-        if rest:
-            others[index] = rest
-    return own, others
-
-
 def _or(replacement: dict[str, Any] | None, original: dict[str, Any]) -> dict[str, Any]:
-    """What a hook returned, or what it was given if it returned nothing."""
+    """What a hook returned, or ``original`` if it returned None."""
     return original if replacement is None else replacement

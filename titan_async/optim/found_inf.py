@@ -1,7 +1,7 @@
-"""Steps of which only the device knows whether they are made, so that the host need not wait for it.
+"""Steps that the device may skip, without a synchronization with the host.
 
-The protocol is torch's own, by which `torch.amp.GradScaler` hands its verdict to fused optimizers: an
-attribute ``found_inf`` of the optimizer.
+The protocol is that of `torch.amp.GradScaler` and torch's fused optimizers: an attribute ``found_inf`` of the
+optimizer.
 """
 
 import torch
@@ -16,17 +16,17 @@ __all__ = ["set_found_inf"]
 
 
 def set_found_inf(optimizer: Optimizer, found_inf: Tensor | None) -> bool:
-    """Make the next steps of an optimizer conditional on a value that the host does not look at.
+    """Make the next steps of an optimizer conditional on a scalar that the host does not read.
 
     With 1 a step changes nothing: parameters, state and step counts keep their bits, whatever the gradients
-    are. With 0 it is the step that it is without. The value may be overwritten between steps.
+    are. With 0 it is an ordinary step. The value may be overwritten between steps.
 
     Args:
         found_inf: a float32 scalar on the parameters' device, the same on all ranks that share parameters;
-            None for steps that are made in any case.
+            None for unconditional steps.
 
     Returns:
-        Whether the optimizer honours it: `Muon`, `Lion`, torch's Adam, AdamW and SGD if ``fused``, and
+        Whether the optimizer supports it: `Muon`, `Lion`, torch's Adam, AdamW and SGD if ``fused``, and
         `ErrorFeedback` around one that does. If not, nothing has been set.
 
     Examples:
@@ -39,20 +39,20 @@ def set_found_inf(optimizer: Optimizer, found_inf: Tensor | None) -> bool:
         >>> weight.tolist()
         [1.0, 1.0]
     """
-    if not _honours_found_inf(optimizer):
+    if not _supports_found_inf(optimizer):
         return False
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]
     return True
 
 
-def _honours_found_inf(optimizer: Optimizer) -> bool:
+def _supports_found_inf(optimizer: Optimizer) -> bool:
     while isinstance(optimizer, ErrorFeedback):
         optimizer = optimizer.optimizer
     if isinstance(optimizer, (Muon, Lion)):
         return True
     groups = optimizer.param_groups
     if type(optimizer) is torch.optim.SGD:
-        # torch makes the momentum in the first step, and a skipped one would leave it uninitialized.
+        # torch allocates the momentum in the first step, and a skipped one would leave it uninitialized.
         return all(
             group["fused"]
             and (not group["momentum"] or optimizer.state.get(param, {}).get("momentum_buffer") is not None)

@@ -1,26 +1,26 @@
-"""Lion: the sign of a momentum as the update, so that every entry moves by the learning rate.
+"""Lion: the update is the sign of a momentum, so that every entry moves by the learning rate.
 
 Source: arXiv 2302.06675 ("Symbolic Discovery of Optimization Algorithms"), Algorithm 2. The sign is the
-linear-minimization oracle of the largest entry, as Muon's orthogonalization is that of the largest
-singular value: the size of an update does not depend on the size of the gradient.
+linear minimization oracle of the maximum norm, as Muon's orthogonalization is that of the spectral norm: the
+magnitude of an update does not depend on that of the gradient.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
 from titan_async.local_tensors import local_part
-from titan_async.optim.rates import check_duplicates, check_rates
-from titan_async.optim.tensors import at_least_float32, copy_unless_, named, skips
+from titan_async.optim.base import BaseOptimizer, check_lr_and_weight_decay, describe
+from titan_async.optim.elementwise import at_least_float32, copy_unless_, should_skip
 
 __all__ = ["Lion"]
 
 
-class Lion(Optimizer):
+class Lion(BaseOptimizer):
     """Sign of an interpolated momentum, with decoupled weight decay.
 
     For a gradient G of a parameter W, with betas (b1, b2) and learning rate lr (arXiv 2302.06675,
@@ -31,25 +31,26 @@ class Lion(Optimizer):
         M <- b2 M + (1 - b2) G
 
     With betas (0, 0) it is signSGD, with b1 = b2 Signum. An entry whose interpolation is zero only decays. A
-    parameter without a gradient is left alone: no decay, no change of its momentum.
+    parameter without a gradient is skipped: it does not decay, and its momentum does not change.
 
-    Parameters are real, of any number of dimensions and elements. They may be DTensors of any placement,
-    with gradients placed alike: the update is elementwise and there is no communication.
+    Parameters are real, of any number of dimensions and elements. They may be DTensors of any placements,
+    with gradients of the same placements: the update is elementwise, without communication.
 
-    State: ``momentum_buffer``, of the parameter's shape and placement, in its dtype but at least float32,
-    made for every trainable parameter when it is given to the optimizer. Loading keeps that dtype, where
-    torch's optimizers would round it to a bfloat16 parameter's.
+    State: ``momentum_buffer``, of the parameter's shape and placements, in its dtype but at least float32,
+    created for every trainable parameter when it is added to the optimizer. Loading keeps that dtype, which
+    torch's optimizers would cast to a bfloat16 parameter's.
 
     Args:
         params: parameters, named parameters, or groups. Keys of a group that Lion does not know are kept.
         lr: learning rate, a number or a tensor with one element. About a tenth of AdamW's.
         betas: coefficients b1 of the update and b2 of the momentum.
-        weight_decay: decoupled weight decay. About ten times AdamW's, so that lr weight_decay is alike.
+        weight_decay: decoupled weight decay. About ten times AdamW's, so that the product with lr is similar.
 
     Raises:
         ValueError: a parameter that is not real and floating-point, or that is given twice, or an option out
             of its range.
-        RuntimeError: a sparse gradient or one placed unlike its parameter, in `step`, before any change.
+        RuntimeError: a sparse gradient, or one whose placements differ from its parameter's, in `step`,
+            before any change.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.zeros(3))
@@ -58,10 +59,6 @@ class Lion(Optimizer):
         >>> weight.tolist()
         [-0.25, 0.25, 0.0]
     """
-
-    found_inf: Tensor | None = None
-    """A float32 scalar on the parameters' device, 1 if the next steps are to change nothing; see
-    `set_found_inf`."""
 
     def __init__(
         self,
@@ -72,44 +69,21 @@ class Lion(Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters; raises as the constructor does, and then leaves no trace."""
-        check_duplicates(self, self.param_groups, param_group)
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            _check_options(group)
-            names: Sequence[str | None] = group.get("param_names") or [None] * len(group["params"])
-            for param, name in zip(group["params"], names, strict=True):
-                if not param.is_floating_point():
-                    raise ValueError(
-                        f"Lion updates real floating-point parameters, "
-                        f"but {named(param, name)} is {param.dtype}"
-                    )
-        except ValueError:
-            self.param_groups.pop()
-            raise
-        for param in group["params"]:
-            if param.requires_grad:
-                self._momentum(param)
+    def _check_options(self, group: dict[str, Any]) -> None:
+        check_lr_and_weight_decay(group)
+        betas = group["betas"]
+        if not (isinstance(betas, Sequence) and len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
+            raise ValueError(f"betas must be two numbers, each at least 0 and below 1, not {betas!r}")
+        group["betas"] = tuple(betas)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
+    def _check_param(self, param: Tensor, name: str | None, group: dict[str, Any]) -> None:
+        if not param.is_floating_point():
+            raise ValueError(
+                f"Lion updates real floating-point parameters, but {describe(param, name)} is {param.dtype}"
+            )
 
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient.
-
-        Args:
-            closure: evaluates the model again and returns the loss, which is handed back.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self) -> None:
+        self._create_state()
         moving = [
             [param for param in group["params"] if param.grad is not None] for group in self.param_groups
         ]
@@ -117,66 +91,19 @@ class Lion(Optimizer):
             _check_gradient(param)
         for group, params in zip(self.param_groups, moving, strict=True):
             if params:
-                _update(params, [self._momentum(param) for param in params], group, skips(self.found_inf))
-        return loss
+                momenta = [self.state[param]["momentum_buffer"] for param in params]
+                _update(params, momenta, group, should_skip(self.found_inf))
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; a parameter without a saved momentum starts with zeros.
-
-        Raises:
-            ValueError: a momentum of another shape than its parameter's, or groups that do not match.
-        """
-        loaded: dict[str, Any] = {}
-
-        def remember(_: Optimizer, final: dict[str, Any]) -> None:
-            for param, saved in _saved_momenta(final, self.param_groups):
-                if saved is not None and saved.shape != param.shape:
-                    raise ValueError(
-                        f"the momentum of shape {list(saved.shape)} does not fit {named(param, None)}: load "
-                        f"the state of a Lion with the same parameters in the same order"
-                    )
-            loaded.update(final)
-
-        def restore(_: Optimizer) -> None:
-            self._load_momenta(loaded)
-
-        # Registered last and first: other hooks may still replace what is loaded, and see the result.
-        with (
-            self.register_load_state_dict_pre_hook(remember),
-            self.register_load_state_dict_post_hook(restore, prepend=True),
-        ):
-            super().load_state_dict(state_dict)
-
-    @torch.no_grad()
-    def _load_momenta(self, state_dict: dict[str, Any]) -> None:
-        for param, saved in _saved_momenta(state_dict, self.param_groups):
-            self.state[param].pop("momentum_buffer", None)
-            if saved is not None:
-                local_part(self._momentum(param)).copy_(local_part(saved))
-            elif param.requires_grad:
-                self._momentum(param)
-
-    def _momentum(self, param: Tensor) -> Tensor:
-        """The momentum of a parameter, made if there is none, and moved to where the parameter is now."""
+    def _create_state_of(self, param: Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
         momentum: Tensor | None = state.get("momentum_buffer")
         dtype = at_least_float32(param.dtype)
-        # A module may be moved or converted after its optimizer was made.
+        # A module may be moved or converted after its optimizer was created.
         if momentum is None or (momentum.is_meta and not param.is_meta):
             momentum = torch.zeros_like(param, dtype=dtype, requires_grad=False)
         elif momentum.device != param.device or momentum.dtype != dtype:
             momentum = momentum.to(device=param.device, dtype=dtype)
         state["momentum_buffer"] = momentum
-        return momentum
-
-
-def _saved_momenta(
-    state_dict: dict[str, Any], groups: list[dict[str, Any]]
-) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Every parameter with its momentum in a state dict; torch itself refuses groups that do not match."""
-    for saved_group, group in zip(state_dict["param_groups"], groups, strict=False):
-        for key, param in zip(saved_group["params"], group["params"], strict=False):
-            yield param, state_dict["state"].get(key, {}).get("momentum_buffer")
 
 
 def _update(params: list[Tensor], momenta: list[Tensor], group: dict[str, Any], skip: Tensor | None) -> None:
@@ -189,21 +116,21 @@ def _update(params: list[Tensor], momenta: list[Tensor], group: dict[str, Any], 
         for param, momentum in zip(params, momenta, strict=True)
         if param.grad is not None
     ]
-    # Not by lerp: it takes the difference of a gradient and the momentum, which overflows for large ones.
+    # Not lerp, whose difference of gradient and momentum overflows for large numbers.
     update = torch._foreach_mul(momenta, beta1)
     torch._foreach_add_(update, grads, alpha=1 - beta1)
     torch._foreach_sign_(update)
-    # -1, 0 and 1 are exact in every dtype, and operations on lists are fast in one.
+    # -1, 0 and 1 are exact in every dtype, and foreach operations are fast for a single one.
     signs = [sign.to(weight.dtype) for sign, weight in zip(update, weights, strict=True)]
-    for kept, added, factor, alpha in (
+    for targets, added, factor, alpha in (
         (weights, signs, 1 - lr * group["weight_decay"], -lr),
         (momenta, grads, beta2, 1 - beta2),
     ):
-        moved = kept if skip is None else [each.clone() for each in kept]
-        torch._foreach_mul_(moved, factor)
-        torch._foreach_add_(moved, added, alpha=alpha)
+        new = targets if skip is None else [target.clone() for target in targets]
+        torch._foreach_mul_(new, factor)
+        torch._foreach_add_(new, added, alpha=alpha)
         if skip is not None:
-            for target, value in zip(kept, moved, strict=True):
+            for target, value in zip(targets, new, strict=True):
                 copy_unless_(skip, target, value)
 
 
@@ -211,20 +138,13 @@ def _check_gradient(param: Tensor) -> None:
     assert param.grad is not None
     if param.grad.layout != torch.strided:
         raise RuntimeError(
-            f"Lion needs dense gradients; that of {named(param, None)} is {param.grad.layout}: build the "
+            f"Lion needs dense gradients; that of {describe(param, None)} is {param.grad.layout}: build the "
             f"embedding with sparse=False"
         )
-    placed, grad_placed = getattr(param, "placements", None), getattr(param.grad, "placements", None)
-    if placed != grad_placed:
+    placements = getattr(param, "placements", None)
+    grad_placements = getattr(param.grad, "placements", None)
+    if placements != grad_placements:
         raise RuntimeError(
-            f"Lion needs gradients placed like their parameters; {named(param, None)} is placed {placed} and "
-            f"its gradient {grad_placed}: redistribute the gradient first"
+            f"Lion needs gradients with the placements of their parameters; {describe(param, None)} has "
+            f"{placements} and its gradient {grad_placements}: redistribute the gradient first"
         )
-
-
-def _check_options(group: dict[str, Any]) -> None:
-    check_rates(group)
-    betas = group["betas"]
-    if not (isinstance(betas, Sequence) and len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
-        raise ValueError(f"betas must be two numbers, each at least 0 and below 1, not {betas!r}")
-    group["betas"] = tuple(betas)

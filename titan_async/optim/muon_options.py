@@ -1,4 +1,4 @@
-"""The options of Muon: their defaults, checks, and the form in which a checkpoint holds them."""
+"""The options of Muon: checks, and their form in a checkpoint."""
 
 import math
 from collections.abc import Sequence
@@ -7,24 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_async.optim.boxes import Box
+from titan_async.optim.base import check_lr_and_weight_decay, describe
 from titan_async.optim.coefficients import resolve_coefficients
-from titan_async.optim.correction import checked_level, checked_strength
+from titan_async.optim.elementwise import at_least_float32
+from titan_async.optim.feedback_history import checked_level, checked_strength
 from titan_async.optim.orthogonalization import FORMS
-from titan_async.optim.rates import check_rates
-from titan_async.optim.tensors import at_least_float32, named
+from titan_async.optim.shard_regions import Region
 
 __all__ = [
     "ADJUST_LR_CHOICES",
     "DTYPES",
-    "adapted_groups",
     "check_options",
     "check_parameter",
+    "groups_to_load",
     "logical_matrices",
-    "scale",
+    "lr_scale",
     "state_dtype",
-    "translated",
     "update_dtype",
+    "with_adjust_lr",
 ]
 
 ADJUST_LR_CHOICES = ("original", "match_rms_adamw", "spectral")
@@ -35,9 +35,9 @@ DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
-"""By the names under which they stand in a checkpoint."""
+"""By their names in a checkpoint."""
 
-_OF_THIS_RUN = (
+_KEPT_ON_LOAD = (
     "compute_dtype",
     "ns_form",
     "momentum_dtype",
@@ -50,14 +50,13 @@ _OF_THIS_RUN = (
 )
 """Options that a loaded checkpoint does not change.
 
-They say how this run computes, describe buffers and weights that exist, and whether updates come late,
-which may differ from run to run: a checkpoint of a synchronous one, or of `ErrorFeedback` around Muon, must
-not end the correction.
+They describe how this run computes, its buffers and weights, and the correction of its delay. A checkpoint of
+a synchronous run, or of `ErrorFeedback` around Muon, must not disable the correction.
 """
 
 
 def check_options(group: dict[str, Any]) -> None:
-    """Check a group's options, and put them into the form in which a checkpoint holds them.
+    """Check a group's options, and convert them to their form in a checkpoint.
 
     Raises:
         ValueError: one is out of its range.
@@ -67,7 +66,7 @@ def check_options(group: dict[str, Any]) -> None:
     for key in ("lr", "weight_decay", "momentum", "eps", "error_feedback"):
         if isinstance(group[key], bool) or not isinstance(group[key], (int, float, Tensor)):
             raise ValueError(f"{key} must be a number, not {group[key]!r}")
-    check_rates(group)
+    check_lr_and_weight_decay(group)
     if not (group["eps"] > 0 and math.isfinite(group["eps"])):
         raise ValueError(f"eps must be a finite number above zero, not {group['eps']!r}")
     if not 0 <= group["momentum"] < 1:
@@ -113,34 +112,34 @@ def check_parameter(param: Tensor, name: str | None, group: dict[str, Any]) -> N
     """Check that Muon can update a parameter.
 
     Raises:
-        ValueError: it is no real, dense matrix or stack of matrices, or has other sizes than the group's
-            ``split_sizes`` add up to.
+        ValueError: it is not a real, dense matrix or stack of matrices, or the group's ``split_sizes`` do
+            not add up to its size.
     """
     if param.layout != torch.strided:
-        raise ValueError(f"Muon updates dense parameters, but {named(param, name)} is {param.layout}")
+        raise ValueError(f"Muon updates dense parameters, but {describe(param, name)} is {param.layout}")
     if param.ndim not in (2, 3):
         raise ValueError(
             f"Muon updates matrices [rows, cols] and stacks of them [experts, rows, cols]; "
-            f"give {named(param, name)} to AdamW instead"
+            f"give {describe(param, name)} to AdamW instead"
         )
     if not param.is_floating_point():
         raise ValueError(
-            f"Muon updates real floating-point parameters, but {named(param, name)} is {param.dtype}"
+            f"Muon updates real floating-point parameters, but {describe(param, name)} is {param.dtype}"
         )
     sizes, dim = group["split_sizes"], group["split_dim"]
     if sizes and sum(sizes) != param.shape[dim]:
         raise ValueError(
-            f"split_sizes {list(sizes)} add up to {sum(sizes)}, but dimension {dim} of {named(param, name)} "
-            f"has size {param.shape[dim]}"
+            f"split_sizes {list(sizes)} add up to {sum(sizes)}, but dimension {dim} of "
+            f"{describe(param, name)} has size {param.shape[dim]}"
         )
 
 
-def logical_matrices(shape: Sequence[int], group: dict[str, Any]) -> tuple[Box, ...]:
-    """The boxes of a parameter's logical matrices within its last two dimensions."""
+def logical_matrices(shape: Sequence[int], group: dict[str, Any]) -> tuple[Region, ...]:
+    """The regions of a parameter's logical matrices within its last two dimensions."""
     rows, cols = shape[-2:]
     if not group["split_sizes"]:
         return (((0, rows), (0, cols)),)
-    found: list[Box] = []
+    found: list[Region] = []
     start = 0
     for size in group["split_sizes"]:
         part = (start, start + size)
@@ -149,7 +148,7 @@ def logical_matrices(shape: Sequence[int], group: dict[str, Any]) -> tuple[Box, 
     return tuple(found)
 
 
-def scale(rows: int, cols: int, group: dict[str, Any]) -> float:
+def lr_scale(rows: int, cols: int, group: dict[str, Any]) -> float:
     """The factor on the learning rate for a matrix of this shape."""
     if group["adjust_lr"] == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, cols))
@@ -164,16 +163,16 @@ def state_dtype(declared: str, param: Tensor) -> torch.dtype:
 
 
 def update_dtype(group: dict[str, Any], momentum: torch.dtype) -> torch.dtype:
-    """The dtype of what is to be orthogonalized.
+    """The dtype of a matrix before it is sent and orthogonalized.
 
-    It is that in which it will travel, unless that has fewer exponents: then it first needs a scale.
+    It is the compute dtype, unless that has a smaller range: then the matrix is scaled first.
     """
     dtype = DTYPES[group["compute_dtype"]]
     return momentum if torch.finfo(dtype).tiny > torch.finfo(momentum).tiny else dtype
 
 
-def translated(group: dict[str, Any]) -> dict[str, Any]:
-    """A group with ``adjust_lr``, where it has ``adjust_lr_fn``, the name in ``torch.optim.Muon``.
+def with_adjust_lr(group: dict[str, Any]) -> dict[str, Any]:
+    """A group with ``adjust_lr_fn``, the name in ``torch.optim.Muon``, replaced by ``adjust_lr``.
 
     Raises:
         ValueError: it has both, and they differ.
@@ -189,15 +188,15 @@ def translated(group: dict[str, Any]) -> dict[str, Any]:
     return {**group, "adjust_lr": ours if theirs is None else theirs}
 
 
-def adapted_groups(loaded: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups of a state dict with all options that Muon knows, those of ``torch.optim.Muon`` translated."""
+def groups_to_load(loaded: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups of a state dict with all options of Muon, also if it is one of ``torch.optim.Muon``."""
     if len(loaded) != len(groups):
-        return loaded  # torch has a sentence for it
-    adapted = []
+        return loaded  # torch raises
+    result = []
     for new, own in zip(loaded, groups, strict=True):
         options = {key: value for key, value in own.items() if key not in ("params", "param_names")}
-        kept = {key: options[key] for key in _OF_THIS_RUN}
-        group = {**options, **translated(new), **kept}
+        kept = {key: options[key] for key in _KEPT_ON_LOAD}
+        group = {**options, **with_adjust_lr(new), **kept}
         check_options(group)
-        adapted.append(group)
-    return adapted
+        result.append(group)
+    return result

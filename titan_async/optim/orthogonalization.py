@@ -1,15 +1,14 @@
-"""Orthogonalization of matrices by Newton-Schulz iterations, the heart of Muon.
+"""Orthogonalization of matrices by Newton-Schulz iterations, for Muon.
 
-An iteration with coefficients (a, b, c) turns a wide matrix X into (a I + b R + c R^2) X, where R = X X^T,
-which applies p(x) = a x + b x^3 + c x^5 to its singular values. There are two ways to compute the same:
+An iteration with coefficients (a, b, c) maps a wide matrix X to (a I + b R + c R^2) X, where R = X X^T,
+which applies p(x) = a x + b x^3 + c x^5 to its singular values. It has two forms:
 
 - The standard form multiplies X in every iteration (Keller Jordan,
   https://kellerjordan.github.io/posts/muon/).
-- The Gram form (Zhang, Amsel, Chen, Dao, 2026) works with small matrices only: it multiplies up the
-  polynomials, Q <- Q P with P = a I + b R + c R^2, follows R <- P R P, and applies Q to X at the end. The
-  wider the matrix, the more that saves. Rounding may give R eigenvalues below zero, which the polynomials
-  blow up within a few iterations; so it is restarted now and then: Q is applied to X, and R computed from X
-  anew.
+- The Gram form (Zhang, Amsel, Chen, Dao, 2026) iterates on small matrices only: it accumulates the
+  polynomials, Q <- Q P with P = a I + b R + c R^2, updates R <- P R P, and applies Q to X at the end. The
+  wider the matrix, the more that saves. Rounding may give R negative eigenvalues, which the polynomials
+  amplify within a few iterations, so it is restarted: Q is applied to X, and R recomputed from X.
 """
 
 import functools
@@ -20,24 +19,23 @@ from torch import Tensor
 from torch.backends.cpu import get_cpu_capability
 
 from titan_async.optim.coefficients import Triple
-from titan_async.optim.symmetric import symmetric_addmm, symmetric_mm, symmetric_share
-from titan_async.optim.tensors import at_least_float32
+from titan_async.optim.elementwise import at_least_float32
+from titan_async.optim.symmetric_matmul import symmetric_addmm, symmetric_mm, symmetric_time_fraction
 
-__all__ = ["FORMS", "orthogonalization_cost", "orthogonalize", "orthogonalize_all", "stretches"]
+__all__ = ["FORMS", "orthogonalization_cost", "orthogonalize", "orthogonalize_all", "restart_intervals"]
 
 FORMS = ("auto", "standard", "gram")
 
-# When the Gram form is restarted; see `stretches`. Rounding displaces an eigenvalue of R by about half a unit
-# in the last place, 2^-9 in bfloat16, and by less before the first iteration, when few matrices have a
-# singular value near 1. On spectra from flat to rank one the error then is at most ten times that of the
-# standard form and for most of them below it; with the first stretch longer by one it is up to a
-# hundred times as large.
-_DISPLACEMENT = 2.0**-9
-_DISPLACEMENT_AT_FIRST = _DISPLACEMENT / 8
-_LARGEST_ERROR = 0.1
+# When the Gram form is restarted; see `restart_intervals`. Rounding perturbs an eigenvalue of R by about half
+# a unit in the last place, 2^-9 in bfloat16, and by less before the first iteration, when few matrices have a
+# singular value near 1. On spectra from flat to rank one the error is then at most ten times that of the
+# standard form and mostly below it; with a first interval longer by one it is up to a hundred times as large.
+_PERTURBATION = 2.0**-9
+_FIRST_PERTURBATION = _PERTURBATION / 8
+_MAX_ERROR = 0.1
 
 # On the CPU a stack of matrices smaller than this is faster in one batched product than in a loop.
-_SMALLEST_FOR_LOOP = 384
+_MIN_SIZE_FOR_LOOP = 384
 
 
 def orthogonalize(
@@ -58,13 +56,13 @@ def orthogonalize(
         matrices: a plain tensor ``[rows, cols]`` or ``[experts, rows, cols]`` of any floating dtype;
             not modified.
         coefficients: one triple (a, b, c) an iteration, as `resolve_coefficients` returns them.
-        eps: smallest norm divided by, relative to the matrix's largest entry (which is between half
-            and one when the norm is taken), so that it only ever matters for a zero matrix.
-        compute_dtype: dtype of the iterations, as far as ``form`` says nothing else.
-        form: ``"standard"``, in torch's own operations and with the bits of ``torch.optim.Muon``;
-            ``"gram"``; or ``"auto"``, whichever takes fewer operations for the shape. The last two
-            compute only half of what is symmetric, where that is faster. ``"auto"`` also iterates in float32
-            on CPUs that are slow with matrices of bfloat16 and float16.
+        eps: lower bound of the norm to divide by, relative to the matrix's largest entry (which is scaled to
+            between half and one), so that it only matters for a zero matrix.
+        compute_dtype: dtype of the iterations, unless ``form`` is ``"auto"`` on a CPU where it is slow.
+        form: ``"standard"``, with torch's operations and the bits of ``torch.optim.Muon``; ``"gram"``; or
+            ``"auto"``, the form with fewer operations for the shape. The last two compute only half of
+            symmetric products, where that is faster. ``"auto"`` also iterates in float32 on CPUs where
+            matrix products in bfloat16 and float16 are slow.
 
     Returns:
         A tensor of the input's shape in ``compute_dtype``.
@@ -91,19 +89,19 @@ def orthogonalize(
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
-    # Both norms are the same number up to rounding; the one of torch.optim.Muon gives its very bits.
+    # Both norms are equal up to rounding; that of torch.optim.Muon gives its bits.
     norm = x.norm() if x.ndim == 2 else torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    # Of a matrix that is not zero it is above a half, so that only what eps rounds to could be zero here.
+    # The norm of a nonzero matrix is above a half; eps may round to zero in the working dtype.
     x.div_(norm.clamp(min=max(eps, torch.finfo(x.dtype).tiny)))
 
     if form == "auto":
         rows, cols = x.shape[-2:]
-        costs = _costs(rows, cols, tuple(coefficients), symmetric_share(x))
+        costs = _costs(rows, cols, tuple(coefficients), symmetric_time_fraction(x))
         form = min(costs, key=lambda name: costs[name])
         x = _gram_form(x, coefficients) if form == "gram" else _standard_form(x, coefficients)
     else:
         x = _gram_form(x, coefficients) if form == "gram" else _plain_standard_form(x, coefficients)
-    # As it lies in memory from here on: reading columns would take the caller longer than this copy.
+    # Contiguous: reading columns would take the caller longer than this copy.
     x = x.to(compute_dtype)
     return x.mT.contiguous() if tall else x
 
@@ -118,7 +116,7 @@ def orthogonalize_all(
 ) -> list[Tensor]:
     """`orthogonalize` for several matrices ``[rows, cols]`` and stacks of them of one size and dtype.
 
-    Where it is faster, they go through the iterations as one stack.
+    They are batched into one stack where that is faster.
     """
 
     def apply(stack: Tensor) -> Tensor:
@@ -139,18 +137,18 @@ def _working_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def _batched_is_faster(matrix: Tensor) -> bool:
-    return matrix.device.type != "cpu" or min(matrix.shape[-2:]) < _SMALLEST_FOR_LOOP
+    return matrix.device.type != "cpu" or min(matrix.shape[-2:]) < _MIN_SIZE_FOR_LOOP
 
 
 def orthogonalization_cost(rows: int, cols: int, coefficients: Sequence[Triple], form: str) -> float:
-    """Multiplications and additions for one matrix, symmetric products counted in full."""
+    """Multiplications and additions for one matrix, with symmetric products counted in full."""
     costs = _costs(min(rows, cols), max(rows, cols), tuple(coefficients), 1.0)
     return costs.get(form, min(costs.values()))
 
 
 def _costs(rows: int, cols: int, coefficients: tuple[Triple, ...], symmetric: float) -> dict[str, float]:
-    """Operations of each form, for rows <= cols and a share of symmetric products that is computed."""
-    iterations, parts = len(coefficients), len(stretches(coefficients))
+    """Operations of each form for rows <= cols, if of symmetric products a fraction is computed."""
+    iterations, parts = len(coefficients), len(restart_intervals(coefficients))
     wide, small = 2.0 * rows**2 * cols, 2.0 * rows**3
     return {
         "standard": iterations * (wide * (symmetric + 1) + small * symmetric),
@@ -159,29 +157,28 @@ def _costs(rows: int, cols: int, coefficients: tuple[Triple, ...], symmetric: fl
 
 
 @functools.lru_cache
-def stretches(coefficients: tuple[Triple, ...]) -> tuple[tuple[Triple, ...], ...]:
-    """Divide the iterations of the Gram form into stretches, each of which starts from X.
+def restart_intervals(coefficients: tuple[Triple, ...]) -> tuple[tuple[Triple, ...], ...]:
+    """Divide the iterations of the Gram form at its restarts.
 
-    An eigenvalue of R that should be 0 and was displaced to -d by rounding makes the polynomials apply
-    q(-d) instead of q(0) to what lies there, and d grows by the square of that in every iteration. A
-    stretch ends before the error, relative to q(0), passes a bound. Error and bound are in proportion to
-    the unit of the dtype, so that the same stretches do for all; for the standard coefficients they are of 3
-    and 2 iterations.
+    For an eigenvalue of R that is 0 and was perturbed to -d by rounding, the polynomials apply q(-d) instead
+    of q(0), and d is multiplied by the square of that in every iteration. An interval ends before the error,
+    relative to q(0), exceeds a bound. Error and bound are proportional to the unit roundoff of the dtype, so
+    that the intervals are the same for all; for the standard coefficients they have 3 and 2 iterations.
     """
-    found: list[tuple[Triple, ...]] = []
-    stretch: list[Triple] = []
-    eigenvalue, error = -_DISPLACEMENT_AT_FIRST, 1.0
+    intervals: list[tuple[Triple, ...]] = []
+    interval: list[Triple] = []
+    eigenvalue, error = -_FIRST_PERTURBATION, 1.0
     for a, b, c in coefficients:
         factor = a + b * eigenvalue + c * eigenvalue**2
-        if stretch and abs(error * factor / a - 1) > _LARGEST_ERROR:
-            found.append(tuple(stretch))
-            stretch = []
-            eigenvalue, error = -_DISPLACEMENT, 1.0
+        if interval and abs(error * factor / a - 1) > _MAX_ERROR:
+            intervals.append(tuple(interval))
+            interval = []
+            eigenvalue, error = -_PERTURBATION, 1.0
             factor = a + b * eigenvalue + c * eigenvalue**2
-        stretch.append((a, b, c))
+        interval.append((a, b, c))
         error *= factor / a
         eigenvalue *= factor**2
-    return (*found, tuple(stretch))
+    return (*intervals, tuple(interval))
 
 
 def _plain_standard_form(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
@@ -203,13 +200,14 @@ def _standard_form(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
 
 
 def _gram_form(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
-    for stretch in stretches(tuple(coefficients)):
+    for interval in restart_intervals(tuple(coefficients)):
         gram = symmetric_mm(x, x.mT)
         product: Tensor | None = None
-        for index, (a, b, c) in enumerate(stretch):
-            # The polynomial without its constant: adding that in the product costs nothing and rounds less.
+        for index, (a, b, c) in enumerate(interval):
+            # The polynomial without its constant, which beta adds in the product, for free and with less
+            # rounding.
             polynomial = symmetric_addmm(gram, gram, gram, beta=b, alpha=c)
-            if index + 1 < len(stretch):
+            if index + 1 < len(interval):
                 half = symmetric_addmm(gram, gram, polynomial, beta=a)
                 gram = symmetric_addmm(half, half, polynomial, beta=a)
             if product is None:
@@ -223,12 +221,13 @@ def _gram_form(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
 
 
 def _scaled_to_one(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy in another dtype, each matrix times the power of two that brings its largest entry to [0.5, 1).
+    """A copy in another dtype, each matrix scaled by the power of two that maps its largest entry to [0.5,
+    1).
 
     Squares of entries then neither vanish nor overflow in the norm. A power of two changes no mantissa,
     so at ordinary scales the result of the orthogonalization keeps every bit.
     """
-    # In place of the infinity norm, or of the maximum of absolute values, for its speed.
+    # Faster than the infinity norm or the maximum of absolute values.
     largest = torch.maximum(
         matrices.amax(dim=(-2, -1), keepdim=True), -matrices.amin(dim=(-2, -1), keepdim=True)
     )
@@ -238,7 +237,7 @@ def _scaled_to_one(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     # mantissa / largest is exactly 2^-exponent. It is subnormal for the very largest numbers, and
     # would be flushed to zero on some devices: hence the clamp.
     power_of_two = (torch.frexp(largest).mantissa / largest).clamp(min=tiny)
-    # float16 holds its own smallest numbers, but not the powers of two that they are to be multiplied by.
+    # float16 cannot represent the powers of two by which its smallest numbers are multiplied.
     if dtype != torch.float16 and torch.finfo(dtype).tiny <= torch.finfo(matrices.dtype).tiny:
         return matrices.to(dtype, copy=True).mul_(power_of_two.to(dtype))
     return (matrices.to(largest.dtype) * power_of_two).to(dtype)

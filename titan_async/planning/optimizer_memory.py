@@ -8,7 +8,7 @@ from torchtitan.components.optimizer import ParamGroupConfig
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.trainer import Trainer
 
-from titan_async.optim.distribution import ELEMENTS_STAYING
+from titan_async.optim.distributed_orthogonalization import LOCAL_BUCKET_NUMEL
 from titan_async.optim.muon_options import DTYPES
 from titan_async.planning.layout import Layout
 from titan_async.planning.optimizer_groups import feeds_back, group_of, groups_of
@@ -105,7 +105,7 @@ def _muon_extra(
     there = 2 * sum(shards[w.name].sharded for w in spread)
     largest = max((2 * w.shape[-1] * w.shape[-2] for w in spread), default=0)
     # The CPU works on few at a time, so that they stay in its cache.
-    at_a_time = max(min(2 * ELEMENTS_STAYING if on_cpu else bucket, sum(here)), max(here, default=0))
+    at_a_time = max(min(2 * LOCAL_BUCKET_NUMEL if on_cpu else bucket, sum(here)), max(here, default=0))
     return int(max(6 * at_a_time, 5 * max(min(there, 2 * bucket / layout.dp_shard), largest)))
 
 

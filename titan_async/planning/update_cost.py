@@ -1,8 +1,8 @@
 """What clipping and updating a stage's parameters costs: elementwise passes, and Muon's products and traffic.
 
-Muon's matrices are taken to be shared out evenly over the ranks that hold parts of them, except that no rank
-has less than one whole matrix where there are fewer matrices than ranks: `titan_async.optim.work` deals them
-out the dearest first, which comes close.
+Muon's matrices are taken to be distributed evenly over the ranks that hold parts of them, except that no rank
+has less than one whole matrix where there are fewer matrices than ranks; `titan_async.optim.ownership`, which
+assigns the most expensive first, comes close.
 """
 
 import functools
@@ -75,8 +75,8 @@ def update_cost(
 
 def _feedback_bytes(config: Trainer.Config, optimizer: str) -> int:
     """Bytes that error feedback adds to an update for each parameter in float32, on an accelerator: what each
-    of its operations (`titan_async.optim.correction`) reads and writes. Compiled, it reads and writes its
-    history in the pass that AdamW makes anyway."""
+    of its operations (`titan_async.optim.feedback_history`) reads and writes. Compiled, it reads and writes
+    its history in the pass that AdamW makes anyway."""
     feedback = config.optimizer.error_feedback
     each = 4 if feedback.dtype == "auto" else DTYPES[feedback.dtype].itemsize  # of the history
     if feedback.compile and optimizer == "AdamW":

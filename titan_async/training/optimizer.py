@@ -17,8 +17,8 @@ from torchtitan.models.common.moe import MoE
 from titan_async.errors import UserError
 from titan_async.local_tensors import local_part
 from titan_async.optim import ErrorFeedback, Lion, Muon, set_found_inf
-from titan_async.optim.correction import history_key
-from titan_async.optim.tensors import skips
+from titan_async.optim.elementwise import should_skip
+from titan_async.optim.feedback_history import history_key
 from titan_async.training.changed_options import changed_options
 from titan_async.training.optimizer_config import (
     AdamWConfig,
@@ -223,7 +223,7 @@ class AsyncOptimizers(OptimizersContainer):
 
         torchtitan's hook, which comes later, then finds every expert's load alike, and leaves the biases.
         """
-        skip = skips(self.found_inf)
+        skip = should_skip(self.found_inf)
         if skip is not None:
             drop_token_counts(self._moes, skip)
 

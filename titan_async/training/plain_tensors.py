@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from titan_async.local_tensors import local_part
-from titan_async.optim.boxes import boxes
+from titan_async.optim.shard_regions import shard_regions
 
 __all__ = ["PlainTensorOptimizer", "Traits"]
 
@@ -90,7 +90,7 @@ class PlainTensorOptimizer(Optimizer):
         return _FlatState(self)
 
     @property
-    def left_alone(self) -> Collection[Tensor]:
+    def skipped_params(self) -> Collection[Tensor]:
         """The parameters that the last step left as they were: all, if it was one of the idle ones."""
         return self._stand_ins.keys() if self._steps <= self.traits.idle_steps else ()
 
@@ -216,7 +216,7 @@ def _own_box(param: DTensor) -> tuple[slice, ...]:
     index = 0
     for size, place in zip(mesh.shape, coordinate, strict=True):
         index = index * size + place
-    return tuple(slice(*edges) for edges in boxes(param.shape, param.placements, mesh.shape)[index])
+    return tuple(slice(*edges) for edges in shard_regions(param.shape, param.placements, mesh.shape)[index])
 
 
 def _sharded_like(param: DTensor, local: Tensor) -> DTensor:

@@ -130,9 +130,9 @@ class Tensors:
 def without_kernels(off: bool) -> contextlib.AbstractContextManager:
     if not off:
         return contextlib.nullcontext()
-    from titan_async.optim import symmetric
+    from titan_async.optim import symmetric_matmul
 
-    return mock.patch.object(symmetric, "_by_kernels", return_value=False)
+    return mock.patch.object(symmetric_matmul, "_uses_kernels", return_value=False)
 
 
 def measure(

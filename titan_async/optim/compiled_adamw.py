@@ -1,8 +1,8 @@
-"""AdamW's update and its correction by error feedback in one compiled pass.
+"""AdamW's update and its correction by error feedback, compiled into one pass over memory.
 
-AdamW alone moves 28 bytes for each float32 parameter between memory and processor: it reads weight, gradient
-and two moments, and writes all but the gradient. In one pass, correction adds 8 for reading and writing the
-history.
+AdamW alone moves 28 bytes per float32 parameter between memory and processor: it reads weight, gradient and
+two moments, and writes all but the gradient. In one pass, the correction adds 8 bytes, for reading and
+writing the history.
 """
 
 import functools
@@ -14,11 +14,11 @@ from torch.optim.optimizer import Optimizer
 
 from titan_async.local_tensors import local_part
 
-__all__ = ["fits_one_pass", "update_and_correct_"]
+__all__ = ["supports_compiled_update", "update_and_correct_"]
 
 
-def fits_one_pass(optimizer: Optimizer, moving: Sequence[Tensor]) -> bool:
-    """Whether `update_and_correct_` can make the next update of these parameters by an AdamW."""
+def supports_compiled_update(optimizer: Optimizer, moving: Sequence[Tensor]) -> bool:
+    """Whether `update_and_correct_` supports the next update of these parameters by an AdamW."""
     return (
         len({param.device for param in moving}) == 1
         and not any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups)
@@ -39,10 +39,10 @@ def update_and_correct_(
     """Update the parameters that have a gradient as AdamW does, and correct the update.
 
     Args:
-        optimizer: the AdamW whose groups, parameters and state are meant.
-        history: for each parameter, its displacement in the last update; becomes that of this one.
+        optimizer: the AdamW that has the groups, parameters and state.
+        history: for each parameter, its displacement in the last update; overwritten by that of this one.
         strength: of the correction.
-        skip: a scalar on the device: whether to change nothing after all.
+        skip: a bool scalar on the device, true to change nothing.
     """
     compiled = _compiled()
     for group in optimizer.param_groups:
@@ -51,7 +51,7 @@ def update_and_correct_(
             continue
         states = [optimizer.state[param] for param in params]
         steps = [state["step"] for state in states]
-        # As data, or each new value would be compiled anew.
+        # As tensors: every new value of a constant would be compiled again.
         count = torch.stack(steps).to(params[0].device, torch.float64) + 1
         (beta1, beta2), lr = group["betas"], group["lr"]
         columns = (
@@ -64,7 +64,7 @@ def update_and_correct_(
             strength,
         )
         factors = torch.stack([column * torch.ones_like(count) for column in columns], dim=1)
-        # All of them first, since a kernel leaves nothing in the cache.
+        # Before the first kernel, which evicts the cache.
         inputs = [
             _flat(param, param.grad, state["exp_avg"], state["exp_avg_sq"], history[param], row)
             for param, state, row in zip(params, states, factors.unbind(), strict=True)
@@ -72,23 +72,23 @@ def update_and_correct_(
         for tensors in inputs:
             if tensors[0].numel():  # a shard may have none
                 compiled(*tensors, skip)
-        # At last: a compiler that is missing is noticed above, before anything has changed.
-        made = 1.0 if skip is None else 1.0 - skip.float()
+        # Last: a missing compiler raises above, before anything has changed.
+        increment = 1.0 if skip is None else 1.0 - skip.float()
         for step in steps:
-            step.add_(made)
+            step.add_(increment)
 
 
 def _flat(*tensors: Tensor) -> list[Tensor]:
-    """The local parts, flat if that takes no copy, so that one kernel serves any number of dimensions."""
+    """The local parts, flat if they are contiguous, so that one kernel serves any number of dimensions."""
     parts = [local_part(tensor) for tensor in tensors]
     if all(part.is_contiguous() for part in parts):
         parts = [part.view(-1) for part in parts]
-    return [part.detach() for part in parts]  # which hides what they are views of from the compiler
+    return [part.detach() for part in parts]  # or the compiler would see the bases of the views
 
 
 @functools.cache
 def _compiled() -> Callable[..., None]:
-    # Not before it is needed: torch takes seconds to import its compiler.
+    # On first use: importing the compiler takes seconds.
     return torch.compile(_update_and_correct_, dynamic=True)
 
 
