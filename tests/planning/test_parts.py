@@ -8,7 +8,7 @@ import torch
 
 from tests.support.selection import slow
 from titan_async.config.device import ensure_device
-from titan_async.training import cpu
+from titan_async.training.models import cpu
 
 ensure_device()
 
@@ -20,7 +20,7 @@ from tests.support.recipes import tied_llama, tiny_llama  # noqa: E402
 from titan_async.planning.live_tensors import StorageTracker  # noqa: E402
 from titan_async.planning.parts import Part, together, trace_parts  # noqa: E402
 from titan_async.recipes.debug import debug, debug_moe  # noqa: E402
-from titan_async.training.model_parts import PartMaker  # noqa: E402
+from titan_async.training.pipeline.model_parts import PartMaker  # noqa: E402
 
 B, L = 2, 64
 TOKENS = B * L

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from titan_async.training import stage_times
-from titan_async.training.stage_times import SKIPPED, STEPS, StageTimer
+from titan_async.training.telemetry import stage_times
+from titan_async.training.telemetry.stage_times import SKIPPED, STEPS, StageTimer
 
 
 class Clock:

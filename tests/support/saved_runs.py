@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from titan_async.config.recipe_file import resolve_recipe
-from titan_async.training import cpu
+from titan_async.training.models import cpu
 from titan_async.training.saved_recipe import RECIPE, recipe_text
 
 __all__ = ["DENSE", "MOE", "logits", "save_run", "torchtitan_model"]
@@ -45,7 +45,7 @@ def logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 def random_weights(recipe: Path, *flags: str, seed: int = 0) -> dict[str, torch.Tensor]:
     """Weights of a recipe's model that all make a difference."""
-    from titan_async.training.preflight import build_on_meta
+    from titan_async.training.preflight.check import build_on_meta
 
     generator = torch.Generator().manual_seed(seed)
     weights = {}

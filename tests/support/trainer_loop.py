@@ -250,7 +250,7 @@ def build(argv: Sequence[str]) -> tuple[Any, nn.Module]:
     from torchtitan.config.override import apply_overrides
 
     from titan_async.config.recipe_file import resolve
-    from titan_async.training import cpu
+    from titan_async.training.models import cpu
 
     config = cpu.adapt_config(resolve(argv))
     config.parallelism.pipeline_parallel_degree = 1  # with more, torchtitan refuses a tied model

@@ -23,12 +23,12 @@ from tests.support.training import train
 from titan_async.config.recipe_file import resolve
 from titan_async.data import shakespeare_tokenizer_folder
 from titan_async.errors import UserError
-from titan_async.training import preflight
 from titan_async.training.adopt import adopt
-from titan_async.training.checkpoint import AsyncCheckpointer
-from titan_async.training.metrics import AsyncMetrics
-from titan_async.training.optimizer import AsyncOptimizers
-from titan_async.training.start_notes import start_notes
+from titan_async.training.checkpoint.checkpointer import AsyncCheckpointer
+from titan_async.training.optimizer.container import AsyncOptimizers
+from titan_async.training.preflight.check import check, check_messages
+from titan_async.training.preflight.notes import start_notes
+from titan_async.training.telemetry.metrics import AsyncMetrics
 from titan_async.training.trainer import AsyncTrainer
 
 PIPELINE = (
@@ -197,7 +197,7 @@ def outcome(folder: Path, module: str, name: str, texts: Path) -> str:
             config = resolve(argv)
         degrees = config.parallelism
         world = 2 * degrees.tensor_parallel_degree * degrees.expert_parallel_degree
-        preflight.check(config, world_size=world, make_folder=False)
+        check(config, world_size=world, make_folder=False)
     except UserError as error:
         return str(error)
     return ""
@@ -257,8 +257,8 @@ def test_what_cannot_work_is_refused(
 
 def checked(argv: list[str], world_size: int) -> None:
     config = resolve(argv)
-    preflight.check_messages(config)
-    preflight.check(config, world_size=world_size, make_folder=False)
+    check_messages(config)
+    check(config, world_size=world_size, make_folder=False)
 
 
 def command(folder: Path, texts: Path, module: str, recipe: str, *flags: object) -> list[str]:

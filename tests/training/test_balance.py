@@ -21,7 +21,7 @@ from tests.support.processes import Pools, WorkerPool
 from tests.support.selection import slow
 from tests.support.training import RECIPE, train
 from titan_async.config.device import ensure_device
-from titan_async.training import cpu
+from titan_async.training.models import cpu
 
 ensure_device()
 
@@ -30,10 +30,11 @@ from torchtitan.models.llama3 import Llama3Model  # noqa: E402
 
 from titan_async.errors import UserError  # noqa: E402
 from titan_async.recipes.debug import debug  # noqa: E402
-from titan_async.training import balance, layer_costs, preflight  # noqa: E402
-from titan_async.training.balance import balanced_split, count_stages, stage_modules  # noqa: E402
-from titan_async.training.layer_costs import Costs, PartTimer, measure_costs  # noqa: E402
+from titan_async.training.pipeline import balance, layer_costs  # noqa: E402
+from titan_async.training.pipeline.balance import balanced_split, count_stages, stage_modules  # noqa: E402
+from titan_async.training.pipeline.layer_costs import Costs, PartTimer, measure_costs  # noqa: E402
 from titan_async.training.pipeline_config import PipelineConfig  # noqa: E402
+from titan_async.training.preflight.check import check  # noqa: E402
 
 
 class WithEncoder(Llama3Model):
@@ -314,7 +315,7 @@ def refusal(config, **parallelism) -> str:
     )
     degrees = config.parallelism.pipeline_parallel_degree, config.parallelism.data_parallel_shard_degree
     with pytest.raises(UserError) as caught:
-        preflight.check(config, world_size=degrees[0] * max(degrees[1], 1))
+        check(config, world_size=degrees[0] * max(degrees[1], 1))
     return str(caught.value)
 
 
@@ -365,4 +366,4 @@ def test_one_stage_has_nothing_to_balance(tmp_path: Path) -> None:
     parallelism = dataclasses.replace(
         config.parallelism, pipeline_parallel_degree=1, pipeline_parallel_layers_per_stage=4
     )
-    preflight.check(dataclasses.replace(config, parallelism=parallelism), world_size=1)
+    check(dataclasses.replace(config, parallelism=parallelism), world_size=1)

@@ -25,15 +25,15 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer  # noqa: E402
 
 from titan_async.checkpoint._dcp_files_internals import SealingWriter  # noqa: E402
 from titan_async.data import shakespeare_tokenizer_folder  # noqa: E402
-from titan_async.training.checkpoint import (  # noqa: E402
+from titan_async.training.checkpoint.checkpointer import (  # noqa: E402
     AsyncCheckpointer,
     _of_all_ranks,
     complete_steps,
     save_for_resuming,
 )
-from titan_async.training.data import TextDataLoader  # noqa: E402
-from titan_async.training.optimizer import AsyncOptimizers  # noqa: E402
-from titan_async.training.optimizer_config import ErrorFeedbackConfig, SGDConfig  # noqa: E402
+from titan_async.training.dataloader import TextDataLoader  # noqa: E402
+from titan_async.training.optimizer.config import ErrorFeedbackConfig, SGDConfig  # noqa: E402
+from titan_async.training.optimizer.container import AsyncOptimizers  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 

@@ -15,14 +15,15 @@ import torch.distributed as dist
 
 from titan_async.errors import UserError
 from titan_async.monitor.journal import Journal, journal_path
-from titan_async.training import preflight, stage_times
+from titan_async.training.preflight.check import _check_folders
+from titan_async.training.telemetry import stage_times
 
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 
 SPEAKER = """
 import sys
 from titan_async.training import worker
-from titan_async.training.reporter import Reporter
+from titan_async.training.telemetry.reporter import Reporter
 
 def train(argv, until_end):
     reporter = Reporter(speaks=True, steps=3)
@@ -89,9 +90,9 @@ def test_checkpoints_that_cannot_be_written_are_known_at_the_start(tmp_path: Pat
     config = SimpleNamespace(dump_folder=str(tmp_path), checkpoint=checkpoint)
     folder = tmp_path / "checkpoint/mine"
     with pytest.raises(UserError, match=rf"^cannot write to the folder {folder}: .*--checkpoint\.folder$"):
-        preflight._check_folders(config)
+        _check_folders(config)
     checkpoint.load_only = True
-    preflight._check_folders(config)
+    _check_folders(config)
     checkpoint.load_only, checkpoint.folder = False, "elsewhere/mine"
-    preflight._check_folders(config)
+    _check_folders(config)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]

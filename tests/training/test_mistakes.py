@@ -401,7 +401,7 @@ ALLOWED = [
     "['layers.2','layers.3','layers.4','layers.5','norm','lm_head']]",
     "--parallelism.tensor_parallel_degree 2 --parallelism.no-enable_sequence_parallel --training.seq_len 255",
     "--compile.enable --compile.backend eager --compile.components=",
-    "--override.imports titan_async.training.cpu_overrides.dense_attention",
+    "--override.imports titan_async.training.models.cpu_overrides.dense_attention",
 ]
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.support.training import processes_of, start
 from tests.support.watching import going_on, write_now
 from titan_async.pipelining.recording import Kind
-from titan_async.training.no_answer import name_the_silent, seconds_waited
+from titan_async.training.process.hung_ranks import name_the_silent, seconds_waited
 
 COMM = SimpleNamespace(init_timeout_seconds=300, train_timeout_seconds=20)
 

@@ -13,7 +13,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer
 
 from tests.training.test_optimizer import Stage, build, train_a_step, unwrapped
 from titan_async.optim import ErrorFeedback, Muon
-from titan_async.training.optimizer import AsyncOptimizers
+from titan_async.training.optimizer.container import AsyncOptimizers
 
 FEEDBACKS = {
     "update": "",

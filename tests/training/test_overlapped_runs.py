@@ -17,9 +17,9 @@ from torchtitan.models.common.config_utils import make_token_dispatcher_config
 from tests.support.recipes import tiny_llama, tiny_moe
 from tests.support.selection import slow
 from tests.support.training import start, train
-from titan_async.training import overlap
+from titan_async.training.pipeline import overlap
 from titan_async.training.pipeline_config import PipelineConfig
-from titan_async.training.start_notes import start_notes
+from titan_async.training.preflight.notes import start_notes
 
 EXPERT_PARALLEL = {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2}
 
@@ -127,7 +127,7 @@ FAILING = """
 import os
 
 from tests.support.recipes import tiny_moe
-from titan_async.training.cpu_overrides import LoopGroupedExperts
+from titan_async.training.models.cpu_overrides import LoopGroupedExperts
 from titan_async.training.trainer import AsyncTrainer
 
 forward, train_step, calls, steps = LoopGroupedExperts.forward, AsyncTrainer.train_step, [], []

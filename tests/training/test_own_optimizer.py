@@ -35,10 +35,10 @@ from tests.support.training import train
 from tests.training.test_optimizer import Stage, config_of, train_a_step, unwrapped
 from titan_async.errors import UserError
 from titan_async.optim import ErrorFeedback
-from titan_async.training.optimizer import AsyncOptimizers
-from titan_async.training.optimizer_config import HIDDEN_MATRICES
-from titan_async.training.optimizer_preflight import check_optimizer
-from titan_async.training.optimizer_trial import state_elements, try_out
+from titan_async.training.optimizer.config import HIDDEN_MATRICES
+from titan_async.training.optimizer.container import AsyncOptimizers
+from titan_async.training.optimizer.trial import state_elements, try_out
+from titan_async.training.preflight.optimizer import check_optimizer
 
 
 def section(tmp_path: Path, *calls: tuple[type, dict[str, Any]], text: str = "") -> AsyncOptimizers.Config:

@@ -25,7 +25,7 @@ from tests.support.processes import Pools, WorkerPool
 from tests.support.selection import slow
 from tests.support.training import command, environment, processes_of, start, train
 from tests.support.waiting import until
-from titan_async.training.preemption import SAME_PRESS_SECONDS
+from titan_async.training.process.preemption import SAME_PRESS_SECONDS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -42,7 +42,7 @@ def agree(
     rank: int, group: object, asked: dict[int, tuple[int, str, signal.Signals]], steps: int
 ) -> list[signal.Signals | None]:
     """What `end_step` says in each step, with `asked` naming step, place and number of a rank's signal."""
-    from titan_async.training.preemption import Preemption
+    from titan_async.training.process.preemption import Preemption
 
     preemption = Preemption()
     preemption.listen()
@@ -87,7 +87,7 @@ def test_all_ranks_stop_after_the_same_step(
 
 def ask_at_every_instruction(rank: int, group: object) -> list[signal.Signals | None]:
     """What a step answers if it begins after SIGTERM, and SIGINT comes after so many of its instructions."""
-    from titan_async.training.preemption import Preemption
+    from titan_async.training.process.preemption import Preemption
 
     preemption = Preemption()
     preemption._launcher = "one that says what is to be said"
@@ -119,7 +119,7 @@ def test_a_signal_may_come_at_any_instruction_of_a_step(pools: Pools) -> None:
 
 
 def wait_in_vain(rank: int, group: object, given_up: Path) -> str:
-    from titan_async.training.preemption import Preemption
+    from titan_async.training.process.preemption import Preemption
 
     preemption = Preemption()
     preemption.set_timeout(timedelta(seconds=1))
@@ -143,7 +143,7 @@ def test_without_our_launcher_a_process_ends_at_its_second_signal(second: signal
     program = (
         "import signal, sys, time\n"
         "import torch.distributed as dist\n"
-        "from titan_async.training.preemption import Preemption\n"
+        "from titan_async.training.process.preemption import Preemption\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
         "preemption = Preemption()\n"
         "preemption.listen()\n"
@@ -164,7 +164,7 @@ def test_without_our_launcher_a_process_ends_at_its_second_signal(second: signal
 def test_only_its_parent_ends_a_data_worker() -> None:
     program = (
         "import os, signal, subprocess, sys, time\n"
-        "from titan_async.training.preemption import shield_data_worker\n"
+        "from titan_async.training.process.preemption import shield_data_worker\n"
         "asks, answers = os.pipe(), os.pipe()\n"
         "child = os.fork()\n"
         "if not child:\n"

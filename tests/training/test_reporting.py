@@ -10,8 +10,8 @@ import torch
 from torchtitan.components.loss import IGNORE_INDEX
 
 from titan_async.monitor.formatting import format_duration
-from titan_async.training import reporter as reporter_module
-from titan_async.training.reporter import Reporter, StepReport
+from titan_async.training.telemetry import reporter as reporter_module
+from titan_async.training.telemetry.reporter import Reporter, StepReport
 from titan_async.training.validator import AsyncValidator
 
 

@@ -13,11 +13,11 @@ import pytest
 from tests.support.training import RECIPE
 from titan_async.errors import UserError
 from titan_async.monitor.processes import is_starting
-from titan_async.training.run_lock import LOCK, locked, refuse_locked
+from titan_async.training.process.run_folder import LOCK, locked, refuse_locked
 
 HOLDER = """
 import os, sys, time
-from titan_async.training.run_lock import locked
+from titan_async.training.process.run_folder import locked
 with locked(sys.argv[1]):
     if os.fork() == 0:  # as a data loader's worker is
         os.close(1)

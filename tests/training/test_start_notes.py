@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.training import RECIPE, ROOT
 from titan_async.config.recipe_file import resolve
-from titan_async.training.preflight import build_on_meta
-from titan_async.training.start_notes import start_notes
+from titan_async.training.preflight.check import build_on_meta
+from titan_async.training.preflight.notes import start_notes
 
 ONE_STAGE = ("--parallelism.pipeline_parallel_degree", "1")
 SYNCHRONOUS = ("--parallelism.pipeline_parallel_schedule", "1F1B")

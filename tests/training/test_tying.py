@@ -35,12 +35,12 @@ from tests.support.trainer_loop import (
 from titan_async.checkpoint.distributed import SavedTensors
 from titan_async.checkpoint.safetensors_files import SafetensorsFolder
 from titan_async.errors import UserError
-from titan_async.training import preflight
 from titan_async.training._titan_internals import keep_modules
-from titan_async.training.layout_preflight import check_layout
-from titan_async.training.not_finite import Search
-from titan_async.training.optimizer import AsyncOptimizers
-from titan_async.training.tying import EMBEDDING, HEAD, store_once, untied
+from titan_async.training.models.tying import EMBEDDING, HEAD, store_once, untied
+from titan_async.training.optimizer.container import AsyncOptimizers
+from titan_async.training.preflight.check import build_on_meta
+from titan_async.training.preflight.layout import check_layout
+from titan_async.training.telemetry.not_finite import Search
 
 P = "--parallelism."
 STAGES = f"{P}pipeline_parallel_degree"
@@ -325,11 +325,11 @@ class Lopsided(Llama3Model):
 
 def test_what_would_pull_the_copies_apart_is_refused() -> None:
     config = tied_llama()
-    preflight.build_on_meta(config)
+    build_on_meta(config)
     lopsided = derive(config.model_spec.model, Lopsided.Config)
     spec = dataclasses.replace(config.model_spec, model=lopsided)
     with pytest.raises(UserError, match="are one weight, which tensor parallelism would divide in two ways"):
-        preflight.build_on_meta(dataclasses.replace(config, model_spec=spec))
+        build_on_meta(dataclasses.replace(config, model_spec=spec))
     theirs = OptimizersContainer.Config(param_groups=[])
     with pytest.raises(UserError, match="may update each in a way of its own"):
         check_layout(dataclasses.replace(config, optimizer=theirs), world_size=2)

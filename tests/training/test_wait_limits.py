@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support.trainer_loop import Trained, Trainers, arguments
+from titan_async.training.process.timeouts import WaitLimits
 from titan_async.training.trainer import AsyncTrainer
-from titan_async.training.wait_limits import WaitLimits
 
 LATE = 2.5  # seconds, more than the limit of the run
 COMM = SimpleNamespace(init_timeout_seconds=300, train_timeout_seconds=100)

@@ -15,7 +15,7 @@ from titan_async.config.device import ensure_device
 
 ensure_device()
 
-from titan_async.training.metrics import AsyncMetrics  # noqa: E402
+from titan_async.training.telemetry.metrics import AsyncMetrics  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 

@@ -14,7 +14,7 @@ import pytest
 
 from titan_async.errors import UserError
 from titan_async.training import worker
-from titan_async.training.reporter import Reporter
+from titan_async.training.telemetry.reporter import Reporter
 
 
 @pytest.fixture

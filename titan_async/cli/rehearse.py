@@ -67,7 +67,7 @@ def run(argv: Sequence[str]) -> int:
 
     from titan_async.config.recipe_file import resolve
     from titan_async.rehearsal.narrow import narrowed, prepared, world_size
-    from titan_async.training import preflight
+    from titan_async.training.preflight.check import check
 
     with quiet():
         config = resolve([*line.words, *line.recipe_flags])
@@ -79,7 +79,7 @@ def run(argv: Sequence[str]) -> int:
         _check_schedule(config)
         with tempfile.TemporaryDirectory() as folder:
             small = narrowed(prepared(config, steps=steps, folder=folder), divisor)
-            preflight.check(small, world_size=world)
+            check(small, world_size=world)
     try:
         return _rehearse(config, world, steps, divisor, only)
     except UserError:
@@ -90,7 +90,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _check_schedule(config: Trainer.Config) -> None:
-    from titan_async.training.balance import count_stages
+    from titan_async.training.pipeline.balance import count_stages
 
     parallelism = config.parallelism
     if count_stages(parallelism) > parallelism.pipeline_parallel_degree:

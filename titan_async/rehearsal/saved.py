@@ -14,12 +14,12 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.trainer import Trainer
 
 from titan_async.rehearsal.narrow import narrowed, prepared
-from titan_async.training import random_state
-from titan_async.training.checkpoint import EMA_WEIGHTS, NEXT_WEIGHTS, RANDOM_STATE
-from titan_async.training.ema import keeps_average
-from titan_async.training.optimizer import AsyncOptimizers
-from titan_async.training.pipeline import delays_gradients
-from titan_async.training.tying import is_tied, store_once, update_model
+from titan_async.training.checkpoint import random_state
+from titan_async.training.checkpoint.checkpointer import EMA_WEIGHTS, NEXT_WEIGHTS, RANDOM_STATE
+from titan_async.training.checkpoint.ema import keeps_average
+from titan_async.training.models.tying import is_tied, store_once, update_model
+from titan_async.training.optimizer.container import AsyncOptimizers
+from titan_async.training.pipeline.schedule import delays_gradients
 
 __all__ = ["Entries", "check_plans", "entries_of", "expected_entries", "plan_of"]
 

@@ -11,10 +11,10 @@ from torchtitan.config import derive
 from torchtitan.trainer import Trainer
 
 from titan_async.errors import UserError
-from titan_async.training.checkpoint import AsyncCheckpointer
+from titan_async.training.checkpoint.checkpointer import AsyncCheckpointer
 from titan_async.training.lr_scheduler import AsyncLRSchedulers
-from titan_async.training.metrics import AsyncMetrics
-from titan_async.training.optimizer import AsyncOptimizers
+from titan_async.training.optimizer.container import AsyncOptimizers
+from titan_async.training.telemetry.metrics import AsyncMetrics
 from titan_async.training.trainer import AsyncTrainer
 from titan_async.training.validator import AsyncValidator
 

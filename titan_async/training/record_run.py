@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from titan_async.monitor.run_folder import RunShape
 from titan_async.training._titan_internals import stages_of
-from titan_async.training.pipeline import overlaps
-from titan_async.training.recording import Recording, start_recording
-from titan_async.training.stage_spans import ModelSpans, Passing, StageSpans, no_spans
+from titan_async.training.pipeline.schedule import overlaps
+from titan_async.training.telemetry.recording import Recording, start_recording
+from titan_async.training.telemetry.stage_spans import ModelSpans, Passing, StageSpans, no_spans
 
 if TYPE_CHECKING:
     from titan_async.training.trainer import AsyncTrainer

@@ -12,8 +12,8 @@ from torchtitan.components.validate import Validator
 
 from titan_async.data import unigram_entropy
 from titan_async.pipelining.recording import Kind
-from titan_async.training.data import TextDataLoader
-from titan_async.training.recording import Recording
+from titan_async.training.dataloader import TextDataLoader
+from titan_async.training.telemetry.recording import Recording
 
 __all__ = ["AsyncValidator"]
 

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Sequence
 
 from titan_async.errors import UserError
-from titan_async.training import failures
+from titan_async.training.process import failures
 
 __all__ = ["check_restarts", "main"]
 
@@ -101,24 +101,25 @@ def _train(argv: list[str], until_end: contextlib.ExitStack) -> int:
     if failures.ERROR_DIR not in os.environ:
         check_restarts()
         # Under torchrun nobody has looked at the configuration yet.
-        from titan_async.training import preflight
+        from titan_async.training.preflight.check import check, check_messages
 
-        preflight.check_messages(config)
-        preflight.check(config, world_size=int(os.environ["WORLD_SIZE"]))
+        check_messages(config)
+        check(config, world_size=int(os.environ["WORLD_SIZE"]))
         if config.comm.mode == "fake_backend":
             os.environ.setdefault("NGPU", os.environ["WORLD_SIZE"])
     if os.environ.get("RANK", "0") == "0":
-        from titan_async.training import run_lock, saved_recipe
+        from titan_async.training import saved_recipe
+        from titan_async.training.process import run_folder
 
-        until_end.enter_context(run_lock.locked(config.dump_folder))
+        until_end.enter_context(run_folder.locked(config.dump_folder))
         saved_recipe.write_recipe(resolved)
 
     import torch.distributed as dist
     from torch.distributed.checkpoint.api import CheckpointException
     from torchtitan.observability import structured_logger
 
-    from titan_async.training.no_answer import name_the_silent, seconds_waited
-    from titan_async.training.preemption import PreemptedError
+    from titan_async.training.process.hung_ranks import name_the_silent, seconds_waited
+    from titan_async.training.process.preemption import PreemptedError
 
     structured_logger.init_structured_logger(
         source="training", output_dir=config.dump_folder, enable=config.debug.enable_structured_logging

@@ -20,7 +20,7 @@ from titan_async.planning.device_timing import profile_device  # noqa: E402
 from titan_async.planning.hardware import Cluster  # noqa: E402
 from titan_async.planning.plan import Planner  # noqa: E402
 from titan_async.planning.scale import on_own_ranks  # noqa: E402
-from titan_async.training.stage_times import SKIPPED, STEPS  # noqa: E402
+from titan_async.training.telemetry.stage_times import SKIPPED, STEPS  # noqa: E402
 
 __all__ = ["CASES", "Case", "Seconds", "compare"]
 

@@ -16,7 +16,7 @@ from titan_async.config.device import ensure_device
 ensure_device()  # before anything of torchtitan
 
 from titan_async.config.recipe_file import resolve  # noqa: E402
-from titan_async.training import stage_times  # noqa: E402
+from titan_async.training.telemetry import stage_times  # noqa: E402
 
 
 def main(folder: str, argv: list[str]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from titan_async.local_tensors import local_part
-from titan_async.training.tying import is_copy
+from titan_async.training.models.tying import is_copy
 
 __all__ = ["Search"]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_async.training.failures import ERROR_DIR
+from titan_async.training.process.failures import ERROR_DIR
 
 __all__ = [
     "SAME_PRESS_SECONDS",

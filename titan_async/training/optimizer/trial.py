@@ -20,7 +20,7 @@ from torchtitan.components.optimizer.utils import (
 )
 
 from titan_async.errors import UserError
-from titan_async.training.plain_tensors import PlainTensorOptimizer, Traits
+from titan_async.training.optimizer.plain_tensor_optimizer import PlainTensorOptimizer, Traits
 
 __all__ = ["state_elements", "try_out"]
 

@@ -14,10 +14,10 @@ from torchtitan.trainer import Trainer
 
 from titan_async.pipelining import ScheduleAsync2BW
 from titan_async.pipelining.actions import least_microbatches
-from titan_async.training import cpu
 from titan_async.training._titan_internals import parts_of, without_fsdp
+from titan_async.training.models import cpu
+from titan_async.training.models.tying import is_tied, store_once, tied_parameters, untied
 from titan_async.training.pipeline_config import PipelineConfig
-from titan_async.training.tying import is_tied, store_once, tied_parameters, untied
 
 __all__ = [
     "ASYNC_SCHEDULE",

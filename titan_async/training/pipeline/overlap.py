@@ -18,7 +18,7 @@ from torchtitan.models.common.token_dispatcher import (
 from torchtitan.trainer import Trainer
 
 from titan_async.pipelining import all_to_all_single
-from titan_async.training.pipeline import delays_gradients, overlaps
+from titan_async.training.pipeline.schedule import delays_gradients, overlaps
 
 __all__ = [
     "HandOverTokenDispatcher",

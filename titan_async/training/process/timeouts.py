@@ -19,7 +19,7 @@ from torchtitan.distributed import ParallelDims
 
 from titan_async._group_internals import set_joint_timeout
 from titan_async.training._titan_internals import saves_at
-from titan_async.training.preemption import Preemption
+from titan_async.training.process.preemption import Preemption
 
 __all__ = ["WaitLimits", "pauses_after", "set_all_timeouts"]
 

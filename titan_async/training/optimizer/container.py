@@ -19,8 +19,9 @@ from titan_async.local_tensors import local_part
 from titan_async.optim import ErrorFeedback, Lion, Muon, set_found_inf
 from titan_async.optim.correction import history_key
 from titan_async.optim.tensors import skips
-from titan_async.training.changed_options import changed_options
-from titan_async.training.optimizer_config import (
+from titan_async.training.models.tying import stored_name
+from titan_async.training.optimizer.changed_options import changed_options
+from titan_async.training.optimizer.config import (
     AdamWConfig,
     ErrorFeedbackConfig,
     LionConfig,
@@ -31,9 +32,8 @@ from titan_async.training.optimizer_config import (
     named_groups,
     soap_class,
 )
-from titan_async.training.optimizer_trial import try_out
-from titan_async.training.plain_tensors import PlainTensorOptimizer
-from titan_async.training.tying import stored_name
+from titan_async.training.optimizer.plain_tensor_optimizer import PlainTensorOptimizer
+from titan_async.training.optimizer.trial import try_out
 
 __all__ = ["FACTORIES", "OF_THE_WHOLE_RUN", "AsyncOptimizers", "drop_token_counts"]
 

@@ -21,7 +21,7 @@ from titan_async.data import PackedDataset, TextSource, TokenBatches
 from titan_async.data.encoder import adds_marks, encode_plainly
 from titan_async.data.fingerprints import changed_files
 from titan_async.errors import UserError
-from titan_async.training.preemption import shield_data_worker
+from titan_async.training.process.preemption import shield_data_worker
 
 __all__ = ["Batch", "TextDataLoader", "plain_worker_errors"]
 

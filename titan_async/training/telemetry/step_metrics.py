@@ -16,9 +16,9 @@ from torchtitan.components.metrics import MetricsProcessor
 
 from titan_async.pipelining.gradient_norm import share_of_squares
 from titan_async.training._titan_internals import stages_of
-from titan_async.training.metrics import AsyncMetrics
-from titan_async.training.optimizer import AsyncOptimizers
+from titan_async.training.optimizer.container import AsyncOptimizers
 from titan_async.training.pipeline_metrics import pipeline_metrics
+from titan_async.training.telemetry.metrics import AsyncMetrics
 from titan_async.training.transfer import HostCopy
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from torchtitan.models.common.attention import FlexAttention, VarlenAttention, V
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
-from titan_async.training import overlap
+from titan_async.training.pipeline import overlap
 
 __all__ = [
     "DenseFlexAttention",

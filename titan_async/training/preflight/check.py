@@ -28,13 +28,13 @@ from titan_async.config.edit import unknown_name
 from titan_async.data import DocumentEncoder
 from titan_async.data.encoder import entries_of
 from titan_async.errors import UserError
-from titan_async.training.balance import KNOWN_MODULES, count_stages, measures_balance
-from titan_async.training.checkpoint import check_index, complete_steps
-from titan_async.training.data_preflight import check_data
-from titan_async.training.layout_preflight import check_layout, data_parallel_degree, takes_stages
-from titan_async.training.optimizer_preflight import check_optimizer
-from titan_async.training.pipeline import delays_gradients
-from titan_async.training.tying import update_model
+from titan_async.training.checkpoint.checkpointer import check_index, complete_steps
+from titan_async.training.models.tying import update_model
+from titan_async.training.pipeline.balance import KNOWN_MODULES, count_stages, measures_balance
+from titan_async.training.pipeline.schedule import delays_gradients
+from titan_async.training.preflight.data import check_data
+from titan_async.training.preflight.layout import check_layout, data_parallel_degree, takes_stages
+from titan_async.training.preflight.optimizer import check_optimizer
 
 __all__ = ["build_on_meta", "check", "check_messages"]
 

@@ -13,9 +13,9 @@ from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfi
 from titan_async.config.edit import nearest, unknown_name
 from titan_async.config.values import show
 from titan_async.errors import UserError
-from titan_async.training.optimizer import FACTORIES, OF_THE_WHOLE_RUN, AsyncOptimizers
-from titan_async.training.optimizer_config import match_group
-from titan_async.training.optimizer_trial import try_out
+from titan_async.training.optimizer.config import match_group
+from titan_async.training.optimizer.container import FACTORIES, OF_THE_WHOLE_RUN, AsyncOptimizers
+from titan_async.training.optimizer.trial import try_out
 
 __all__ = ["check_optimizer"]
 

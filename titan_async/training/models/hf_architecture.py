@@ -18,8 +18,8 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
 from titan_async.errors import UserError
+from titan_async.training.models.tying import is_tied
 from titan_async.training.moe_adapter import Dots1StateDictAdapter
-from titan_async.training.tying import is_tied
 
 __all__ = ["LATENT_EPS", "LLAMA3_SCALING", "YARN_SCALING", "describe", "export_warning"]
 

@@ -14,7 +14,7 @@ from typing import Any
 from titan_async.errors import UserError
 from titan_async.monitor.formatting import name_stages
 from titan_async.monitor.snapshot import RunWatch
-from titan_async.training.failures import Failure
+from titan_async.training.process.failures import Failure
 
 __all__ = ["name_the_silent", "seconds_waited", "watchdog_failure"]
 

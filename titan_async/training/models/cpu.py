@@ -17,7 +17,7 @@ def adapt_config(config):
     """A copy of a `Trainer.Config` with the module overrides that the CPU needs; unchanged elsewhere."""
     if has_accelerator():
         return config
-    from titan_async.training import cpu_overrides
+    from titan_async.training.models import cpu_overrides
 
     override = dataclasses.replace(
         config.override, imports=[*config.override.imports, *cpu_overrides.override_imports(config)]

@@ -10,15 +10,15 @@ from titan_async.config.edit import unknown_name
 from titan_async.config.number_ranges import check_numbers
 from titan_async.errors import UserError
 from titan_async.training._titan_internals import split_layers
-from titan_async.training.balance import count_stages, measures_balance
-from titan_async.training.optimizer import AsyncOptimizers
-from titan_async.training.pipeline import (
+from titan_async.training.models.tying import is_tied
+from titan_async.training.optimizer.container import AsyncOptimizers
+from titan_async.training.pipeline.balance import count_stages, measures_balance
+from titan_async.training.pipeline.schedule import (
     ASYNC_SCHEDULE,
     accumulation_of,
     check_microbatches,
     delays_gradients,
 )
-from titan_async.training.tying import is_tied
 
 __all__ = [
     "SCHEDULES",

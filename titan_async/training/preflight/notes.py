@@ -5,10 +5,10 @@ from collections.abc import Iterable
 
 from torchtitan.trainer import Trainer
 
-from titan_async.training.optimizer import AsyncOptimizers
-from titan_async.training.optimizer_config import HIDDEN_MATRICES, match_group
-from titan_async.training.overlap import why_nothing_overlaps
-from titan_async.training.pipeline import ASYNC_SCHEDULE, delays_gradients, is_async
+from titan_async.training.optimizer.config import HIDDEN_MATRICES, match_group
+from titan_async.training.optimizer.container import AsyncOptimizers
+from titan_async.training.pipeline.overlap import why_nothing_overlaps
+from titan_async.training.pipeline.schedule import ASYNC_SCHEDULE, delays_gradients, is_async
 
 __all__ = ["start_notes"]
 

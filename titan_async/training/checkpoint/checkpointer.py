@@ -39,10 +39,10 @@ from titan_async.checkpoint.safetensors_files import INDEX as HF_INDEX
 from titan_async.errors import UserError
 from titan_async.pipelining.recording import Kind
 from titan_async.training._titan_internals import saves_at
-from titan_async.training.data import TextDataLoader
-from titan_async.training.optimizer import AsyncOptimizers
-from titan_async.training.recording import Recording
-from titan_async.training.reporter import Reporter
+from titan_async.training.dataloader import TextDataLoader
+from titan_async.training.optimizer.container import AsyncOptimizers
+from titan_async.training.telemetry.recording import Recording
+from titan_async.training.telemetry.reporter import Reporter
 
 __all__ = [
     "EMA_WEIGHTS",

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torchtitan.components.metrics import BaseLogger, MetricsProcessor
 from torchtitan.distributed import ParallelDims
 
-from titan_async.training.checkpoint import complete_steps
-from titan_async.training.recording import Recording
-from titan_async.training.reporter import Reporter, StepReport
+from titan_async.training.checkpoint.checkpointer import complete_steps
+from titan_async.training.telemetry.recording import Recording
+from titan_async.training.telemetry.reporter import Reporter, StepReport
 from titan_async.training.wandb_run import keep_run_id, run_id_file, wandb_continues
 
 __all__ = ["AsyncMetrics", "share_loss"]

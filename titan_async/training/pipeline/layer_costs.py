@@ -12,7 +12,7 @@ from torchtitan.config import CompileConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.compile import apply_compile
 
-from titan_async.training.model_parts import PartMaker, alike_layers
+from titan_async.training.pipeline.model_parts import PartMaker, alike_layers
 
 __all__ = ["Costs", "PartTimer", "measure_costs"]
 

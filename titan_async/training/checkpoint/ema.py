@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchtitan.trainer import Trainer
 
 from titan_async.local_tensors import local_part
-from titan_async.training.tying import stored_name
+from titan_async.training.models.tying import stored_name
 
 __all__ = ["EmaConfig", "WeightAverage", "keeps_average"]
 

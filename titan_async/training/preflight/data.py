@@ -12,8 +12,8 @@ from torchtitan.trainer import Trainer
 
 from titan_async.data import DocumentEncoder, TokenFiles, open_documents
 from titan_async.errors import UserError
-from titan_async.training.data import TextDataLoader
-from titan_async.training.pipeline import accumulation_of
+from titan_async.training.dataloader import TextDataLoader
+from titan_async.training.pipeline.schedule import accumulation_of
 
 __all__ = ["check_data"]
 

@@ -12,10 +12,10 @@ from torchtitan.config import ParallelismConfig
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
-from titan_async.training.layer_costs import Costs, PartTimer, measure_costs
-from titan_async.training.pipeline import is_async
+from titan_async.training.pipeline.layer_costs import Costs, PartTimer, measure_costs
+from titan_async.training.pipeline.schedule import is_async
 from titan_async.training.pipeline_config import PipelineConfig
-from titan_async.training.reporter import Reporter
+from titan_async.training.telemetry.reporter import Reporter
 
 __all__ = [
     "KNOWN_MODULES",
