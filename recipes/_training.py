@@ -18,10 +18,9 @@ from torchtitan.protocols.model_spec import ModelSpec
 from titan_async.data import shakespeare_tokenizer_folder
 from titan_async.training.checkpoint.checkpointer import AsyncCheckpointer
 from titan_async.training.dataloader import TextDataLoader
-from titan_async.training.lr_scheduler import AsyncLRSchedulers
-from titan_async.training.optimizer.config import AdamWConfig, MuonConfig
+from titan_async.training.optimizer.config import AdamWConfig, AsyncLRSchedulers, MuonConfig
 from titan_async.training.optimizer.container import AsyncOptimizers
-from titan_async.training.pipeline_config import PipelineConfig
+from titan_async.training.pipeline.schedule import PipelineConfig
 from titan_async.training.telemetry.metrics import AsyncMetrics
 from titan_async.training.trainer import AsyncTrainer
 from titan_async.training.validator import AsyncValidator

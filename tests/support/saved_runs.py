@@ -13,7 +13,7 @@ from torch import nn
 
 from titan_async.config.recipe_file import resolve_recipe
 from titan_async.training.models import cpu
-from titan_async.training.saved_recipe import RECIPE, recipe_text
+from titan_async.training.process.run_folder import RECIPE, recipe_text
 
 __all__ = ["DENSE", "MOE", "logits", "save_run", "torchtitan_model"]
 

@@ -33,7 +33,7 @@ from titan_async.recipes.debug import debug  # noqa: E402
 from titan_async.training.pipeline import balance, layer_costs  # noqa: E402
 from titan_async.training.pipeline.balance import balanced_split, count_stages, stage_modules  # noqa: E402
 from titan_async.training.pipeline.layer_costs import Costs, PartTimer, measure_costs  # noqa: E402
-from titan_async.training.pipeline_config import PipelineConfig  # noqa: E402
+from titan_async.training.pipeline.schedule import PipelineConfig  # noqa: E402
 from titan_async.training.preflight.check import check  # noqa: E402
 
 

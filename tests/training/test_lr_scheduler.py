@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from titan_async.config.recipe_file import resolve, resolve_recipe
-from titan_async.training.lr_scheduler import AsyncLRSchedulers
+from titan_async.training.optimizer.config import AsyncLRSchedulers
 
 
 def factors(config: AsyncLRSchedulers.Config, steps: int) -> list[float]:

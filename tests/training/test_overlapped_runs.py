@@ -18,7 +18,7 @@ from tests.support.recipes import tiny_llama, tiny_moe
 from tests.support.selection import slow
 from tests.support.training import start, train
 from titan_async.training.pipeline import overlap
-from titan_async.training.pipeline_config import PipelineConfig
+from titan_async.training.pipeline.schedule import PipelineConfig
 from titan_async.training.preflight.notes import start_notes
 
 EXPERT_PARALLEL = {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2}

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.support.processes import Pools, WorkerPool
 from titan_async.pipelining.gradient_norm import share_of_squares
-from titan_async.training.pipeline_metrics import pipeline_metrics
+from titan_async.training.telemetry.step_metrics import pipeline_metrics
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from tests.support.trainer_loop import (
 from tests.support.training import RECIPE, train
 from titan_async.cli import main
 from titan_async.errors import UserError
-from titan_async.training.skipped_updates import SkippedUpdates
+from titan_async.training.telemetry.not_finite import SkippedUpdates
 
 
 def poison_two_batches(trainer: Any, trained: Trained) -> None:

@@ -16,7 +16,7 @@ from titan_async.config.recipe_file import resolve
 from titan_async.monitor.events import RankReader
 from titan_async.monitor.run_folder import read_info, runs_in
 from titan_async.pipelining.recording import BACKWARD_KINDS, Kind
-from titan_async.training.pipeline_config import PipelineConfig
+from titan_async.training.pipeline.schedule import PipelineConfig
 
 STEPS = "--pipeline.synchronous_steps"
 SHARDED = ("--parallelism.data_parallel_shard_degree", 2)

@@ -18,7 +18,7 @@ from titan_async.errors import UserError
 from titan_async.huggingface.layout import Layout, layout_of, read_from, tensors_in
 from titan_async.training.checkpoint.checkpointer import EMA_WEIGHTS, NEXT_WEIGHTS, complete_steps
 from titan_async.training.models.tying import HEAD
-from titan_async.training.saved_recipe import RECIPE
+from titan_async.training.process.run_folder import RECIPE
 
 __all__ = ["WEIGHTS", "SavedModel", "open_saved"]
 

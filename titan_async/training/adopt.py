@@ -12,7 +12,7 @@ from torchtitan.trainer import Trainer
 
 from titan_async.errors import UserError
 from titan_async.training.checkpoint.checkpointer import AsyncCheckpointer
-from titan_async.training.lr_scheduler import AsyncLRSchedulers
+from titan_async.training.optimizer.config import AsyncLRSchedulers
 from titan_async.training.optimizer.container import AsyncOptimizers
 from titan_async.training.telemetry.metrics import AsyncMetrics
 from titan_async.training.trainer import AsyncTrainer

@@ -40,30 +40,28 @@ from titan_async.training.checkpoint.checkpointer import (
 )
 from titan_async.training.checkpoint.ema import EmaConfig, WeightAverage
 from titan_async.training.dataloader import TextDataLoader, plain_worker_errors
-from titan_async.training.lr_scheduler import AsyncLRSchedulers
 from titan_async.training.models import cpu
 from titan_async.training.models.hf_architecture import export_warning
 from titan_async.training.models.tying import as_held, as_stored
-from titan_async.training.monitor_config import MonitorConfig
+from titan_async.training.optimizer.config import AsyncLRSchedulers
 from titan_async.training.optimizer.container import AsyncOptimizers, drop_token_counts
 from titan_async.training.pipeline import overlap
 from titan_async.training.pipeline.balance import balance_model_spec
 from titan_async.training.pipeline.schedule import (
+    PipelineConfig,
     adapt_model_spec,
     check_supported,
     delays_gradients,
     overlaps,
 )
-from titan_async.training.pipeline_config import PipelineConfig
 from titan_async.training.preflight.notes import start_notes
 from titan_async.training.process.preemption import PreemptedError, Preemption
 from titan_async.training.process.timeouts import WaitLimits, pauses_after, set_all_timeouts
 from titan_async.training.record_run import record
-from titan_async.training.skipped_updates import SkippedUpdates
 from titan_async.training.summary import summarize
 from titan_async.training.telemetry.metrics import AsyncMetrics
-from titan_async.training.telemetry.not_finite import Search
-from titan_async.training.telemetry.recording import Recording
+from titan_async.training.telemetry.not_finite import Search, SkippedUpdates
+from titan_async.training.telemetry.recording import MonitorConfig, Recording
 from titan_async.training.telemetry.reporter import Reporter
 from titan_async.training.telemetry.stage_spans import Passing, no_spans
 from titan_async.training.telemetry.stage_times import StageTimer, write_measured

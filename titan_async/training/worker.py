@@ -108,11 +108,10 @@ def _train(argv: list[str], until_end: contextlib.ExitStack) -> int:
         if config.comm.mode == "fake_backend":
             os.environ.setdefault("NGPU", os.environ["WORLD_SIZE"])
     if os.environ.get("RANK", "0") == "0":
-        from titan_async.training import saved_recipe
         from titan_async.training.process import run_folder
 
         until_end.enter_context(run_folder.locked(config.dump_folder))
-        saved_recipe.write_recipe(resolved)
+        run_folder.write_recipe(resolved)
 
     import torch.distributed as dist
     from torch.distributed.checkpoint.api import CheckpointException

@@ -13,15 +13,22 @@ from torchtitan.models.common import ComplexRoPE, CosSinRoPE
 from torchtitan.models.common.rope import RoPE
 from torchtitan.models.deepseek_v3.state_dict_adapter import DeepSeekV3StateDictAdapter
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
+from torchtitan.models.qwen3.model import Qwen3Model
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
 from titan_async.errors import UserError
 from titan_async.training.models.tying import is_tied
-from titan_async.training.moe_adapter import Dots1StateDictAdapter
 
-__all__ = ["LATENT_EPS", "LLAMA3_SCALING", "YARN_SCALING", "describe", "export_warning"]
+__all__ = [
+    "LATENT_EPS",
+    "LLAMA3_SCALING",
+    "YARN_SCALING",
+    "Dots1StateDictAdapter",
+    "describe",
+    "export_warning",
+]
 
 LLAMA3_SCALING = {
     "factor": "scaling_factor",
@@ -274,3 +281,16 @@ def export_warning(config: Trainer.Config) -> str | None:
             f"{error}; titan-async convert will refuse its checkpoints" if config.checkpoint.enable else None
         )
     return None
+
+
+class Dots1StateDictAdapter(Qwen3StateDictAdapter):
+    """To and from the checkpoint format of transformers' `Dots1ForCausalLM`."""
+
+    def __init__(self, model_config: Qwen3Model.Config, hf_assets_path: str | None) -> None:
+        super().__init__(model_config, hf_assets_path)
+        self.from_hf_map |= {
+            "model.layers.{}.mlp.shared_experts.gate_proj.weight": "layers.{}.moe.shared_experts.w1.weight",
+            "model.layers.{}.mlp.shared_experts.up_proj.weight": "layers.{}.moe.shared_experts.w3.weight",
+            "model.layers.{}.mlp.shared_experts.down_proj.weight": "layers.{}.moe.shared_experts.w2.weight",
+            "model.layers.{}.mlp.gate.e_score_correction_bias": "layers.{}.moe.expert_bias_E",
+        }

@@ -33,8 +33,12 @@ from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
-from titan_async.training.models.hf_architecture import LATENT_EPS, LLAMA3_SCALING, YARN_SCALING
-from titan_async.training.moe_adapter import Dots1StateDictAdapter
+from titan_async.training.models.hf_architecture import (
+    LATENT_EPS,
+    LLAMA3_SCALING,
+    YARN_SCALING,
+    Dots1StateDictAdapter,
+)
 
 __all__ = ["MOST_LAYERS", "spec_of"]
 

@@ -1,5 +1,6 @@
-"""The section `[optimizer]` of a recipe: what can be set, and which parameters go to which optimizer."""
+"""The sections `[optimizer]` and `[lr_scheduler]`, and which parameters go to which optimizer."""
 
+import dataclasses
 import importlib
 import math
 import re
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
-from torchtitan.components.optimizer import ParamGroupConfig
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.config import Configurable
 
 from titan_async.errors import UserError
@@ -15,6 +16,7 @@ from titan_async.errors import UserError
 __all__ = [
     "HIDDEN_MATRICES",
     "AdamWConfig",
+    "AsyncLRSchedulers",
     "ErrorFeedbackConfig",
     "LionConfig",
     "MuonConfig",
@@ -22,6 +24,7 @@ __all__ = [
     "SoapConfig",
     "match_group",
     "named_groups",
+    "share_of",
     "soap_class",
 ]
 
@@ -279,3 +282,38 @@ def match_group(name: str, groups: list[ParamGroupConfig]) -> int:
         f"no pattern of optimizer.param_groups matches the parameter {name}; "
         "add a last group with pattern '.*'"
     )
+
+
+def share_of(steps: int, ratio: float) -> int:
+    """A share of the steps, rounded down."""
+    return int(round(steps * ratio, 6))  # 0.29 * 100 is 28.999999999999996
+
+
+class AsyncLRSchedulers(LRSchedulersContainer):
+    """torchtitan's learning-rate schedulers, with a warm-up that follows `training.steps`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LRSchedulersContainer.Config):
+        warmup_steps: int | None = None  # type: ignore[assignment]
+        """Steps of the linear warm-up. "none" for `warmup_ratio` of all steps; a number takes its place."""
+
+        warmup_ratio: float = 0.1
+        """Share of the steps (`training.steps`, or `total_steps` where that is set) that are warm-up, rounded
+        down. Without effect where `warmup_steps` is a number."""
+
+        def resolved_warmup_steps(self, training_steps: int) -> int:
+            """The steps of warm-up in a run of so many."""
+            if self.warmup_steps is not None:
+                return self.warmup_steps
+            steps = training_steps if self.total_steps is None else self.total_steps
+            return share_of(steps, self.warmup_ratio)
+
+        def build(  # type: ignore[override]
+            self, *, optimizers: OptimizersContainer, training_steps: int
+        ) -> LRSchedulersContainer:
+            """See `LRSchedulersContainer.Config`."""
+            resolved = dataclasses.replace(self, warmup_steps=self.resolved_warmup_steps(training_steps))
+            # By name: a dataclass with slots is another class than the one super() would look for.
+            return LRSchedulersContainer.Config.build(  # type: ignore[no-any-return]
+                resolved, optimizers=optimizers, training_steps=training_steps
+            )

@@ -20,7 +20,6 @@ from titan_async.optim import ErrorFeedback, Lion, Muon, set_found_inf
 from titan_async.optim.correction import history_key
 from titan_async.optim.tensors import skips
 from titan_async.training.models.tying import stored_name
-from titan_async.training.optimizer.changed_options import changed_options
 from titan_async.training.optimizer.config import (
     AdamWConfig,
     ErrorFeedbackConfig,
@@ -33,6 +32,7 @@ from titan_async.training.optimizer.config import (
     soap_class,
 )
 from titan_async.training.optimizer.plain_tensor_optimizer import PlainTensorOptimizer
+from titan_async.training.optimizer.saved_options import changed_options, may_be_missing
 from titan_async.training.optimizer.trial import try_out
 
 __all__ = ["FACTORIES", "OF_THE_WHOLE_RUN", "AsyncOptimizers", "drop_token_counts"]
@@ -55,19 +55,6 @@ OF_THE_WHOLE_RUN = {
 
 _OF_GROUP = "#"
 """Between the name of another package's optimizer and the number of its group."""
-
-_NEW_OPTIONS = (
-    "ns_form",
-    "cautious_weight_decay",
-    "split_sizes",
-    "split_dim",
-    "input_dim",
-    "momentum_dtype",
-    "error_feedback",
-    "error_feedback_level",
-    "error_feedback_dtype",
-)
-"""Options of Muon that checkpoints lack which were made when it had none of them."""
 
 
 class AsyncOptimizers(OptimizersContainer):
@@ -279,7 +266,7 @@ class AsyncOptimizers(OptimizersContainer):
         state = super().state_dict()
         if self.saved is None:
             return state
-        return {key: value for key, value in state.items() if key in self.saved or not _may_lack(key)}
+        return {key: value for key, value in state.items() if key in self.saved or not may_be_missing(key)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of the parameters. Options stay those of this run, learning rates included."""
@@ -401,15 +388,6 @@ def _implementation(name: str, impl_kwargs: dict[str, Any]) -> dict[str, Any]:
         # DTensor has no sharding rule for the fused SGD.
         return {**impl_kwargs, "fused": False, "foreach": True}
     return impl_kwargs
-
-
-def _may_lack(key: str) -> bool:
-    """Whether a checkpoint that lacks a piece of state can be loaded nevertheless."""
-    return (key.startswith("state.") and ".error_feedback_" in key) or _is_option(key, _NEW_OPTIONS)
-
-
-def _is_option(key: str, names: Collection[str]) -> bool:
-    return key.startswith("param_groups.") and key.rpartition(".")[2] in names
 
 
 def drop_token_counts(modules: Iterable[nn.Module], skip: torch.Tensor | None = None) -> None:

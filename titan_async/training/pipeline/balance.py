@@ -13,8 +13,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
 from titan_async.training.pipeline.layer_costs import Costs, PartTimer, measure_costs
-from titan_async.training.pipeline.schedule import is_async
-from titan_async.training.pipeline_config import PipelineConfig
+from titan_async.training.pipeline.schedule import PipelineConfig, is_async
 from titan_async.training.telemetry.reporter import Reporter
 
 __all__ = [

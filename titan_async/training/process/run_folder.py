@@ -1,4 +1,4 @@
-"""No two runs write to one folder at the same time."""
+"""The folder of a run: its `recipe.toml`, and a lock that keeps other runs out."""
 
 import contextlib
 import fcntl
@@ -7,9 +7,11 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from titan_async.config.recipe_file import Resolved
 from titan_async.errors import UserError
+from titan_async.whole_files import writing_whole
 
-__all__ = ["LOCK", "announced", "locked", "refuse_locked"]
+__all__ = ["LOCK", "RECIPE", "announced", "locked", "recipe_text", "refuse_locked", "write_recipe"]
 
 LOCK = ".lock"
 """The file in a run's folder that its rank 0 holds a lock on. It is left behind, and says nothing then."""
@@ -87,3 +89,34 @@ def _lock(descriptor: int, file: Path) -> None:
         ) from None
     except OSError:  # no locks here
         pass
+
+
+RECIPE = "recipe.toml"
+"""The file in a run's folder with its whole configuration."""
+
+_MARK = "# Written by titan-async when this run starts, and again when it is resumed.\n"
+
+
+def recipe_text(resolved: Resolved) -> str:
+    """What a run's `recipe.toml` holds."""
+    return _MARK + resolved.to_toml()
+
+
+def write_recipe(resolved: Resolved) -> None:
+    """Write `recipe.toml` to the run's folder, for what reads its checkpoints later.
+
+    A file of that name which a user has written is left as it is.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    file = Path(resolved.config.dump_folder) / RECIPE
+    try:
+        if file.exists() and not file.read_text(encoding="utf-8", errors="replace").startswith(_MARK):
+            return
+        with writing_whole(file) as partial:
+            partial.write_text(recipe_text(resolved), encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"cannot write {file}: {error.strerror}; set dump_folder to a folder on a disk with room"
+        ) from error

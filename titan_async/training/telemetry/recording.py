@@ -24,7 +24,16 @@ from titan_async.monitor.recorder import EventRecorder, clock_of
 from titan_async.monitor.run_folder import RunInfo, RunShape, events_folder, write_info
 from titan_async.pipelining.recording import Kind
 
-__all__ = ["Recording", "start_recording"]
+__all__ = ["MonitorConfig", "Recording", "start_recording"]
+
+
+@dataclass(kw_only=True, slots=True)
+class MonitorConfig:
+    """What is recorded for `titan-async watch`, `trace` and `plot`."""
+
+    events: bool = True
+    """Whether every rank records what it does, in `dump_folder/events`: its latest spans in 2 MiB, and a line
+    for each logged step."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Which options of the optimizers a run sets otherwise than the one that saved its checkpoint."""
+"""Options of the optimizers in a checkpoint: which a run changes, and which older checkpoints lack."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -8,9 +8,22 @@ from torch import Tensor
 
 from titan_async.config.values import show
 
-__all__ = ["changed_options"]
+__all__ = ["changed_options", "may_be_missing"]
 
 _OPTION = re.compile(r"param_groups\.(?P<parameter>.+)\.(?P<option>[^.]+)")
+
+_NEW_OPTIONS = {
+    "ns_form",
+    "cautious_weight_decay",
+    "split_sizes",
+    "split_dim",
+    "input_dim",
+    "momentum_dtype",
+    "error_feedback",
+    "error_feedback_level",
+    "error_feedback_dtype",
+}
+"""Options of Muon that checkpoints of earlier versions lack."""
 
 _NOT_COMPARED = {"lr", "fused", "foreach", "capturable"}
 """The learning rate of a step follows from `initial_lr` and the schedule; the others choose a kernel."""
@@ -39,6 +52,13 @@ def changed_options(
             if show(before) not in befores:
                 befores.append(show(before))
     return [f"{name} {' or '.join(befores)} -> {now}" for name, (befores, now) in found.items()]
+
+
+def may_be_missing(key: str) -> bool:
+    """Whether a checkpoint without this key of the optimizers' state can be loaded."""
+    if key.startswith("state."):
+        return ".error_feedback_" in key
+    return key.startswith("param_groups.") and key.rpartition(".")[2] in _NEW_OPTIONS
 
 
 def _plain(value: Any) -> Any:
