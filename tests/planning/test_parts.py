@@ -8,7 +8,7 @@ import torch
 
 from tests.support.selection import slow
 from titan_async.config.device import ensure_device
-from titan_async.training.models import cpu
+from titan_async.training.prepare import adapt_to_cpu
 
 ensure_device()
 
@@ -144,7 +144,7 @@ def test_bytes_are_those_of_the_part_in_memory(make: Any, checkpointing: Any) ->
 
 
 def real_maker(config: Any) -> PartMaker:
-    config = cpu.adapt_config(config)
+    config = adapt_to_cpu(config)
     model_config = config.model_spec.model
     model_config.update_from_config(config=config)
     apply_overrides(config.override, config)

@@ -45,7 +45,7 @@ def test_stages_are_timed_in_some_steps_and_left_as_they_were(halves, monkeypatc
     monkeypatch.setattr(stage_times, "time", clock)
     stages = [Stage(0, [0, 1], clock), Stage(3, [6], clock)]
     stages[1].submod.lm_head = torch.nn.Linear(1, 1)
-    timer = StageTimer(stages, torch.device("cpu"))
+    timer = StageTimer(stages, torch.device("cpu"), warn=print)
     ended = []
     for step in range(SKIPPED + STEPS + 3):
         slow = 1 if SKIPPED <= step < SKIPPED + STEPS else 0  # what comes before and after must not count

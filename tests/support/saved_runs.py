@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from titan_async.config.recipe_file import resolve_recipe
-from titan_async.training.models import cpu
+from titan_async.training.prepare import adapt_to_cpu
 from titan_async.training.process.run_folder import RECIPE, recipe_text
 
 __all__ = ["DENSE", "MOE", "logits", "save_run", "torchtitan_model"]
@@ -28,7 +28,7 @@ def torchtitan_model(spec: Any, length: int, monkeypatch: pytest.MonkeyPatch) ->
     from torchtitan.trainer import Trainer
 
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)  # torchtitan's experts compute in it
-    config = cpu.adapt_config(Trainer.Config(model_spec=copy.deepcopy(spec)))
+    config = adapt_to_cpu(Trainer.Config(model_spec=copy.deepcopy(spec)))
     config.training.seq_len = length
     config.model_spec.model.update_from_config(config=config)
     apply_overrides(config.override, config)

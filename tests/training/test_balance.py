@@ -21,7 +21,7 @@ from tests.support.processes import Pools, WorkerPool
 from tests.support.selection import slow
 from tests.support.training import RECIPE, train
 from titan_async.config.device import ensure_device
-from titan_async.training.models import cpu
+from titan_async.training.prepare import adapt_to_cpu
 
 ensure_device()
 
@@ -123,7 +123,7 @@ def timer_of(config, **changes) -> PartTimer:
     from torchtitan.config import TORCH_DTYPE_MAP
     from torchtitan.config.override import apply_overrides
 
-    config = cpu.adapt_config(config)
+    config = adapt_to_cpu(config)
     model_config = config.model_spec.model
     model_config.update_from_config(config=config)
     if config.override.imports:

@@ -26,9 +26,9 @@ from titan_async.training import worker
 from titan_async.training.telemetry.reporter import Reporter
 
 def train(argv, until_end):
-    reporter = Reporter(speaks=True, steps=3)
+    reporter = Reporter(is_logging_rank=True, steps=3)
     for number in range(3):
-        reporter.say("a line " * 100)
+        reporter.log("a line " * 100)
     return 0
 
 worker._train = train
@@ -69,15 +69,15 @@ def test_times_that_find_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     config = SimpleNamespace(dump_folder=str(tmp_path / "run"), parallelism=parallelism, training=training)
     mesh = SimpleNamespace(get_group=lambda: None)
     dims = SimpleNamespace(get_mesh=lambda name: mesh, pp=1, dp_replicate=1, dp_shard=1, tp=1, ep=1)
-    timer = stage_times.StageTimer([], torch.device("cpu"))
     warnings: list[str] = []
+    timer = stage_times.StageTimer([], torch.device("cpu"), warn=warnings.append)
 
-    stage_times.write_measured(timer, config, dims, warnings.append)
+    timer.write(config, dims)
     file = tmp_path / "run" / stage_times.MEASURED_FILE
     assert json.loads(file.read_text())["microbatches"] == 4 and not warnings
 
     file.with_name(f".{file.name}.partial").symlink_to("/dev/full")
-    stage_times.write_measured(timer, config, dims, warnings.append)
+    timer.write(config, dims)
     [warning] = warnings
     assert warning.startswith(f"cannot write the stages' times to {file}: ")
 

@@ -13,7 +13,7 @@ import pytest
 from tests.support.selection import slow
 from tests.support.training import RECIPE, processes_of, start, train
 from tests.support.waiting import has_ended, until
-from titan_async.training.checkpoint.checkpointer import complete_steps
+from titan_async.training.checkpoint.folders import complete_steps
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -13,6 +13,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer
 
 from tests.training.test_optimizer import Stage, build, train_a_step, unwrapped
 from titan_async.optim import ErrorFeedback, Muon
+from titan_async.training.checkpoint.checkpointer import existing_state
 from titan_async.training.optimizer.container import AsyncOptimizers
 
 FEEDBACKS = {
@@ -43,8 +44,7 @@ def written_and_read(optimizers: AsyncOptimizers, folder: Path, into: AsyncOptim
     """Save and load by torch.distributed.checkpoint, as the checkpointer does it."""
     dcp.save({"optimizer": optimizers.state_dict()}, checkpoint_id=folder, no_dist=True)
     keys = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    into.saved = {key.removeprefix("optimizer.") for key in keys}
-    state = {"optimizer": into.state_dict()}
+    state = existing_state({"optimizer": into}, keys)
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     into.load_state_dict(state["optimizer"])
 

@@ -50,7 +50,9 @@ def train(rank, group, folder, steps, flags, *, slow_writes=0.0, held_writes=Fal
         ]
     )  # fmt: skip
     trainer = config.build()
-    trainer.resumes_random_state = random_state
+    if not random_state:
+        state = trainer.train_state.state_dict
+        trainer.train_state.state_dict = lambda: {k: v for k, v in state().items() if k != "random_state"}
     step, write, run = trainer.train_step, SealingWriter.write_data, trainer.forward_backward_step
     wait, in_flight, into_whole, calls = trainer.checkpointer.maybe_wait_for_staging, [], [False], []
     stepped = threading.Event()

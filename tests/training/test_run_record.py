@@ -251,12 +251,13 @@ def test_one_key_turns_it_off(tmp_path: Path) -> None:
 
     config = resolve([str(RECIPE), "--monitor.no-events", "--dump_folder", str(tmp_path)])
     ensure_device()
-    from titan_async.training.record_run import record
+    from titan_async.training.telemetry.recording import Recording
 
-    recording, passing = record(SimpleNamespace(config=config, parallel_dims=None), first_step=0)
-    with passing(0, 0), recording.span(Kind.STEP, 1):
+    recording, trainer = Recording(), SimpleNamespace(config=config)
+    recording.before_first_step(trainer)
+    with recording.record_pass(0, 0), recording.span(Kind.STEP, 1):
         pass
     recording.end_interval(1)
     assert recording.utilization() == {}
-    recording.close("finished")
+    recording.after_training(trainer, "finished")
     assert list(tmp_path.iterdir()) == []

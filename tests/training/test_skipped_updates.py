@@ -96,13 +96,13 @@ def test_what_muon_finds_not_finite_counts_once_where_it_is_known(runs: Trainers
 
 
 def test_counting() -> None:
-    skipped, said = SkippedUpdates(most_in_a_row=3), []
+    skipped, said = SkippedUpdates(max_in_a_row=3), []
     for step, finite in enumerate([False, False, True, False, False], start=1):
-        skipped.note(finite, step, "", said.append)
+        skipped.count(finite, step, "", said.append)
     assert (skipped.total, skipped.in_a_row) == (4, 2)
     assert [line[:6] for line in said] == ["step 1", "step 2", "step 4", "step 5"]
     with pytest.raises(UserError, match="not finite 3 times in a row up to step 6: lower the learning rate"):
-        skipped.note(False, 6, "", said.append)
+        skipped.count(False, 6, "", said.append)
 
 
 def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:

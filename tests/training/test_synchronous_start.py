@@ -25,8 +25,8 @@ SHARDED = ("--parallelism.data_parallel_shard_degree", 2)
 def listen(trainer: Any, trained: Trained) -> None:
     """What is said, and the figures of the pipeline at each logged step."""
     said, figures = trained.extra.setdefault("said", []), trained.extra.setdefault("figures", [])
-    say, log = trainer.reporter.say, trainer.metrics_processor.log
-    trainer.reporter.say = lambda line: (said.append(line), say(line))[1]
+    say, log = trainer.reporter.log, trainer.metrics_processor.log
+    trainer.reporter.log = lambda line: (said.append(line), say(line))[1]
 
     def logged(*args: Any, **kwargs: Any) -> None:
         figures.append(kwargs["extra_metrics"])

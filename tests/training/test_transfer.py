@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_async.training.transfer import HostCopy, Later, Upload
+from titan_async.training.transfer import Deferred, HostCopy, Upload
 
 DEVICE = torch.device("meta")
 
@@ -104,7 +104,7 @@ def test_a_value_is_read_as_it_was_once_its_copy_is_there(
 
 
 def test_what_comes_later_comes_in_order() -> None:
-    later, done = Later(), []
+    later, done = Deferred(), []
     for step in (1, 1, 2, 3):
         later.add(step, lambda step=step: done.append(step))  # type: ignore[misc]
     later.run(before=2)

@@ -40,7 +40,7 @@ from titan_async.training.models.tying import EMBEDDING, HEAD, store_once, untie
 from titan_async.training.optimizer.container import AsyncOptimizers
 from titan_async.training.preflight.check import build_on_meta
 from titan_async.training.preflight.layout import check_layout
-from titan_async.training.telemetry.not_finite import Search
+from titan_async.training.telemetry.not_finite import NonFiniteSearch
 
 P = "--parallelism."
 STAGES = f"{P}pipeline_parallel_degree"
@@ -294,9 +294,9 @@ def test_a_model_on_one_stage_is_stored_alike() -> None:
 @pytest.mark.usefixtures("group_of_one")
 def test_a_bad_gradient_is_looked_for_where_a_backward_meets_it(ends: tuple[nn.Module, nn.Module]) -> None:
     """Which is not the head, though its gradient has the embedding's part in it."""
-    search = Search(enumerate(ends))
+    search = NonFiniteSearch(enumerate(ends))
     search.begin_batch()
-    search.look_at_gradients()
+    search.check_gradients()
     assert search.end_update(finite=False) == ""
     search.begin_batch()
     for part in ends:
@@ -304,7 +304,7 @@ def test_a_bad_gradient_is_looked_for_where_a_backward_meets_it(ends: tuple[nn.M
             parameter.grad = torch.zeros_like(parameter)
     for tensor in (ends[0].layers["1"].attention.wo, ends[0].tok_embeddings, ends[1].lm_head):
         tensor.weight.grad[0, 0] = torch.nan
-    search.look_at_gradients()
+    search.check_gradients()
     assert search.end_update(finite=False) == (
         ", first in the gradient of layers.1.attention.wo.weight on stage 0 (rank 0)"
     )

@@ -92,7 +92,7 @@ def test_a_seed_checkpoint_is_announced(
     trainer = SimpleNamespace(
         config=SimpleNamespace(checkpoint=checkpoint, dump_folder=str(tmp_path)),
         checkpointer=SimpleNamespace(save=save),
-        reporter=Reporter(speaks=True, steps=9),
+        reporter=Reporter(is_logging_rank=True, steps=9),
     )
     if said is None:
         worker._save_seed_checkpoint(trainer)

@@ -29,10 +29,10 @@ __all__ = [
     "saves_at",
     "split_layers",
     "stages_of",
-    "telling_waits",
     "unmanaged",
     "without_fsdp",
     "wrap_initializers",
+    "wrap_waits",
 ]
 
 
@@ -56,7 +56,7 @@ def stages_of(schedule: _PipelineSchedule) -> list[_PipelineStageBase]:
     return list(schedule._stages)
 
 
-def telling_waits(around: Callable[[Callable[[], None]], None]) -> None:
+def wrap_waits(around: Callable[[Callable[[], None]], None]) -> None:
     """Let torch's schedules call `around` for each of their waits for messages, with what waits.
 
     For all schedules of this process, until the next call.

@@ -116,9 +116,6 @@ class TextDataLoader(ParallelAwareDataloader):
                 function=self.source,
             )
 
-    resumes_files: bool = True
-    """Whether the state includes the fingerprints of the files, which older checkpoints lack."""
-
     def __init__(
         self,
         config: Config,
@@ -172,12 +169,12 @@ class TextDataLoader(ParallelAwareDataloader):
     def state_dict(self) -> dict[str, Any]:
         """This rank's position as JSON text, and what it is valid for."""
         # The parent's would be a pickle, which runs code when it is loaded.
-        state = {
+        return {
             self._rank_id: json.dumps(StatefulDataLoader.state_dict(self)),
             "world_size": self.dp_world_size,
             "num_workers": self.num_workers,
+            "files": json.dumps(self._fingerprints()),
         }
-        return state | ({"files": json.dumps(self._fingerprints())} if self.resumes_files else {})
 
     def check_degree(self, saved: int) -> None:
         """Refuse the positions of another number of data-parallel ranks.
@@ -193,7 +190,6 @@ class TextDataLoader(ParallelAwareDataloader):
         Raises:
             UserError: The position is of another number of ranks or workers, or of other data.
         """
-        self.resumes_files = True
         if not state_dict:
             return
         self.check_degree(state_dict["world_size"])

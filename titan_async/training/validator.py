@@ -1,4 +1,4 @@
-"""torchtitan's validator, which also validates at the last step and knows how hard the text is."""
+"""torchtitan's validator, which also validates at the last step and computes the unigram entropy."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,16 +9,18 @@ from torch import nn
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import Validator
+from torchtitan.trainer import Trainer
 
 from titan_async.data import unigram_entropy
 from titan_async.pipelining.recording import Kind
+from titan_async.training.callbacks import Callback
 from titan_async.training.dataloader import TextDataLoader
-from titan_async.training.telemetry.recording import Recording
+from titan_async.training.telemetry.recording import Recorded
 
 __all__ = ["AsyncValidator"]
 
 
-class AsyncValidator(Validator):
+class AsyncValidator(Validator, Recorded, Callback):
     """Evaluates the newest weights. The pipeline must be empty: the trainer drains it first."""
 
     @dataclass(kw_only=True, slots=True)
@@ -28,10 +30,12 @@ class AsyncValidator(Validator):
         )
         """DataLoader configuration for validation"""
 
-    recording: Recording = Recording()
-
     last_step: int | None = None
     """A step after which to validate, whatever `freq` says."""
+
+    def before_first_step(self, trainer: Trainer) -> None:
+        """Note the last step."""
+        self.last_step = trainer.config.training.steps
 
     def should_validate(self, step: int) -> bool:
         return step % self.config.freq == 0 or step == self.last_step

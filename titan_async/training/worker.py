@@ -161,7 +161,7 @@ def _save_seed_checkpoint(trainer) -> None:
             f"checkpoint.create_seed_checkpoint saves nothing because of checkpoint.{setting}: remove either"
         )
     folder = os.path.join(trainer.config.dump_folder, checkpoint.folder, "step-0")
-    trainer.reporter.say(f"saved the seed checkpoint: {folder}")
+    trainer.reporter.log(f"saved the seed checkpoint: {folder}")
 
 
 def check_restarts() -> None:

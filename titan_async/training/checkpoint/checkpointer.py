@@ -1,12 +1,9 @@
 """Checkpoints from which a delayed run goes on exactly as if it had not stopped."""
 
 import contextlib
-import errno
-import os
-import re
 import shutil
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -16,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpointer import (
     LR_SCHEDULER,
     MODEL,
@@ -30,44 +28,32 @@ from torchtitan.tools.utils import GarbageCollection
 from titan_async.checkpoint._dcp_files_internals import (
     INDEX,
     CheckingReader,
-    DamagedError,
     SealingWriter,
     ValueLoadPlanner,
     disk_error,
 )
-from titan_async.checkpoint.safetensors_files import INDEX as HF_INDEX
-from titan_async.errors import UserError
 from titan_async.pipelining.recording import Kind
 from titan_async.training._titan_internals import saves_at
+from titan_async.training.checkpoint.folders import (
+    complete_steps,
+    explain_damage,
+    is_complete,
+    step_folders,
+    write_error,
+)
+from titan_async.training.checkpoint.train_state import EMA_WEIGHTS, NEXT_WEIGHTS, RANDOM_STATE
 from titan_async.training.dataloader import TextDataLoader
 from titan_async.training.optimizer.container import AsyncOptimizers
-from titan_async.training.telemetry.recording import Recording
-from titan_async.training.telemetry.reporter import Reporter
+from titan_async.training.optimizer.saved_options import may_be_missing
+from titan_async.training.telemetry.recording import Recorded
 
-__all__ = [
-    "EMA_WEIGHTS",
-    "NEXT_WEIGHTS",
-    "RANDOM_STATE",
-    "AsyncCheckpointer",
-    "check_index",
-    "complete_steps",
-    "save_for_resuming",
-]
-
-NEXT_WEIGHTS = "next_weights"
-"""In the training state: the weights that the next batch reads, one update older than the model's."""
-
-EMA_WEIGHTS = "ema_weights"
-"""In the training state: the weights averaged over the updates."""
-
-RANDOM_STATE = "random_state"
-"""In the training state: the states of the random number generators, by `random_state.layout_key`."""
+__all__ = ["AsyncCheckpointer", "existing_state", "save_for_resuming"]
 
 _POSITION = "dataloader.dp_rank_"
-"""In the key of each data-parallel rank's place in the data."""
+"""In the key of each data-parallel rank's position in the data."""
 
 
-class AsyncCheckpointer(CheckpointManager):
+class AsyncCheckpointer(CheckpointManager, Recorded):
     """torchtitan's checkpointer, for the states that are not in every checkpoint.
 
     A delayed run can start from a synchronous one's checkpoint, and any run from one of another layout.
@@ -77,19 +63,18 @@ class AsyncCheckpointer(CheckpointManager):
     class Config(CheckpointManager.Config):
         pass
 
-    recording: Recording = Recording()
-    reporter: Reporter | None = None
-    """Is told what does not count when a checkpoint is loaded."""
+    was_delayed: bool | None = None
+    """Whether the run of the loaded checkpoint had a delay; None if none was loaded."""
     _saving = Path()
     """The checkpoint that is being saved, or was last."""
-    _most = 0
-    """Checkpoints that are kept, or 0 for all."""
+    _keep_latest_k = 0
+    """Checkpoints to keep, or 0 for all."""
 
     def __init__(self, config: Config, **parts: Any) -> None:
         super().__init__(config, **parts)
         if self.enable and "://" not in self.folder:
             # torchtitan's own removal leaves a last save out, and counts folders that are no checkpoints.
-            self._most, self.keep_latest_k = self.keep_latest_k, 0
+            self._keep_latest_k, self.keep_latest_k = self.keep_latest_k, 0
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:
         """See `BaseCheckpointManager`.
@@ -100,7 +85,7 @@ class AsyncCheckpointer(CheckpointManager):
         if not saves_at(self, curr_step, last_step):
             return super().save(curr_step, last_step)
         start = time.perf_counter()
-        with self._telling_of_disk(), self.recording.span(Kind.SAVE, curr_step):
+        with self._explain_disk_errors(), self.recording.span(Kind.SAVE, curr_step):
             saved = super().save(curr_step, last_step)
         if saved:
             self.recording.write("checkpoint", step=curr_step, seconds=time.perf_counter() - start)
@@ -118,7 +103,7 @@ class AsyncCheckpointer(CheckpointManager):
         if not loaded:
             return False
         if there and self.initial_load_path:
-            self._say(
+            self.report(
                 f"checkpoint.initial_load_path is not read: {self.folder} has checkpoints, and the run goes "
                 f"on from step {there[-1] if step == -1 else step}"
             )
@@ -128,12 +113,8 @@ class AsyncCheckpointer(CheckpointManager):
         if isinstance(optimizers, AsyncOptimizers):
             changed = _of_all_ranks(optimizers.changed)
             if changed:
-                self._say(f"the recipe changes options of the checkpoint: {', '.join(changed)}")
+                self.report(f"the recipe changes options of the checkpoint: {', '.join(changed)}")
         return True
-
-    def _say(self, line: str) -> None:
-        if self.reporter is not None:
-            self.reporter.say(line)
 
     def maybe_wait_for_staging(self) -> None:
         """See `BaseCheckpointManager`.
@@ -142,7 +123,7 @@ class AsyncCheckpointer(CheckpointManager):
             UserError: as `save`, as soon as it is known of a checkpoint that is saved meanwhile.
         """
         if self.enable and self.save_future is not None and self.save_future.done():
-            with self._telling_of_disk():
+            with self._explain_disk_errors():
                 self.maybe_wait_for_saving()
         super().maybe_wait_for_staging()
 
@@ -159,23 +140,23 @@ class AsyncCheckpointer(CheckpointManager):
         The one just saved is kept in any case. The others stop being checkpoints at once; their files are
         removed in the background. With async saves, folders of later steps stay until a later save.
         """
-        if not self._most or dist.get_rank() != 0:
+        if not self._keep_latest_k or dist.get_rank() != 0:
             return
-        folders = _folders(Path(self.folder))
+        folders = step_folders(Path(self.folder))
         saved = next((step for step, path in folders if path == self._saving), None)
         if saved is not None and self.async_mode != AsyncMode.DISABLED:
             # Another rank, that learned of this save's end earlier, may have made the folder of the next one.
             folders = [(step, path) for step, path in folders if step <= saved]
         others = [path for _, path in folders if path != self._saving]
-        whole = [path for path in others if _is_whole(path)]
-        for path in set(others) - set(whole[-(self._most - 1) :]):
+        whole = [path for path in others if is_complete(path)]
+        for path in set(others) - set(whole[-(self._keep_latest_k - 1) :]):
             if not path.is_symlink():  # what it leads to may be another run's
                 with contextlib.suppress(OSError):
                     (path / INDEX).unlink(missing_ok=True)
                 self.purge_queue.put(str(path))
 
     @contextlib.contextmanager
-    def _telling_of_disk(self) -> Iterator[None]:
+    def _explain_disk_errors(self) -> Iterator[None]:
         try:
             yield
         except (CheckpointException, OSError) as error:
@@ -190,7 +171,7 @@ class AsyncCheckpointer(CheckpointManager):
             if dist.get_rank() == 0 and not (self._saving / INDEX).exists():
                 # No rank writes any more. What is there takes room, and would be counted as a checkpoint.
                 shutil.rmtree(self._saving, ignore_errors=True)
-            raise _cannot_save(self._saving, on_disk[0]) from error
+            raise write_error(self._saving, on_disk[0]) from error
 
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
@@ -203,31 +184,23 @@ class AsyncCheckpointer(CheckpointManager):
         if from_hf or "://" in checkpoint_id:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        with _telling_of_damage(Path(checkpoint_id)):
+        with explain_damage(Path(checkpoint_id)):
             reader = CheckingReader(checkpoint_id)
-            self._fit(state_dict, reader.index.state_dict_metadata)
-            dcp.load(state_dict, storage_reader=reader, planner=ValueLoadPlanner())
+            keys = reader.index.state_dict_metadata
+            self._check_positions(state_dict, keys)
+            self.was_delayed = any(f".{NEXT_WEIGHTS}." in key for key in keys)
+            state = existing_state(state_dict, keys)
+            dcp.load(state, storage_reader=reader, planner=ValueLoadPlanner())
+        for name, part in state_dict.items():
+            if isinstance(part, Stateful):
+                part.load_state_dict(state[name])
         if MODEL in self.states:
-            self.states[MODEL].load_state_dict(state_dict)
+            self.states[MODEL].load_state_dict(state)
 
-    def _fit(self, state_dict: dict[str, Any], keys: Collection[str]) -> None:
-        """Let the states not ask for what a checkpoint with these keys lacks, and refuse what they must."""
-        trainer, optimizer = state_dict.get("train_state"), state_dict.get("optimizer")
+    def _check_positions(self, state_dict: dict[str, Any], keys: Collection[str]) -> None:
         loader, positions = state_dict.get("dataloader"), [key for key in keys if _POSITION in key]
         if isinstance(loader, TextDataLoader) and positions:
             loader.check_degree(len(positions))  # or there may be none of this rank
-            loader.resumes_files = "dataloader.files" in keys
-        # A synchronous run has no older weights, so the next batch reads the newest; and no history
-        # of updates, so the first one is not corrected. An average that was not kept starts from the
-        # weights.
-        if trainer:
-            trainer.resumes_average = any(f".{EMA_WEIGHTS}." in key for key in keys)
-            trainer.resumes_delay = trainer.was_delayed = any(f".{NEXT_WEIGHTS}." in key for key in keys)
-            mine = f".{RANDOM_STATE}.{trainer.random_key}."
-            trainer.resumes_random_state = any(mine in key for key in keys)
-        if optimizer:
-            prefix = "optimizer."
-            optimizer.saved = {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
 
     def dcp_save(
         self,
@@ -266,6 +239,43 @@ class AsyncCheckpointer(CheckpointManager):
         return saving
 
 
+def existing_state(state_dict: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """The state to load from a checkpoint with these keys: without the entries that a checkpoint may lack.
+
+    A synchronous run has no older weights, so the next batch reads the newest ones, and no history of
+    updates, so the first update is not corrected. A new average starts from the weights. Generators' states
+    are those of one layout. Earlier versions saved fewer options, and no fingerprints of files.
+    """
+    state = {}
+    for name, part in state_dict.items():
+        if isinstance(part, Stateful):
+            optional = _OPTIONAL.get(name, lambda key: False)
+            part = {
+                key: value
+                for key, value in part.state_dict().items()
+                if not optional(key) or any(leaf in keys for leaf in _leaves(f"{name}.{key}", value))
+            }
+        state[name] = part
+    return state
+
+
+_OPTIONAL: dict[str, Callable[[str], bool]] = {
+    "train_state": {NEXT_WEIGHTS, EMA_WEIGHTS, RANDOM_STATE}.__contains__,
+    "dataloader": {"files"}.__contains__,
+    "optimizer": may_be_missing,
+}
+"""For a part of the state, which of its entries a checkpoint may lack."""
+
+
+def _leaves(key: str, value: Any) -> Iterator[str]:
+    """The keys of a checkpoint under which a nested entry is saved."""
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield key
+
+
 def _set_learning_rates(schedulers: LRSchedulersContainer) -> None:
     """Give the groups the rates of the schedule's step: a schedule that was loaded waits for its next one."""
     for scheduler in schedulers:
@@ -280,71 +290,6 @@ def _of_all_ranks(lines: Sequence[str]) -> list[str]:
     everyone: list[Any] = [()] * dist.get_world_size()
     dist.all_gather_object(everyone, lines)
     return list(dict.fromkeys(chain.from_iterable(everyone)))
-
-
-def _cannot_save(folder: Path, error: OSError) -> UserError:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    mend = "make room there" if full else "make that folder writable"
-    steps = [step for step in complete_steps(folder.parent) if folder.name != f"step-{step}"]
-    then = f"goes on from step {steps[-1]}" if steps else "starts anew"
-    return UserError(
-        f"cannot save {folder}: {os.strerror(error.errno or 0)}; {mend}, and the same command {then}"
-    )
-
-
-@contextlib.contextmanager
-def _telling_of_damage(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except DamagedError as error:
-        raise _damaged(folder, str(error)) from error
-    except OSError as error:
-        raise _damaged(folder, f"{INDEX} cannot be read ({error.strerror})") from error
-    except CheckpointException as error:
-        for cause, _ in error.failures.values():
-            if isinstance(cause, DamagedError):
-                raise _damaged(folder, str(cause)) from error
-        raise
-
-
-def _damaged(folder: Path, why: str) -> UserError:
-    steps = [step for step in complete_steps(folder.parent) if folder.name != f"step-{step}"]
-    if steps:
-        mend = f"remove that folder to go on from step {steps[-1]}"
-    else:
-        mend = "take another checkpoint, or remove that folder to start anew"
-    return UserError(f"the checkpoint {folder} is damaged: {why}; {mend}")
-
-
-def check_index(folder: Path) -> None:
-    """Look whether a checkpoint has an index that can be read; runs nothing that it may contain.
-
-    Raises:
-        UserError: it has not.
-    """
-    with _telling_of_damage(folder):
-        CheckingReader(folder)
-
-
-def complete_steps(folder: Path, index: str = INDEX) -> list[int]:
-    """The steps of which `folder` holds a whole checkpoint, in ascending order.
-
-    Args:
-        folder: of the checkpoints.
-        index: the file that is written last into one: by default that of checkpoints to resume from.
-    """
-    return [step for step, path in _folders(folder) if (path / index).exists()]
-
-
-def _folders(folder: Path) -> list[tuple[int, Path]]:
-    """The folders of checkpoints in `folder`, whole or not, each behind its step, in ascending order."""
-    found = ((re.fullmatch(r"step-(\d+)", path.name), path) for path in folder.glob("step-*/"))
-    return sorted((int(match[1]), path) for match, path in found if match)
-
-
-def _is_whole(path: Path) -> bool:
-    # A last save in Hugging Face's format has an index of its own, which is written last, too.
-    return (path / INDEX).exists() or (path / HF_INDEX).exists()
 
 
 def save_for_resuming(checkpointer: BaseCheckpointManager, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""The section `[ema]`, and the average of the weights that checkpoints then hold beside them."""
+"""The section `[ema]`, and the exponential moving average of the weights, which checkpoints hold too."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torchtitan.trainer import Trainer
 
 from titan_async.local_tensors import local_part
+from titan_async.training.callbacks import Callback, Update
 from titan_async.training.models.tying import stored_name
 
 __all__ = ["EmaConfig", "WeightAverage", "keeps_average"]
@@ -35,8 +36,8 @@ def keeps_average(config: Trainer.Config) -> bool:
     return config.ema.decay > 0
 
 
-class WeightAverage:
-    """An exponential moving average of trainable parameters, on each rank of the parts that lie there.
+class WeightAverage(Callback):
+    """An exponential moving average of trainable parameters, on each rank of its own shards.
 
     Args:
         parts: modules whose parameters' names are unique among them. An average has its parameter's dtype,
@@ -55,16 +56,26 @@ class WeightAverage:
         self._averages = {name: weight.detach().clone() for name, weight in self._weights.items()}
         self._begun = False
 
+    def before_clip(self, trainer: Trainer) -> None:
+        """Start from the weights before the first update: later than the first batch, which makes the copies
+        of tied weights equal."""
+        self.begin()
+
+    def after_update(self, trainer: Trainer, update: Update) -> None:
+        """Include the updated weights, unless the update was skipped."""
+        if update.found_finite:
+            self.update(update.skip)
+
     @torch.no_grad()
     def begin(self) -> None:
-        """Start from the weights of now, unless it has started or was loaded."""
+        """Start from the present weights, unless it has started or was loaded."""
         if not self._begun:
             torch._foreach_copy_(*self._local())
             self._begun = True
 
     @torch.no_grad()
     def update(self, skip: Tensor | None = None) -> None:
-        """Take in the weights of now, which an update has just changed. Without communication.
+        """Include the present weights, which an update has just changed. No communication.
 
         Args:
             skip: a scalar on the device; where it is true, the average stays as it is.
@@ -84,7 +95,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Go on from the averages of `state_dict`, which are sharded like these.
+        """Continue from the averages of `state_dict`, which are sharded like these.
 
         Raises:
             KeyError: if one is missing.

@@ -1,31 +1,12 @@
-"""What a configuration and a model need to train on CPU and gloo, for machines without an accelerator.
+"""Lets a parallelized module start and train on CPU and gloo, for machines without an accelerator."""
 
-Where one exists nothing here takes effect. `titan_async.config.device` lets torchtitan run there at all.
-"""
-
-import dataclasses
 from collections.abc import Callable
 
 import torch
 
 from titan_async.config.device import has_accelerator
 
-__all__ = ["adapt_config", "adapt_module"]
-
-
-def adapt_config(config):
-    """A copy of a `Trainer.Config` with the module overrides that the CPU needs; unchanged elsewhere."""
-    if has_accelerator():
-        return config
-    from titan_async.training.models import cpu_overrides
-
-    override = dataclasses.replace(
-        config.override, imports=[*config.override.imports, *cpu_overrides.override_imports(config)]
-    )
-    checkpoint = config.checkpoint
-    if getattr(checkpoint, "async_mode", None) == "async_with_pinned_mem":
-        checkpoint = dataclasses.replace(checkpoint, async_mode="disabled")
-    return dataclasses.replace(config, override=override, checkpoint=checkpoint)
+__all__ = ["adapt_module"]
 
 
 def adapt_module(module: torch.nn.Module) -> torch.nn.Module:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -13,12 +13,14 @@ import tyro
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 from torchtitan.models.common.moe import MoE
+from torchtitan.trainer import Trainer
 
 from titan_async.errors import UserError
 from titan_async.local_tensors import local_part
 from titan_async.optim import ErrorFeedback, Lion, Muon, set_found_inf
 from titan_async.optim.correction import history_key
 from titan_async.optim.tensors import skips
+from titan_async.training.callbacks import Callback
 from titan_async.training.models.tying import stored_name
 from titan_async.training.optimizer.config import (
     AdamWConfig,
@@ -32,10 +34,19 @@ from titan_async.training.optimizer.config import (
     soap_class,
 )
 from titan_async.training.optimizer.plain_tensor_optimizer import PlainTensorOptimizer
-from titan_async.training.optimizer.saved_options import changed_options, may_be_missing
+from titan_async.training.optimizer.saved_options import changed_options
 from titan_async.training.optimizer.trial import try_out
+from titan_async.training.pipeline.schedule import delays_gradients
 
-__all__ = ["FACTORIES", "OF_THE_WHOLE_RUN", "AsyncOptimizers", "drop_token_counts"]
+__all__ = [
+    "FACTORIES",
+    "OF_THE_WHOLE_RUN",
+    "AsyncOptimizers",
+    "drop_token_counts",
+    "feedback_if_delayed",
+    "learning_rates",
+    "skip_on_device",
+]
 
 FACTORIES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Muon": Muon,
@@ -57,7 +68,7 @@ _OF_GROUP = "#"
 """Between the name of another package's optimizer and the number of its group."""
 
 
-class AsyncOptimizers(OptimizersContainer):
+class AsyncOptimizers(OptimizersContainer, Callback):
     """torchtitan's container of optimizers, with Muon, Lion and error feedback.
 
     Error feedback is inside Muon and wrapped around the others; its state has the same names either way, so
@@ -120,12 +131,6 @@ class AsyncOptimizers(OptimizersContainer):
             """The parameter groups: those given, else those that `name` stands for."""
             return self.param_groups or named_groups(self)
 
-        def without_feedback(self) -> "AsyncOptimizers.Config":
-            """A copy for training without a delay, where there is nothing to correct."""
-            return dataclasses.replace(
-                self, error_feedback=dataclasses.replace(self.error_feedback, enable=False)
-            )
-
         def __post_init__(self) -> None:
             for group in self.param_groups:
                 try:
@@ -134,9 +139,6 @@ class AsyncOptimizers(OptimizersContainer):
                     raise ValueError(
                         f"optimizer.param_groups pattern '{group.pattern}' is no regular expression: {error}"
                     ) from None
-
-    saved: Collection[str] | None = None
-    """While a checkpoint is being loaded, the names of what it holds; see `AsyncCheckpointer`."""
 
     changed: Sequence[str] = ()
     """The options that differ from those of the checkpoint loaded last; see `changed_options`."""
@@ -198,6 +200,11 @@ class AsyncOptimizers(OptimizersContainer):
                 set_found_inf(optimizer, None)
         self.found_inf = found_inf if honoured else None
         return honoured
+
+    def before_batch(self, trainer: Trainer) -> None:
+        """Pause error feedback while updates are not delayed."""
+        if delays_gradients(trainer.config.parallelism):
+            self.pause_feedback(not trainer.pp_schedule.delay_updates)
 
     def pause_feedback(self, paused: bool) -> None:
         """Pause error feedback, or resume it with an empty history."""
@@ -262,18 +269,11 @@ class AsyncOptimizers(OptimizersContainer):
                 patterns[name].append(config.pattern)
         return groups, patterns
 
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        if self.saved is None:
-            return state
-        return {key: value for key, value in state.items() if key in self.saved or not may_be_missing(key)}
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of the parameters. Options stay those of this run, learning rates included."""
         own = {key: value for key, value in super().state_dict().items() if self._is_option(key)}
         self.changed = changed_options(state_dict, own, self._name_of)
         super().load_state_dict({**state_dict, **own})
-        self.saved = None
 
     def _is_option(self, key: str) -> bool:
         """Whether a key of the state is an option, and not what an optimizer counts in a group of its."""
@@ -388,6 +388,30 @@ def _implementation(name: str, impl_kwargs: dict[str, Any]) -> dict[str, Any]:
         # DTensor has no sharding rule for the fused SGD.
         return {**impl_kwargs, "fused": False, "foreach": True}
     return impl_kwargs
+
+
+def feedback_if_delayed(config: OptimizersContainer.Config, delayed: bool) -> OptimizersContainer.Config:
+    """A run's optimizers: without error feedback, if there is no delay to correct."""
+    if delayed or not isinstance(config, AsyncOptimizers.Config):
+        return config
+    feedback = dataclasses.replace(config.error_feedback, enable=False)
+    return dataclasses.replace(config, error_feedback=feedback)
+
+
+def learning_rates(trainer: Trainer) -> dict[str, float]:
+    """The current learning rates, by the names of metrics."""
+    if isinstance(trainer.optimizers, AsyncOptimizers):
+        return trainer.optimizers.learning_rates()
+    return trainer.lr_schedulers.get_metrics()  # type: ignore[no-any-return]
+
+
+def skip_on_device(optimizers: OptimizersContainer, skip: torch.Tensor) -> bool:
+    """Make the next step a no-op where `skip`, a bool scalar on the device, is true.
+
+    Returns:
+        Whether the optimizers can; else the host has to decide.
+    """
+    return isinstance(optimizers, AsyncOptimizers) and optimizers.set_found_inf(skip.float())
 
 
 def drop_token_counts(modules: Iterable[nn.Module], skip: torch.Tensor | None = None) -> None:

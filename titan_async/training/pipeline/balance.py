@@ -137,7 +137,7 @@ def _agree_on_split(timer: PartTimer, num_stages: int) -> list[int]:
     if dist.get_rank() == 0:
         costs = measure_costs(timer)
         counts = balanced_split(costs.layers, num_stages, first=costs.embedding, last=costs.head)
-        Reporter(speaks=True, steps=0).say(_describe(counts, costs))
+        Reporter(is_logging_rank=True, steps=0).log(_describe(counts, costs))
     message = [counts]
     dist.broadcast_object_list(message, src=0)
     return message[0]

@@ -28,9 +28,12 @@ __all__ = [
     "check_microbatches",
     "check_supported",
     "delays_gradients",
+    "has_last_stage",
     "is_async",
     "needs_fsdp",
     "overlaps",
+    "synchronous_steps",
+    "tokens_per_step",
 ]
 
 
@@ -96,6 +99,25 @@ def delays_gradients(parallelism: ParallelismConfig) -> bool:
 def overlaps(config: Trainer.Config) -> bool:
     """Whether training runs overlapped pairs."""
     return delays_gradients(config.parallelism) and config.pipeline.overlap
+
+
+def synchronous_steps(config: Trainer.Config) -> int:
+    """The steps at the start of a run whose updates are not delayed; 0 if none ever is."""
+    if not delays_gradients(config.parallelism):
+        return 0
+    return config.pipeline.resolved_synchronous_steps(config.training.steps)
+
+
+def has_last_stage(trainer: Trainer) -> bool:
+    """Whether this rank computes losses."""
+    return not trainer.parallel_dims.pp_enabled or trainer.pp_has_last_stage
+
+
+def tokens_per_step(trainer: Trainer) -> int:
+    """The tokens of a batch over all data-parallel ranks."""
+    dims, training = trainer.parallel_dims, trainer.config.training
+    degree = dims.get_mesh("batch").size() if dims.dp_enabled else 1
+    return training.seq_len * training.local_batch_size * trainer.gradient_accumulation_steps * degree
 
 
 def check_microbatches(config: Trainer.Config, accumulation: int) -> None:

@@ -28,7 +28,7 @@ from titan_async.config.edit import unknown_name
 from titan_async.data import DocumentEncoder
 from titan_async.data.encoder import entries_of
 from titan_async.errors import UserError
-from titan_async.training.checkpoint.checkpointer import check_index, complete_steps
+from titan_async.training.checkpoint.folders import check_index, complete_steps
 from titan_async.training.models.tying import update_model
 from titan_async.training.pipeline.balance import KNOWN_MODULES, count_stages, measures_balance
 from titan_async.training.pipeline.schedule import delays_gradients

@@ -1,4 +1,4 @@
-"""torchtitan's metrics, with the real loss on every rank and the project's own lines on the terminal."""
+"""torchtitan's metrics, with the last stage's loss on every rank, and one W&B run for all starts of a run."""
 
 import contextlib
 import os
@@ -13,10 +13,13 @@ import torch
 import torch.distributed as dist
 from torchtitan.components.metrics import BaseLogger, MetricsProcessor
 from torchtitan.distributed import ParallelDims
+from torchtitan.trainer import Trainer
 
-from titan_async.training.checkpoint.checkpointer import complete_steps
-from titan_async.training.telemetry.recording import Recording
-from titan_async.training.telemetry.reporter import Reporter, StepReport
+from titan_async.training.callbacks import Callback
+from titan_async.training.checkpoint.folders import complete_steps
+from titan_async.training.pipeline.schedule import has_last_stage
+from titan_async.training.telemetry.recording import Recorded
+from titan_async.training.telemetry.reporter import StepReport
 from titan_async.whole_files import writing_whole
 
 __all__ = ["AsyncMetrics", "keep_run_id", "run_id_file", "share_loss", "wandb_continues"]
@@ -31,15 +34,13 @@ def share_loss(loss: torch.Tensor, parallel_dims: ParallelDims, has_last_stage: 
     return shared
 
 
-class AsyncMetrics(MetricsProcessor):
-    """Logs to TensorBoard and W&B as torchtitan does, and hands each step's figures to `reporter`."""
+class AsyncMetrics(MetricsProcessor, Recorded, Callback):
+    """Logs to TensorBoard and W&B as torchtitan does, and prints and records each step's metrics."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
         pass
 
-    reporter: Reporter | None = None
-    recording: Recording = Recording()
     has_last_stage: bool = True
     validation_loss: float | None = None
     """The latest validation loss in nats a token, on every rank."""
@@ -63,6 +64,10 @@ class AsyncMetrics(MetricsProcessor):
             super().__init__(config, **options)
         if run_id and type(self.logger) is not BaseLogger:  # this rank logs
             keep_run_id(file, run_id)
+
+    def before_first_step(self, trainer: Trainer) -> None:
+        """Note whether this rank computes losses."""
+        self.has_last_stage = has_last_stage(trainer)
 
     def log(
         self,
@@ -100,8 +105,7 @@ class AsyncMetrics(MetricsProcessor):
         loss = float(share_loss(mine, self.parallel_dims, self.has_last_stage).item())
         super().log_validation(loss, step, extra_metrics)
         self.validation_loss = loss
-        if self.reporter is not None:
-            self.reporter.say(f"validation at step {step}: loss {loss:.4f}")
+        self.report(f"validation at step {step}: loss {loss:.4f}")
         self.recording.write("validation", step=step, loss=loss)
 
     def _mfu(self, tokens_per_second: float) -> float | None:

@@ -1,48 +1,94 @@
 """Updates skipped because of a non-finite gradient: how many, and where the first non-finite value was."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.trainer import Trainer
 
 from titan_async.errors import UserError
 from titan_async.local_tensors import local_part
+from titan_async.training.callbacks import Callback, Update
 from titan_async.training.models.tying import is_copy
+from titan_async.training.telemetry.reporter import Reporter
+from titan_async.training.transfer import Deferred
 
-__all__ = ["Search", "SkippedUpdates"]
+__all__ = ["GradientCheck", "NonFiniteSearch", "SkippedUpdates"]
+
+
+class GradientCheck(Callback):
+    """Counts skipped updates, and looks for their cause.
+
+    Args:
+        skipped: counts them.
+        search: finds the cause.
+        deferred: runs the check of an update once the host knows its norm.
+        reporter: prints warnings.
+    """
+
+    def __init__(
+        self,
+        skipped: "SkippedUpdates",
+        search: "NonFiniteSearch",
+        deferred: Deferred,
+        reporter: Reporter,
+    ) -> None:
+        self.skipped, self._search, self._deferred, self._reporter = skipped, search, deferred, reporter
+        self.grad_norm: float | None = None
+        """The norm of the gradient at the latest update that the host knows of."""
+
+    def before_batch(self, trainer: Trainer) -> None:
+        """Count the batch."""
+        self._search.begin_batch()
+
+    def before_clip(self, trainer: Trainer) -> None:
+        """Check the gradient, while a search goes on."""
+        self._search.check_gradients()
+
+    def after_update(self, trainer: Trainer, update: Update) -> None:
+        """Check, once the host knows it, whether the update was made."""
+        self._deferred.add(trainer.step, partial(self._end_update, trainer.step, update))
+
+    def _end_update(self, step: int, update: Update) -> None:
+        self.grad_norm = float(update.norm.read())
+        finite = math.isfinite(self.grad_norm)
+        where = self._search.end_update(finite)
+        self.skipped.count(finite and update.found_finite, step, where, self._reporter.warn)
 
 
 @dataclass
 class SkippedUpdates:
     """Counts skipped updates.
 
-    All ranks count alike, since the norm of a gradient is global. What a hook makes of gradients after that
-    is known to, and counted by, the ranks of that stage alone.
+    The norm of a gradient is global, so the counts of all ranks are equal. Only the ranks of a stage count
+    what a hook does to the gradients of that stage after the clip.
     """
 
-    most_in_a_row: int
+    max_in_a_row: int
     """With this many in a row the run stops."""
     total: int = 0
     in_a_row: int = 0
 
-    def note(self, finite: bool, step: int, where: str, warn: Callable[[str], None]) -> None:
+    def count(self, finite: bool, step: int, where: str, warn: Callable[[str], None]) -> None:
         """Count the update of `step`, made if its gradient is `finite` and skipped otherwise.
 
         Args:
-            where: what is known of the place of the first value that is not; see `not_finite.Search`.
-            warn: is told of an update that is skipped.
+            where: a description of the first non-finite value; see `NonFiniteSearch.end_update`.
+            warn: prints a warning for a skipped update.
 
         Raises:
-            UserError: if as many as `most_in_a_row` were skipped without one that was made.
+            UserError: `max_in_a_row` updates in a row were skipped.
         """
         self.in_a_row = 0 if finite else self.in_a_row + 1
         self.total += not finite
-        if self.in_a_row >= self.most_in_a_row:
+        if self.in_a_row >= self.max_in_a_row:
             raise UserError(
                 f"the gradient was not finite {self.in_a_row} times in a row up to step {step}{where}: "
                 "lower the learning rate or training.max_norm, or look at the data (max_skipped_updates says "
@@ -56,20 +102,19 @@ class SkippedUpdates:
 
 
 class _Found(NamedTuple):
-    """What one rank knows of a batch."""
+    """What one rank has found in a batch."""
 
     forwards: list[int]
-    """Its stages that gave on what is not finite though they got nothing of the kind."""
+    """Its stages with non-finite output from finite input."""
     gradients: list[tuple[int, str]]
-    """Its stages with a gradient that is not finite, and the parameter or layer where a backward meets it
-    first."""
+    """Its stages with a non-finite gradient, and the parameter or layer where a backward meets it first."""
 
 
-class Search:
-    """Looks at whole batches, from when a skipped update is known to when one that was made is.
+class NonFiniteSearch:
+    """Checks whole batches from the first skipped update to the next one that is made.
 
-    Looking costs a reduction over what stages take and give, and over gradients, and telling waits for the
-    device; as long as all gradients are finite nothing is looked at.
+    A check costs a reduction over the inputs and outputs of stages, and over gradients; reading its result
+    synchronizes with the device. While all gradients are finite, nothing is checked.
 
     Args:
         stages: of this rank, by their number in the pipeline.
@@ -78,22 +123,19 @@ class Search:
     def __init__(self, stages: Iterable[tuple[int, nn.Module]]) -> None:
         self._stages = dict(stages)
         self._hooks: list[Any] = []
-        self._begun = self._clipped = self._updates = 0
-        self._since = 0  # the first batch that is looked at as a whole
-        self._begins: dict[int, dict[int, Tensor]] = defaultdict(dict)  # batch, stage: a flag
-        # update, stage: of each parameter's gradient
+        self._batches = self._gradients = self._updates = 0  # counts
+        self._first_batch = 0  # the first one that is checked as a whole
+        self._causes: dict[int, dict[int, Tensor]] = defaultdict(dict)  # batch, stage: a flag
+        # update, stage: the names of parameters, and the largest entry of each gradient
         self._largest: dict[int, dict[int, tuple[list[str], Tensor]]] = defaultdict(dict)
 
     def begin_batch(self) -> None:
-        """Note that the forwards of another batch follow."""
-        self._begun += 1
+        """Count a batch, whose forwards follow."""
+        self._batches += 1
 
-    def look_at_gradients(self) -> None:
-        """Look at the gradient in `.grad`, before a clip spreads over all of it what is in a part.
-
-        Once for each update.
-        """
-        self._clipped += 1
+    def check_gradients(self) -> None:
+        """Check the gradient in `.grad`, once for each update, before a clip makes all of it non-finite."""
+        self._gradients += 1
         if not self._hooks:
             return
         for number, module in self._stages.items():
@@ -103,19 +145,18 @@ class Search:
                 # A tied weight's gradient is that of both its stages, and the backward ends at the first.
                 if parameter.grad is not None and not is_copy(module, name)
             }
-            parts = {name: part for name, part in gradients.items() if part.numel()}
-            if parts:
-                largest = [torch.linalg.vector_norm(part, torch.inf).float() for part in parts.values()]
-                self._largest[self._clipped][number] = list(parts), torch.stack(largest)
+            shards = {name: shard for name, shard in gradients.items() if shard.numel()}
+            if shards:
+                largest = [torch.linalg.vector_norm(shard, torch.inf).float() for shard in shards.values()]
+                self._largest[self._gradients][number] = list(shards), torch.stack(largest)
 
     def end_update(self, finite: bool) -> str:
-        """Note what is known of the next update. If its gradient was not `finite`, a collective of all ranks.
+        """Count an update. If its gradient was not `finite`, a collective of all ranks.
 
-        It may be known when later gradients have been looked at.
+        It may be known after later gradients were checked.
 
         Returns:
-            Where its batch had the first value that is not finite, in words that follow a comma; empty if
-            that is not known.
+            A description of its batch's first non-finite value, beginning with a comma; empty if unknown.
         """
         self._updates += 1
         if finite:
@@ -124,44 +165,46 @@ class Search:
         if not self._hooks:
             self._start()
             return ""
-        # Every rank decides alike here, since all count the same batches.
-        if self._updates < self._since or dist.get_backend() == "fake":
+        # All ranks decide alike, since they count the same batches.
+        if self._updates < self._first_batch or dist.get_backend() == "fake":
             return ""
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, self._found())
         return _describe(everyone)
 
     def _start(self) -> None:
-        self._since = self._begun + 1
+        self._first_batch = self._batches + 1
         for number, module in self._stages.items():
 
-            def look(module: nn.Module, args: tuple, kwargs: dict, output: Any, number: int = number) -> None:
+            def check(
+                module: nn.Module, args: tuple, kwargs: dict, output: Any, number: int = number
+            ) -> None:
                 if torch.is_grad_enabled() and module.training:
-                    begins = ~_are_finite(output) & _are_finite((*args, *kwargs.values()))
-                    seen = self._begins[self._begun]
-                    seen[number] = begins | seen[number] if number in seen else begins
+                    is_cause = ~_are_finite(output) & _are_finite((*args, *kwargs.values()))
+                    causes = self._causes[self._batches]
+                    causes[number] = is_cause | causes[number] if number in causes else is_cause
 
-            self._hooks.append(module.register_forward_hook(look, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(check, with_kwargs=True))
 
     def _stop(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._begins.clear()
+        self._causes.clear()
         self._largest.clear()
 
     def _found(self) -> _Found:
-        begins = self._begins.pop(self._updates, {})
+        causes = self._causes.pop(self._updates, {})
         gradients = []
         for number, (names, largest) in self._largest.pop(self._updates, {}).items():
             wrong = (~largest.isfinite()).nonzero().flatten().tolist()
             if wrong:
                 gradients.append((number, _first_in_backward([names[index] for index in wrong])))
-        return _Found([number for number, flag in begins.items() if flag], gradients)
+        return _Found([number for number, flag in causes.items() if flag], gradients)
 
 
 def _are_finite(values: Any) -> Tensor:
-    """Whether all numbers in the tensors among `values` are, as a tensor without dimensions."""
+    """Whether all entries of the tensors among `values` are finite, as a scalar tensor."""
     flags = [
         local_part(value.detach()).isfinite().all()
         for value in (values if isinstance(values, tuple) else (values,))
@@ -171,7 +214,7 @@ def _are_finite(values: Any) -> Tensor:
 
 
 def _first_in_backward(parameters: list[str]) -> str:
-    """The one of these parameters that a backward comes to first, or, if several are in its layer, that."""
+    """The first of these parameters in the order of the backward, or its layer if several are in it."""
     names = [canonical_fqn(name).split(".") for name in parameters]
     # Layers are in the order of the forward; what is inside of one need not be.
     layer = names[-1][:2]

@@ -1,34 +1,26 @@
-"""Spans of what tells no recorder what it does: torch's own schedules, and a model that is no pipeline."""
+"""Spans of what calls no recorder by itself: torch's own schedules, and a model that is no pipeline."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from titan_async.pipelining.recording import Kind, Recorder
-from titan_async.training._titan_internals import telling_waits
+from titan_async.training._titan_internals import wrap_waits
 
-__all__ = ["ModelSpans", "Passing", "StageSpans", "no_spans"]
-
-Passing = Callable[[int, int], AbstractContextManager[None]]
-"""Records one pass of a batch: given its number, and how many of its microbatches were in passes before."""
-
-
-def no_spans(batch: int, first_microbatch: int) -> AbstractContextManager[None]:
-    """A `Passing` that records nothing."""
-    return nullcontext()
+__all__ = ["ModelSpans", "StageSpans"]
 
 
 class StageSpans:
-    """Lets stages record their forwards, backwards and reductions, and torch's schedules their waits.
+    """Records the forwards, backwards and reductions of stages, and the waits of torch's schedules.
 
-    What FSDP gathers and reduces inside of a forward or backward counts as part of it. A wait is for all
+    What FSDP gathers and reduces within a forward or backward counts as part of it. A wait is for all
     messages of one exchange, so it is recorded without a microbatch, for the first stage.
 
     Args:
         stages: of this rank.
-        recorder: is told.
+        recorder: receives the spans.
     """
 
     def __init__(self, stages: Sequence[Any], recorder: Recorder) -> None:
@@ -39,11 +31,11 @@ class StageSpans:
             self._wrap(stage, "backward_one_chunk", _kind_of_backward)
             self._wrap(stage, "backward_weight_one_chunk", lambda args, kwargs: Kind.BACKWARD_WEIGHT)
             self._wrap(stage, "perform_reduce_grad", lambda args, kwargs: Kind.REDUCE)
-        telling_waits(self._around_wait)
+        wrap_waits(self._record_wait)
 
     @contextmanager
-    def passing(self, batch: int, first_microbatch: int) -> Iterator[None]:
-        """A `Passing`."""
+    def record_pass(self, batch: int, first_microbatch: int) -> Iterator[None]:
+        """See `Recording.record_pass`."""
         self._batch, self._first = batch, first_microbatch
         yield
 
@@ -63,7 +55,7 @@ class StageSpans:
 
         setattr(stage, name, recorded)
 
-    def _around_wait(self, wait: Callable[[], None]) -> None:
+    def _record_wait(self, wait: Callable[[], None]) -> None:
         if not self._stages[0].has_backward:
             wait()
             return
@@ -73,26 +65,26 @@ class StageSpans:
 
 
 class ModelSpans:
-    """Lets a model record its forwards, and call backward what follows until the pass is over.
+    """Records the forwards of a model, and what follows until the pass is over as its backward.
 
     Args:
         model: computes the logits.
-        recorder: is told.
+        recorder: receives the spans.
     """
 
     def __init__(self, model: nn.Module, recorder: Recorder) -> None:
         self._model, self._recorder = model, recorder
 
     @contextmanager
-    def passing(self, batch: int, first_microbatch: int) -> Iterator[None]:
-        """A `Passing`."""
+    def record_pass(self, batch: int, first_microbatch: int) -> Iterator[None]:
+        """See `Recording.record_pass`."""
         about = (0, batch, first_microbatch, batch)
 
-        def backward(*_: Any) -> None:
+        def begin_backward(*_: Any) -> None:
             self._recorder.end()
             self._recorder.begin(Kind.BACKWARD, *about)
 
-        handle = self._model.register_forward_hook(backward)
+        handle = self._model.register_forward_hook(begin_backward)
         self._recorder.begin(Kind.FORWARD, *about)
         try:
             yield

@@ -1,7 +1,8 @@
-"""Times the forwards and backwards of a run's stages in a few of its steps, and leaves them in its folder.
+"""Measures the forwards and backwards of a run's stages in a few steps, and writes the times to its folder.
 
-`titan-async plan --measured FOLDER` reads them. Only `STEPS` steps after the first `SKIPPED` are timed;
-then the stages are as they were, so that the rest of the run pays nothing.
+`titan-async plan --measured FOLDER` reads them. Only `STEPS` steps after the first `SKIPPED` are timed; then
+the stages are restored, so that the rest of the run has no overhead. Recorded spans would give other times
+(the last stage's forward includes the loss), and there are none with `monitor.no-events`.
 """
 
 import time
@@ -14,10 +15,11 @@ import torch.distributed as dist
 from torchtitan.distributed import ParallelDims
 from torchtitan.trainer import Trainer
 
+from titan_async.training.callbacks import Callback
 from titan_async.training.pipeline.schedule import accumulation_of
 from titan_async.whole_files import write_json
 
-__all__ = ["MEASURED_FILE", "SKIPPED", "STEPS", "StageTimer", "write_measured"]
+__all__ = ["MEASURED_FILE", "SKIPPED", "STEPS", "StageTimer"]
 
 MEASURED_FILE = "measured.json"
 SKIPPED = 5
@@ -32,24 +34,34 @@ _KINDS = {
 }
 
 
-class StageTimer:
+class StageTimer(Callback):
     """Counts steps, and times the stages in some of them.
 
     Args:
         stages: of this rank.
         device: on which they compute.
+        warn: prints a warning.
     """
 
-    def __init__(self, stages: Sequence[Any], device: torch.device) -> None:
-        self._stages, self._device = stages, device
+    def __init__(self, stages: Sequence[Any], device: torch.device, warn: Callable[[str], None]) -> None:
+        self._stages, self._device, self._warn = stages, device, warn
         self._steps = 0
         self._asked = False
         self._spans: dict[tuple[int, str], list[Callable[[], float]]] = {}
-        self._before: dict[tuple[int, str], Callable[..., Any]] = {}  # what others have put on a stage
+        self._before: dict[tuple[int, str], Callable[..., Any]] = {}  # wrappers of others
+
+    def after_batch(self, trainer: Trainer) -> None:
+        """Count a step."""
+        self.end_step()
+
+    def before_pause(self, trainer: Trainer) -> None:
+        """Write the times, once they are complete."""
+        if self.is_due():
+            self.write(trainer.config, trainer.parallel_dims)
 
     @property
     def timed(self) -> bool:
-        """Whether all steps that are timed are over."""
+        """Whether all timed steps are over."""
         return self._steps == SKIPPED + STEPS
 
     def end_step(self) -> None:
@@ -65,7 +77,7 @@ class StageTimer:
                 self._restore(stage)
 
     def is_due(self) -> bool:
-        """Whether there are times that were not asked for yet. Reading them waits for the device."""
+        """Whether the times are complete and were not asked for yet. Reading them synchronizes."""
         due, self._asked = self.timed and not self._asked, self.timed
         return due
 
@@ -89,6 +101,36 @@ class StageTimer:
             found.append(entry)
         return found
 
+    def write(self, config: Trainer.Config, dims: ParallelDims) -> None:
+        """Gather the times of all stages and write them: a collective of each pipeline; rank 0 writes.
+
+        If the file cannot be written, there is a warning and no file.
+        """
+        group = dims.get_mesh("pp").get_group()
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, self.seconds(), group=group)
+        if dist.get_rank() != 0:
+            return
+        size = config.parallelism.pipeline_parallel_microbatch_size
+        passes = accumulation_of(config.training, dims.dp_replicate * dims.dp_shard)
+        record = {
+            "schedule": config.parallelism.pipeline_parallel_schedule,
+            "pp": dims.pp,
+            "dp_replicate": dims.dp_replicate,
+            "dp_shard": dims.dp_shard,
+            "tp": dims.tp,
+            "ep": dims.ep,
+            "microbatch_size": size,
+            "microbatches": config.training.local_batch_size // size * passes,
+            "seq_len": config.training.seq_len,
+            "stages": sorted((stage for own in everyone for stage in own), key=lambda stage: stage["stage"]),
+        }
+        file = Path(config.dump_folder) / MEASURED_FILE
+        try:
+            write_json(file, record)
+        except OSError as error:
+            self._warn(f"cannot write the stages' times to {file}: {error.strerror}; training goes on")
+
     def _watch(self, stage: Any) -> None:
         for name in _KINDS:
             if name in vars(stage):
@@ -101,39 +143,6 @@ class StageTimer:
             vars(stage).pop(name, None)
             if (stage.stage_index, name) in self._before:
                 setattr(stage, name, self._before[stage.stage_index, name])
-
-
-def write_measured(
-    timer: StageTimer, config: Trainer.Config, dims: ParallelDims, warn: Callable[[str], None]
-) -> None:
-    """Gather the times of all stages and write them. A collective of each pipeline; rank 0 writes its own.
-
-    What cannot be written is warned of, and missing.
-    """
-    group = dims.get_mesh("pp").get_group()
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, timer.seconds(), group=group)
-    if dist.get_rank() != 0:
-        return
-    size = config.parallelism.pipeline_parallel_microbatch_size
-    passes = accumulation_of(config.training, dims.dp_replicate * dims.dp_shard)
-    record = {
-        "schedule": config.parallelism.pipeline_parallel_schedule,
-        "pp": dims.pp,
-        "dp_replicate": dims.dp_replicate,
-        "dp_shard": dims.dp_shard,
-        "tp": dims.tp,
-        "ep": dims.ep,
-        "microbatch_size": size,
-        "microbatches": config.training.local_batch_size // size * passes,
-        "seq_len": config.training.seq_len,
-        "stages": sorted((stage for own in everyone for stage in own), key=lambda stage: stage["stage"]),
-    }
-    file = Path(config.dump_folder) / MEASURED_FILE
-    try:
-        write_json(file, record)
-    except OSError as error:
-        warn(f"cannot write the stages' times to {file}: {error.strerror}; training goes on")
 
 
 def _timed(
