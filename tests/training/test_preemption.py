@@ -98,12 +98,12 @@ def ask_at_every_instruction(rank: int, group: object) -> list[signal.Signals | 
         frame.f_trace_opcodes = True
         count += event == "opcode"
         if event == "opcode" and count == len(answers):
-            preemption._ask(INT, frame)
+            preemption._on_signal(INT, frame)
         return trace
 
     while count >= len(answers) - 1:
-        preemption._heard, count = {}, 0
-        preemption._ask(TERM, None)
+        preemption._received, count = {}, 0
+        preemption._on_signal(TERM, None)
         sys.settrace(trace)
         try:
             preemption.begin_step()

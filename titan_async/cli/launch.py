@@ -89,10 +89,10 @@ def train(argv: Sequence[str]) -> int:
 
     def explain(rank: int, seconds: float) -> str:
         from titan_async.monitor.run_folder import runs_in
-        from titan_async.training.process.hung_ranks import name_the_silent
+        from titan_async.training.process.hung_ranks import describe_hung_ranks
 
         runs = runs_in(folder) if config.monitor.events else []
-        return name_the_silent(seconds, rank, runs[-1] if runs else None, config.comm, by_watchdog=True)
+        return describe_hung_ranks(seconds, rank, runs[-1] if runs else None, config.comm, by_watchdog=True)
 
     with run_folder.announced(folder):
         return launch(nproc, command, watch=folder if live else None, gpus=gpus, explain=explain)

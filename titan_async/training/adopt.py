@@ -1,4 +1,4 @@
-"""Makes an `AsyncTrainer.Config` of torchtitan's `Trainer.Config`, so that its recipes train as they are."""
+"""Converts torchtitan's `Trainer.Config` to an `AsyncTrainer.Config`, so that its recipes train unchanged."""
 
 import dataclasses
 from typing import Any
@@ -27,20 +27,18 @@ _OURS = {
     CheckpointManager.Config: AsyncCheckpointer.Config,
     Validator.Config: AsyncValidator.Config,
 }
-"""What takes the place of torchtitan's own sections, with their settings: error feedback, losses of all
-stages, checkpoints of a pipeline that is full. Subclasses are their user's, and stay."""
+"""Replacements of torchtitan's own sections, which keep their settings. Subclasses of users are kept."""
 
 
 def adopt(config: Any, *, recipe: str) -> AsyncTrainer.Config:
-    """The configuration that trains what `config` says, under Async2BW too.
+    """A configuration with the same settings, which trains under Async2BW too.
 
     Args:
-        config: what a recipe function has returned; not changed. An `AsyncTrainer.Config` is returned as
-            it is.
+        config: of a recipe function; not changed. An `AsyncTrainer.Config` is returned as it is.
         recipe: the function's name, for messages.
 
     Raises:
-        UserError: it is no `Trainer.Config`, or one of another trainer.
+        UserError: it is no `Trainer.Config`, or that of another trainer.
     """
     if isinstance(config, AsyncTrainer.Config):
         return config

@@ -1,4 +1,4 @@
-"""Training layer: the packed text and token files of `titan_async.data` as a data loader of torchtitan."""
+"""torchtitan's data loader, over the packed text and the token files of `titan_async.data`."""
 
 import contextlib
 import functools
@@ -30,14 +30,14 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 _PREFETCHED = 16
-"""Batches that a worker has ready: some microbatches take longer to read than others."""
+"""Batches that a worker prefetches: some microbatches take longer to read than others."""
 
 
 class TextDataLoader(ParallelAwareDataloader):
-    """Batches of packed text, tokenized as it is read or before.
+    """Batches of packed text, tokenized while it is read or before.
 
-    Every batch is full: a rest that fills none is left out, because pipeline stages expect one shape.
-    A checkpoint holds the position as JSON text, one for each data-parallel rank.
+    Incomplete batches are dropped, because pipeline stages expect one shape. A checkpoint holds the position
+    as JSON text, one for each data-parallel rank.
 
     Raises:
         UserError: The data can't be found or read, has too little text, or a checkpoint does not fit.
@@ -98,7 +98,7 @@ class TextDataLoader(ParallelAwareDataloader):
         documents may then come again, and others never."""
 
         def text_source(self) -> TextSource:
-            """The part of this configuration that says which text to read.
+            """The part of this configuration that selects the text.
 
             Raises:
                 UserError: As `TextSource`.
@@ -158,17 +158,18 @@ class TextDataLoader(ParallelAwareDataloader):
             snapshot_every_n_steps=snapshot_every_n_steps,
             **batching,
             worker_init_fn=shield_data_worker,
-            # Each pass draws a seed. Of the global generator it would change what a resumed run draws.
+            # Each epoch draws a seed, which must not advance the global generator: a resumed run would
+            # differ.
             generator=torch.Generator().manual_seed(config.data_seed),
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        # Made at once, not at the first batch: a checkpoint may ask for a state in between.
-        return _tell_user_errors_plainly(super().__iter__(), self.num_workers > 0)
+        # Built at once, not at the first batch: a checkpoint may be saved in between.
+        return _plain_user_errors(super().__iter__(), self.num_workers > 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's position as JSON text, and what it is valid for."""
-        # The parent's would be a pickle, which runs code when it is loaded.
+        """This rank's position as JSON text, and the layout and files for which it is valid."""
+        # The parent class returns a pickle, which can run code when it is loaded.
         return {
             self._rank_id: json.dumps(StatefulDataLoader.state_dict(self)),
             "world_size": self.dp_world_size,
@@ -185,7 +186,7 @@ class TextDataLoader(ParallelAwareDataloader):
         _check("data-parallel degree", saved, self.dp_world_size)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to a position of `state_dict`; an empty state leaves the loader at the start.
+        """Continue at the position of `state_dict`; with an empty state, start from the beginning.
 
         Raises:
             UserError: The position is of another number of ranks or workers, or of other data.
@@ -227,7 +228,7 @@ def _encode_with(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
     if isinstance(backend, Tokenizer):
         encode_plainly(backend)
         if isinstance(tokenizer, HuggingFaceTokenizer):
-            # torchtitan takes the token at the beginning for one at the end, where both are the same.
+            # torchtitan mistakes the BOS token for an EOS token, if they are the same.
             marks = adds_marks(backend, tokenizer.bos_id, tokenizer.eos_id)
             tokenizer.hf_adds_bos, tokenizer.hf_adds_eos = marks
     return functools.partial(_encode, tokenizer)
@@ -236,7 +237,7 @@ def _encode_with(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
 def _encode(tokenizer: BaseTokenizer, document: Any) -> Any:
     if not isinstance(document, np.ndarray):
         return tokenizer.encode(document, add_bos=True, add_eos=True)
-    # Tokens already, of the user's own source.
+    # Token ids of the user's own source.
     size = tokenizer.get_vocab_size()
     if document.min() < 0 or document.max() >= size:
         wrong = document.min() if document.min() < 0 else document.max()
@@ -247,36 +248,36 @@ def _encode(tokenizer: BaseTokenizer, document: Any) -> Any:
     return document
 
 
-def _tell_user_errors_plainly(batches: Iterator[Batch], has_workers: bool) -> Iterator[Batch]:
+def _plain_user_errors(batches: Iterator[Batch], has_workers: bool) -> Iterator[Batch]:
     try:
         yield from batches
     except UserError as error:
-        # One of a worker process arrives with that process's traceback before its sentence.
+        # An error of a worker process arrives with its traceback before the message.
         raise UserError(str(error).strip().rpartition("UserError: ")[2]) from error
     except (ConnectionError, EOFError) as error:
         if not has_workers:
             raise
-        raise _worker_has_ended(str(error) or "its messages end") from error
+        raise _worker_died(str(error) or "its connection was closed") from error
 
 
 @contextlib.contextmanager
 def plain_worker_errors() -> Iterator[None]:
-    """Says in a sentence that a loader's worker process has ended, which torch may raise in any statement.
+    """Turn torch's error for a dead worker process, which any statement may raise, into a sentence.
 
     Raises:
-        UserError: one has.
+        UserError: a worker process of a data loader has died.
     """
     try:
         yield
     except RuntimeError as error:
-        # torch's own sentence says how it ended, and may go on about the shared memory of containers.
+        # torch's message says how it died, and may continue with advice about shared memory in containers.
         said = re.match(r"DataLoader worker \(pid.*?(?=\. |\.?$)", str(error), re.MULTILINE)
         if said is None:
             raise
-        raise _worker_has_ended(said[0]) from error
+        raise _worker_died(said[0]) from error
 
 
-def _worker_has_ended(how: str) -> UserError:
+def _worker_died(how: str) -> UserError:
     return UserError(
         f"A process that loads data has ended ({how}): perhaps there was too little memory, of which fewer "
         "dataloader.num_workers or a lower dataloader.prefetch_factor need less; start again, and the run "

@@ -21,7 +21,7 @@ __all__ = ["AsyncValidator"]
 
 
 class AsyncValidator(Validator, Recorded, Callback):
-    """Evaluates the newest weights. The pipeline must be empty: the trainer drains it first."""
+    """Evaluates the newest weights. The pipeline must be empty, so the trainer drains it first."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Validator.Config):
@@ -53,9 +53,9 @@ class AsyncValidator(Validator, Recorded, Callback):
         return super().post_dataloading_process(input_dict, labels, model_parts)
 
     def unigram_entropy(self) -> float:
-        """Entropy in nats of the tokens that this rank last validated on, each drawn by its frequency.
+        """The unigram entropy in nats of the tokens of this rank's last validation.
 
-        The loss of the best model without any context. NaN before the first validation.
+        It is the loss of the best model without any context. NaN before the first validation.
         """
         counts = getattr(self, "_counts", None)
         if counts is None:

@@ -1,4 +1,4 @@
-"""Checkpoints from which a delayed run goes on exactly as if it had not stopped."""
+"""Checkpoints from which a delayed run resumes bit for bit."""
 
 import contextlib
 import shutil
@@ -54,9 +54,9 @@ _POSITION = "dataloader.dp_rank_"
 
 
 class AsyncCheckpointer(CheckpointManager, Recorded):
-    """torchtitan's checkpointer, for the states that are not in every checkpoint.
+    """torchtitan's checkpointer, which can load checkpoints that lack a part of the state.
 
-    A delayed run can start from a synchronous one's checkpoint, and any run from one of another layout.
+    A delayed run can resume from a synchronous run's checkpoint, and any run from one of another layout.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -73,14 +73,14 @@ class AsyncCheckpointer(CheckpointManager, Recorded):
     def __init__(self, config: Config, **parts: Any) -> None:
         super().__init__(config, **parts)
         if self.enable and "://" not in self.folder:
-            # torchtitan's own removal leaves a last save out, and counts folders that are no checkpoints.
+            # torchtitan's own removal skips the last save, and counts folders that are no checkpoints.
             self._keep_latest_k, self.keep_latest_k = self.keep_latest_k, 0
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:
         """See `BaseCheckpointManager`.
 
         Raises:
-            UserError: the disk does not take this checkpoint, or the one before, which was saved meanwhile.
+            UserError: the disk does not take this checkpoint, or the previous one, saved in the background.
         """
         if not saves_at(self, curr_step, last_step):
             return super().save(curr_step, last_step)
@@ -120,7 +120,7 @@ class AsyncCheckpointer(CheckpointManager, Recorded):
         """See `BaseCheckpointManager`.
 
         Raises:
-            UserError: as `save`, as soon as it is known of a checkpoint that is saved meanwhile.
+            UserError: as `save`, for a checkpoint that is saved in the background.
         """
         if self.enable and self.save_future is not None and self.save_future.done():
             with self._explain_disk_errors():
@@ -135,22 +135,22 @@ class AsyncCheckpointer(CheckpointManager, Recorded):
             self._remove_old()
 
     def _remove_old(self) -> None:
-        """Remove what is not to be kept: older checkpoints than the latest, and what killed saves have left.
+        """Remove checkpoints beyond `keep_latest_k`, and incomplete ones of killed saves.
 
-        The one just saved is kept in any case. The others stop being checkpoints at once; their files are
-        removed in the background. With async saves, folders of later steps stay until a later save.
+        The one just saved is always kept. The index of the others is removed at once, their other files in
+        the background. With async saves, folders of later steps are kept until a later save.
         """
         if not self._keep_latest_k or dist.get_rank() != 0:
             return
         folders = step_folders(Path(self.folder))
         saved = next((step for step, path in folders if path == self._saving), None)
         if saved is not None and self.async_mode != AsyncMode.DISABLED:
-            # Another rank, that learned of this save's end earlier, may have made the folder of the next one.
+            # A rank that knew earlier of the end of this save may have made the folder of the next one.
             folders = [(step, path) for step, path in folders if step <= saved]
         others = [path for _, path in folders if path != self._saving]
         whole = [path for path in others if is_complete(path)]
         for path in set(others) - set(whole[-(self._keep_latest_k - 1) :]):
-            if not path.is_symlink():  # what it leads to may be another run's
+            if not path.is_symlink():  # its target may belong to another run
                 with contextlib.suppress(OSError):
                     (path / INDEX).unlink(missing_ok=True)
                 self.purge_queue.put(str(path))
@@ -169,14 +169,14 @@ class AsyncCheckpointer(CheckpointManager, Recorded):
             if not on_disk:
                 raise
             if dist.get_rank() == 0 and not (self._saving / INDEX).exists():
-                # No rank writes any more. What is there takes room, and would be counted as a checkpoint.
+                # No rank writes any more. An incomplete checkpoint takes space.
                 shutil.rmtree(self._saving, ignore_errors=True)
             raise write_error(self._saving, on_disk[0]) from error
 
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        """See `CheckpointManager`; runs nothing that the files may contain.
+        """See `CheckpointManager`; runs no code that the files may contain.
 
         Raises:
             UserError: they are damaged.
@@ -215,8 +215,8 @@ class AsyncCheckpointer(CheckpointManager, Recorded):
         if "://" in checkpoint_id:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         if dist.get_rank() == 0:
-            # An old checkpoint of this step stops being one before any rank writes over its files, which
-            # the others do only after rank 0 has seen all their plans.
+            # Invalidate an old checkpoint of this step before any rank overwrites its files: the others do so
+            # only after rank 0 has received all their plans.
             Path(checkpoint_id, INDEX).unlink(missing_ok=True)
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
@@ -277,14 +277,14 @@ def _leaves(key: str, value: Any) -> Iterator[str]:
 
 
 def _set_learning_rates(schedulers: LRSchedulersContainer) -> None:
-    """Give the groups the rates of the schedule's step: a schedule that was loaded waits for its next one."""
+    """Set the groups' learning rates to those of the schedule's step: loading a schedule does not."""
     for scheduler in schedulers:
         for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
 
 
 def _of_all_ranks(lines: Sequence[str]) -> list[str]:
-    """The lines of every rank, each once: a stage knows its own parameters only. A collective."""
+    """The lines of all ranks without duplicates: a stage knows its own parameters only. A collective."""
     if dist.get_backend() == "fake":
         return list(lines)
     everyone: list[Any] = [()] * dist.get_world_size()

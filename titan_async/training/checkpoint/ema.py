@@ -19,9 +19,9 @@ class EmaConfig:
     """An exponential moving average of the weights, saved as `train_state.ema_weights`."""
 
     decay: float = 0.0
-    """What remains of the average at each update, such as 0.999, when the weights come in with 1 - decay. It
-    starts from the weights before the first update. 0 keeps no average. Costs a copy of the parameters, which
-    is sharded as they are."""
+    """The decay of the average at each update, such as 0.999; the weights are added with a share of 1 -
+    decay. The average starts from the weights before the first update. 0 keeps no average. It costs a copy of
+    the parameters, sharded as they are."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:

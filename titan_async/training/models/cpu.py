@@ -10,11 +10,11 @@ __all__ = ["adapt_module"]
 
 
 def adapt_module(module: torch.nn.Module) -> torch.nn.Module:
-    """Let a parallelized module start and train as it would on GPUs; no change where there are some.
+    """Let a parallelized module start and train as it would on GPUs; unchanged with an accelerator.
 
-    FSDP reduces by plain sums, because gloo has no pre-multiplied sum. Sharded parameters are drawn whole:
-    on the CPU every rank draws the same numbers for its shard, so that experts on two ranks would be equal,
-    be sent the same tokens, and stay equal.
+    FSDP reduces by plain sums, because gloo has no pre-multiplied sum. Sharded parameters are initialized as
+    full tensors: on the CPU every rank draws the same numbers for its shard, so that the experts of two ranks
+    would be equal, receive the same tokens, and stay equal.
     """
     if not has_accelerator():
         from torch.distributed.fsdp import FSDPModule
@@ -24,26 +24,26 @@ def adapt_module(module: torch.nn.Module) -> torch.nn.Module:
         for submodule in module.modules():
             if isinstance(submodule, FSDPModule):
                 submodule.set_force_sum_reduction_for_comms(True)
-        wrap_initializers(module, _draw_whole)
+        wrap_initializers(module, _initialize_full)
     return module
 
 
-def _draw_whole(initialize: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], None]:
-    """`initialize`, so that a sharded parameter gets its shard of what one that is not sharded would get."""
+def _initialize_full(initialize: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], None]:
+    """`initialize` for sharded parameters: each gets its shard of what the full tensor would get."""
     from torch.distributed.tensor import DTensor, Replicate
 
-    def initialize_whole(parameter: torch.Tensor) -> None:
+    def initialize_shard(parameter: torch.Tensor) -> None:
         if not isinstance(parameter, DTensor):
             initialize(parameter)
             return
         mesh = parameter.device_mesh
-        whole = DTensor.from_local(
+        full = DTensor.from_local(
             torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device),
             mesh,
             [Replicate()] * mesh.ndim,
         )
-        initialize(whole)
+        initialize(full)
         # Slices it: `copy_` alone refuses a dimension of fewer entries than ranks.
-        parameter.copy_(whole.redistribute(placements=parameter.placements))
+        parameter.copy_(full.redistribute(placements=parameter.placements))
 
-    return initialize_whole
+    return initialize_shard

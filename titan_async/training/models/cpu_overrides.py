@@ -1,6 +1,6 @@
-"""torchtitan modules replaced on CPU: attention with a dense mask, experts in a loop, gloo's all-to-all.
+"""Replacements of torchtitan's modules on CPU: attention with a dense mask, experts in a loop.
 
-Imported through `override.imports`, by torchtitan, and only where there is no accelerator.
+torchtitan imports them through `override.imports`, and only without an accelerator.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class DenseFlexAttention(FlexAttention):
-    """FlexAttention by SDPA with the whole mask: exact, keeps documents apart, O(L^2) memory."""
+    """FlexAttention by SDPA with a dense mask: exact, with document masking, O(L^2) memory."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
@@ -69,7 +69,7 @@ class DenseFlexAttention(FlexAttention):
 
 
 class DenseVarlenAttention(VarlenAttention):
-    """Attention over packed documents, one after the other, each with its whole scores."""
+    """Attention over packed documents, one after the other, each with dense scores."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
@@ -106,7 +106,7 @@ class DenseVarlenAttention(VarlenAttention):
 def _attend(
     q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, mask: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention, and the logarithm of each query's sum of exponentials, of shape (B, L, N)."""
+    """Attention, and the log-sum-exp of each query's scores, of shape (B, L, N)."""
     groups = q_BLNH.shape[2] // k_BLNH.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
     k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
@@ -117,7 +117,7 @@ def _attend(
 
 
 class LoopGroupedExperts(GroupedExperts):
-    """A loop over experts in float32: torch's grouped bf16 product is some 20 times slower on CPU."""
+    """A loop over experts in float32: torch's grouped bf16 matmul is about 20 times slower on CPU."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
@@ -132,7 +132,7 @@ class LoopGroupedExperts(GroupedExperts):
         return torch.cat(parts).to(A.dtype)
 
     def _bounds(self, offs: Tensor, tokens: int) -> list[int]:
-        """Where each expert's tokens begin, and where the last one's end."""
+        """The start of each expert's tokens, and the end of the last."""
         return [0, *offs.tolist()]
 
 
@@ -147,7 +147,7 @@ class LoopGptOssExperts(GptOssGroupedExperts):
     _bounds = LoopGroupedExperts._bounds
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        # Its products are in bfloat16, whatever the model computes in.
+        # Its matmuls are in bfloat16, whatever the dtype of the model.
         return super().forward(x_RD, num_tokens_per_expert_E).type_as(x_RD)
 
 
@@ -184,7 +184,7 @@ def override_imports(config) -> list[str]:
 
 
 def applying(replacements: Mapping[type, str], config) -> list[str]:
-    """Of replacements of exactly these kinds of modules the names that the model of `config` needs."""
+    """The names of those replacements whose module class is in the model of `config`."""
     model = config.model_spec.model
     return [
         name
@@ -196,10 +196,10 @@ def applying(replacements: Mapping[type, str], config) -> list[str]:
 def _create_attention_mask(
     mask_mod: Callable, B: int, H: int | None, Q_LEN: int, KV_LEN: int, *, device: Any, **unused: Any
 ) -> Tensor:
-    """A bool mask [B, H or 1, Q_LEN, KV_LEN], made once a microbatch for all layers.
+    """A bool mask [B, H or 1, Q_LEN, KV_LEN], computed once a microbatch for all layers.
 
     `mask_mod` is pointwise, as FlexAttention requires. It is called once, with index tensors that broadcast;
-    `create_mask` gives the same mask through four nested `vmap`, which take longer than a small layer.
+    `create_mask` computes the same by four nested `vmap`, which take longer than a small layer.
     """
     shape = (B, H or 1, Q_LEN, KV_LEN)
     indices = (
@@ -209,7 +209,7 @@ def _create_attention_mask(
     return mask_mod(*indices).expand(shape)
 
 
-# torchtitan compiles the block mask, which takes long on CPU. `decoder` has imported the function by name.
+# torchtitan compiles the block mask, which is slow on CPU. `decoder` has imported the function by name.
 attention.create_attention_mask = decoder.create_attention_mask = _create_attention_mask
 
 
@@ -221,21 +221,21 @@ def _shard_context(
     *args: Any,
     **options: Any,
 ) -> tuple[tuple[Tensor, ...], Any]:
-    """torchtitan's `cp_shard`, for dense masks: each rank has some of the queries, and all keys."""
+    """torchtitan's `cp_shard` for dense masks: each rank has some of the queries, and all keys."""
     ranks = cp_mesh.size()
-    pieces = torch.arange(inputs[0].shape[1], device=inputs[0].device).view(2 * ranks, -1)
-    if load_balancer_type is not None:  # a rank has a piece from the head, and one from the tail
-        pieces = pieces[[piece for rank in range(ranks) for piece in (rank, 2 * ranks - 1 - rank)]]
-    keys = pieces.flatten()
+    chunks = torch.arange(inputs[0].shape[1], device=inputs[0].device).view(2 * ranks, -1)
+    if load_balancer_type is not None:  # a rank has a chunk from the head, and one from the tail
+        chunks = chunks[[chunk for rank in range(ranks) for chunk in (rank, 2 * ranks - 1 - rank)]]
+    keys = chunks.flatten()
     queries = keys.view(ranks, -1)[cp_mesh.get_local_rank()]
     inputs, _ = _shard_inputs(cp_mesh, inputs, None, load_balancer_type, *args, **options)
 
-    def divided(mask: Tensor) -> Tensor:
+    def sharded(mask: Tensor) -> Tensor:
         return mask[:, :, queries][:, :, :, keys]
 
     if isinstance(attention_masks, Mapping):
-        return inputs, {name: divided(mask) for name, mask in attention_masks.items()}
-    return inputs, None if attention_masks is None else divided(attention_masks)
+        return inputs, {name: sharded(mask) for name, mask in attention_masks.items()}
+    return inputs, None if attention_masks is None else sharded(attention_masks)
 
 
 _shard_inputs = context_parallel.cp_shard

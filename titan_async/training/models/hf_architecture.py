@@ -1,9 +1,8 @@
-"""What a recipe's model computes, in the words of Hugging Face's `config.json`.
+"""Describes a recipe's model by the fields of Hugging Face's `config.json`; `hf_models` is the inverse.
 
 torchtitan's Llama 3 is `LlamaForCausalLM`, its Qwen3 `Qwen3ForCausalLM` or, with experts,
 `Qwen3MoeForCausalLM`, its DeepSeek-V3 `DeepseekV3ForCausalLM`; the project's own mixtures of experts are
 `Dots1ForCausalLM`.
-`hf_models` makes such models from these words.
 """
 
 import dataclasses
@@ -45,21 +44,21 @@ YARN_SCALING = {
     "original_max_position_embeddings": "original_seq_len",
     "truncate": "truncate",
 }
-"""The same of YaRN; `mscale` is the attention's."""
+"""The same for YaRN; `mscale` is a field of the attention."""
 
 LATENT_EPS = 1e-6
-"""Of the norms inside DeepSeek-V3's attention in transformers, whatever `rms_norm_eps` is."""
+"""The epsilon of the norms inside DeepSeek-V3's attention in transformers, whatever `rms_norm_eps` is."""
 
 
 def describe(spec: ModelSpec, seq_len: int) -> dict[str, Any]:
-    """The fields of `config.json` that say what the model computes.
+    """The fields of `config.json` that define what the model computes.
 
     Args:
         spec: of the recipe.
-        seq_len: the longest sequence that the model has seen, which becomes `max_position_embeddings`.
+        seq_len: of training, which becomes `max_position_embeddings`.
 
     Raises:
-        UserError: transformers has no such model, as far as is known here.
+        UserError: no model of transformers computes the same, as far as is known here.
 
     Examples:
         >>> from titan_async.config.recipe_file import resolve
@@ -79,7 +78,7 @@ def describe(spec: ModelSpec, seq_len: int) -> dict[str, Any]:
         raise _unknown(spec, "its family is not one of Llama 3, Qwen3, dots.llm1 and DeepSeek-V3")
     if _has_bias(spec.model):
         raise _unknown(spec, "its projections have biases")
-    # What only layers with experts have, or only those without, is what layers of one kind agree upon.
+    # A field that only layers with experts have, or only those without, must agree among these.
     described: dict[str, Any] = {}
     for layer in spec.model.layers:
         fields = make(spec, layer)
@@ -89,7 +88,7 @@ def describe(spec: ModelSpec, seq_len: int) -> dict[str, Any]:
 
 
 def _has_bias(config: Any) -> bool:
-    """Whether a linear map in a tree of configurations has one."""
+    """Whether a linear layer in a tree of configurations has a bias."""
     if isinstance(config, list | tuple):
         return any(map(_has_bias, config))
     if not dataclasses.is_dataclass(config):
@@ -187,7 +186,7 @@ def _deepseek_v3(spec: ModelSpec, layer: Any) -> dict[str, Any]:
 
 
 def _sigmoid_experts(spec: ModelSpec, layer: Any, family: str) -> dict[str, Any]:
-    """Of a layer of dots.llm1 or DeepSeek-V3, of which the first ones have no experts."""
+    """The fields of the experts of dots.llm1 and DeepSeek-V3, whose first layers have none."""
     layers = spec.model.layers
     dense = [layer.moe is None for layer in layers]
     common = {"first_k_dense_replace": sum(dense)}
@@ -216,7 +215,7 @@ def _sigmoid_experts(spec: ModelSpec, layer: Any, family: str) -> dict[str, Any]
 
 
 def _normalized_heads(spec: ModelSpec, layer: Any) -> dict[str, Any]:
-    """Of Qwen3's attention, which dots.llm1 shares."""
+    """The fields of Qwen3's attention, which dots.llm1 uses too."""
     norm = layer.attention.qk_norm
     if norm is None or norm.eps != layer.attention_norm.eps:
         raise _unknown(spec, "its layers are not those of dots.llm1 and Qwen3, which normalize queries")
@@ -258,7 +257,7 @@ def _scaling(spec: ModelSpec, rope: RoPE.Config, mscale: float | None) -> dict[s
         return None
     if rope.scaling == "llama":
         return {"rope_type": "llama3", **_fields_of(rope, LLAMA3_SCALING)}
-    if mscale is None:  # torchtitan's other attentions leave out by how much YaRN scales the logits
+    if mscale is None:  # torchtitan's other attentions do not apply YaRN's scale of the logits
         raise _unknown(spec, f"its positions are scaled by {rope.scaling}")
     both = {"mscale": mscale, "mscale_all_dim": mscale}
     return {"rope_type": "yarn", **_fields_of(rope, YARN_SCALING), **both}
@@ -273,7 +272,7 @@ def _unknown(spec: ModelSpec, why: str) -> UserError:
 
 
 def export_warning(config: Trainer.Config) -> str | None:
-    """What to say before a run starts of which `titan-async convert` will refuse the checkpoints."""
+    """A warning, if `titan-async convert` will not support the run's checkpoints."""
     try:
         describe(config.model_spec, config.training.seq_len)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""torchtitan's models for what Hugging Face's `config.json` describes; `hf_architecture` is the way back."""
+"""Builds torchtitan's models from Hugging Face's `config.json`; `hf_architecture` is the inverse."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -45,25 +45,25 @@ __all__ = ["MOST_LAYERS", "spec_of"]
 MOST_LAYERS = 1000
 _MOST = 2**31 - 1
 
-# The weights come from a checkpoint; these are for parameters that it may lack.
+# Weights are loaded from a checkpoint; these initialize parameters that it may lack.
 _WEIGHT = partial(nn.init.trunc_normal_, std=0.02)
 _LINEAR: dict[str, Callable[..., Any]] = {"weight": _WEIGHT, "bias": nn.init.zeros_}
 _EXPERTS: dict[str, Callable[..., Any]] = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), _WEIGHT)
 _BALANCE_RATE = 1e-3
-"""How far a balancing bias moves after an update, as in DeepSeek-V3; transformers has no word for it."""
+"""The step of a balancing bias after an update, as in DeepSeek-V3; transformers has no field for it."""
 
 
 def spec_of(description: Mapping[str, Any]) -> ModelSpec:
-    """The model of a description, as far as torchtitan has it.
+    """The torchtitan model of a description.
 
-    What torchtitan's models have no switch for (biases, other activations, sliding windows) is not looked at:
-    `describe` of the result says what has come of it.
+    Fields for which torchtitan's models have no option (biases, other activations, sliding windows) are
+    ignored: compare the description with `describe` of the result.
 
     Args:
         description: as `huggingface.architecture.with_defaults` returns it.
 
     Raises:
-        ValueError: a sentence that begins with the name of the field that is wrong.
+        ValueError: a sentence that begins with the name of the wrong field.
     """
     families = dict.fromkeys(("qwen3", "qwen3_moe", "dots1"), _qwen3)
     families |= {"llama": _llama, "deepseek_v3": _deepseek}
@@ -75,7 +75,7 @@ def spec_of(description: Mapping[str, Any]) -> ModelSpec:
 
 
 class _Fields:
-    """The fields of a description, judged when they are read."""
+    """The fields of a description, validated when they are read."""
 
     def __init__(self, fields: Mapping[str, Any], inside: str = "") -> None:
         self._fields, self._inside = fields, inside
@@ -140,7 +140,7 @@ def _llama(fields: _Fields) -> ModelSpec:
 
 
 def _qwen3(fields: _Fields) -> ModelSpec:
-    """Qwen3, its mixtures, and dots.llm1, which is Qwen3's attention with DeepSeek-V3's experts."""
+    """Qwen3, its mixtures of experts, and dots.llm1: Qwen3's attention with DeepSeek-V3's experts."""
     kind, head_dim = fields.get("model_type"), _head_dim(fields)
     experts = {"qwen3": _no_experts, "qwen3_moe": _softmax_experts, "dots1": _sigmoid_experts}[kind]
     layers = [
@@ -201,7 +201,7 @@ def _spec(
 
 
 def _ends(fields: _Fields, *, tied: bool) -> dict[str, Any]:
-    """What a decoder's configuration has beside its layers."""
+    """The fields of a decoder's configuration beside its layers."""
     width, vocabulary = fields.whole("hidden_size"), fields.whole("vocab_size")
     return {
         "dim": width,
@@ -247,7 +247,7 @@ def _rope(fields: _Fields, rope: type[RoPE.Config], size: int, name: str = "head
 
 
 def _heads(fields: _Fields, rope: RoPE.Config, qk_norm: RMSNorm.Config | None = None) -> GQAttention.Config:
-    # Matrices of their own for query, key and value, because Muon orthogonalizes each matrix by itself.
+    # Separate matrices for query, key and value, because Muon orthogonalizes each matrix by itself.
     return make_gqa_config(
         dim=fields.whole("hidden_size"),
         n_heads=fields.whole("num_attention_heads"),
@@ -311,7 +311,7 @@ def _softmax_experts(fields: _Fields, layer: int) -> MoE.Config | None:
         raise ValueError(f"mlp_only_layers is {dense!r}, and must be a list of layers")
     if layer in dense:
         return None
-    # A balancing bias would have no place in transformers' Qwen3, which balances by a loss.
+    # transformers' Qwen3 has no balancing bias: it balances by a loss.
     return _experts(fields, "num_experts", "softmax", load_balance_coeff=None)
 
 

@@ -1,9 +1,8 @@
-"""A tied weight: an embedding that is also the output projection.
+"""Tied weights: an embedding that is also the output projection.
 
-On one stage it is torchtitan's own, one parameter in two modules. torchtitan refuses it with pipelines; under
-Async2BW the first and the last stage each have a parameter of their own, a copy of the same weight, and
-`ScheduleAsync2BW` keeps them equal. Wherever a weight is named, in a checkpoint or by an optimizer's pattern,
-it has one name: that of the embedding.
+On one stage this is torchtitan's, one parameter in two modules. torchtitan does not support it with
+pipelines; under Async2BW the first and the last stage each have a copy of the weight, and `ScheduleAsync2BW`
+keeps them equal. In checkpoints and for the patterns of optimizers it has one name: that of the embedding.
 """
 
 import dataclasses
@@ -33,7 +32,7 @@ EMBEDDING = "tok_embeddings.weight"
 """The name of a tied weight."""
 
 HEAD = "lm_head.weight"
-"""What the same weight is called in the module that uses it as the output projection."""
+"""The name of the same weight in the output projection."""
 
 _MARK = "head_is_tied"
 
@@ -44,7 +43,7 @@ def is_tied(model: Any) -> bool:
 
 
 def untied(model: Any) -> Any:
-    """A copy of a tied model's configuration for stages: embedding and head are a parameter each.
+    """A copy of a tied model's configuration for stages: embedding and head are separate parameters.
 
     Both are initialized as torchtitan initializes the tied weight: as the head.
     """
@@ -65,14 +64,14 @@ def _as_untied(model: Any) -> Iterator[None]:
 
 
 def update_model(config: Trainer.Config, *, tied_stages: bool) -> None:
-    """Let a configuration's model take over the other sections, as torchtitan does.
+    """Update a configuration's model from the other sections, as torchtitan does.
 
     Args:
         config: its model is changed.
-        tied_stages: whether a tied model may lie on several stages, which torchtitan refuses.
+        tied_stages: whether a tied model may be on several stages, which torchtitan refuses.
 
     Raises:
-        ValueError, NotImplementedError: the model does not go with other settings.
+        ValueError, NotImplementedError: the model does not support other settings.
     """
     model = config.model_spec.model
     if not (tied_stages and is_tied(model)):
@@ -93,7 +92,7 @@ def update_model(config: Trainer.Config, *, tied_stages: bool) -> None:
 
 
 def store_once(part: nn.Module) -> None:
-    """Let a tied model, or a stage's part of one, call its weight the embedding in its `state_dict`."""
+    """Let the `state_dict` of a tied model, or of its stage, hold the tied weight as the embedding."""
     if part.lm_head is None:
         return
     setattr(part, _MARK, True)
@@ -110,7 +109,7 @@ def _before_load(part: nn.Module, state: dict[str, Any], *_: Any) -> None:
 
 
 def as_stored(part: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
-    """Change values by the names of a part's parameters into values by the names of checkpoints."""
+    """Rename, in place, a dict by a module's parameter names to the names in checkpoints."""
     if getattr(part, _MARK, False) and HEAD in values:
         head = values.pop(HEAD)
         values.setdefault(EMBEDDING, head)
@@ -118,7 +117,7 @@ def as_stored(part: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_held(part: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
-    """Change them back."""
+    """The inverse of `as_stored`."""
     if getattr(part, _MARK, False) and EMBEDDING in values:
         values[HEAD] = values[EMBEDDING]
         if part.tok_embeddings is None:
@@ -127,16 +126,16 @@ def as_held(part: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def stored_name(part: nn.Module, name: str) -> str:
-    """What a parameter of a part is called in checkpoints, and by the patterns of optimizers."""
+    """The name of a module's parameter in checkpoints and for the patterns of optimizers."""
     name = canonical_fqn(name)
     return EMBEDDING if name == HEAD and getattr(part, _MARK, False) else name
 
 
 def is_copy(part: nn.Module, name: str) -> bool:
-    """Whether a parameter of a part is the last stage's copy of a tied weight."""
+    """Whether a module's parameter is the last stage's copy of a tied weight."""
     return stored_name(part, name) != canonical_fqn(name)
 
 
 def tied_parameters(part: nn.Module) -> list[nn.Parameter]:
-    """A stage's copy of a tied weight, in a list of one; none on stages in between."""
+    """A stage's copy of a tied weight, in a list of one; empty on other stages."""
     return [p for name, p in part.named_parameters() if stored_name(part, name) == EMBEDDING]

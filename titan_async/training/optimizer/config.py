@@ -63,16 +63,16 @@ class MuonConfig(Configurable.Config):
     """Newton-Schulz iterations."""
 
     ns_form: Literal["auto", "standard", "gram"] = "auto"
-    """How the iterations are computed; "auto" takes what is cheaper for a matrix's shape."""
+    """How the iterations are computed; "auto" chooses the cheaper form for a matrix's shape."""
 
     compute_dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
-    """Dtype of the iterations, and of what ranks send each other for them."""
+    """Dtype of the iterations, and of the communication for them."""
 
     momentum_dtype: StateDtype = "auto"
     """Dtype of the momentum."""
 
     bucket_mb: float = 32.0
-    """Megabytes of sharded matrices that travel between ranks together. Holds for `param_groups` too."""
+    """Bucket size in megabytes: sharded matrices that are communicated together. Also with `param_groups`."""
 
     def __post_init__(self) -> None:
         if not self.bucket_mb > 0:
@@ -151,8 +151,8 @@ class SoapConfig(Configurable.Config):
 @dataclass(kw_only=True, slots=True)
 class ErrorFeedbackConfig(Configurable.Config):
     enable: bool = True
-    """Correct for the delay of one update (arXiv 2606.30634). Without a delay, that is under a
-    synchronous schedule or on one stage, there is nothing to correct and this has no effect."""
+    """Correct for the delay of one update (arXiv 2606.30634). Has no effect without a delay: under a
+    synchronous schedule, or on one stage."""
 
     strength: float = 1.0
     """Strength s of the correction; 1 is the paper's, and for Muon none from 0.25 to 1.5 was better
@@ -192,7 +192,7 @@ class Sections(Protocol):
 
 
 def named_groups(config: Sections) -> list[ParamGroupConfig]:
-    """The parameter groups that `optimizer.name` stands for."""
+    """The parameter groups of `optimizer.name`."""
     muon, adamw, lion, sgd, soap = config.muon, config.adamw, config.lion, config.sgd, config.soap
     everything = {
         "adamw": ParamGroupConfig(
@@ -255,7 +255,7 @@ def named_groups(config: Sections) -> list[ParamGroupConfig]:
 
 
 def soap_class() -> type[torch.optim.Optimizer]:
-    """SOAP of the package pytorch-optimizer, which not everybody has.
+    """SOAP of the package pytorch-optimizer, an optional dependency.
 
     Raises:
         UserError: it is not installed.
@@ -295,14 +295,14 @@ class AsyncLRSchedulers(LRSchedulersContainer):
     @dataclass(kw_only=True, slots=True)
     class Config(LRSchedulersContainer.Config):
         warmup_steps: int | None = None  # type: ignore[assignment]
-        """Steps of the linear warm-up. "none" for `warmup_ratio` of all steps; a number takes its place."""
+        """Steps of the linear warm-up. "none" for `warmup_ratio` of all steps; a number overrides it."""
 
         warmup_ratio: float = 0.1
-        """Share of the steps (`training.steps`, or `total_steps` where that is set) that are warm-up, rounded
-        down. Without effect where `warmup_steps` is a number."""
+        """Share of the steps (`training.steps`, or `total_steps` if set) that are warm-up, rounded down. Has
+        no effect if `warmup_steps` is a number."""
 
         def resolved_warmup_steps(self, training_steps: int) -> int:
-            """The steps of warm-up in a run of so many."""
+            """The warm-up steps in a run of `training_steps`."""
             if self.warmup_steps is not None:
                 return self.warmup_steps
             steps = training_steps if self.total_steps is None else self.total_steps

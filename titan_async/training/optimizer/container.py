@@ -62,17 +62,17 @@ OF_THE_WHOLE_RUN = {
     "error_feedback_level": "optimizer.error_feedback.level",
     "error_feedback_dtype": "optimizer.error_feedback.dtype",
 }
-"""Options of Muon that a group does not set, and where they are set for all groups."""
+"""Options of Muon that are set for all groups together, and their keys."""
 
 _OF_GROUP = "#"
-"""Between the name of another package's optimizer and the number of its group."""
+"""Separates the name of another package's optimizer from the index of its group."""
 
 
 class AsyncOptimizers(OptimizersContainer, Callback):
     """torchtitan's container of optimizers, with Muon, Lion and error feedback.
 
-    Error feedback is inside Muon and wrapped around the others; its state has the same names either way, so
-    that checkpoints do not depend on which it is.
+    Error feedback is part of Muon, and wraps the others; its state has the same names in both, so that
+    checkpoints do not depend on it.
 
     Raises:
         UserError: if `param_groups` name an unknown optimizer, leave a parameter without one, or give one a
@@ -82,9 +82,9 @@ class AsyncOptimizers(OptimizersContainer, Callback):
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
         name: Literal["muon", "adamw", "lion", "sgd", "soap"] = "muon"
-        """"muon": Muon for the matrices inside the layers, AdamW for everything else; "soap": SOAP in the
-        place of Muon, from the package pytorch-optimizer; "adamw", "lion" or "sgd" for all parameters.
-        Ignored where `param_groups` is given."""
+        """"muon": Muon for the matrices inside the layers, AdamW for everything else; "soap": SOAP, from the
+        package pytorch-optimizer, in place of Muon; "adamw", "lion" or "sgd" for all parameters. Ignored if
+        `param_groups` is given."""
 
         muon: MuonConfig = field(default_factory=MuonConfig)
         adamw: AdamWConfig = field(default_factory=AdamWConfig)
@@ -96,29 +96,30 @@ class AsyncOptimizers(OptimizersContainer, Callback):
         classes: Annotated[dict[str, type[torch.optim.Optimizer]], tyro.conf.Suppress] = field(
             default_factory=dict
         )
-        """Optimizers of other packages, by the names that `param_groups` have for them; see `using`."""
+        """Optimizers of other packages, by their names in `param_groups`; see `using`."""
 
         def using(
             self, optimizer: type[torch.optim.Optimizer], *, pattern: str = ".*", **options: Any
         ) -> "AsyncOptimizers.Config":
             """A copy in which an optimizer of any package updates the parameters whose names match.
 
-            The others keep theirs. Of two calls the later one wins. Checkpoints, error feedback and sharded
-            parameters go with it as with the project's own; what cannot is refused before training starts.
+            Other parameters keep theirs. Of two calls the later one takes precedence. Checkpoints, error
+            feedback and sharded parameters are supported; an optimizer that cannot is refused before training
+            starts.
 
             Args:
                 optimizer: any subclass of `torch.optim.Optimizer` whose step needs gradients alone.
-                pattern: a regular expression, which is searched for in the names of parameters.
-                options: of its constructor: numbers, strings, truth values, and lists of them. They are
+                pattern: a regular expression, searched in the names of parameters.
+                options: of its constructor: numbers, strings, booleans, and lists of them. They are
                     `optimizer.param_groups.0.optimizer_kwargs` in recipe files and flags.
 
             Raises:
-                UserError: it is no such class, or an option is something else.
+                UserError: it is no such class, or an option has another type.
             """
             return _using(self, optimizer, pattern, options)
 
         def class_of(self, name: str) -> type[torch.optim.Optimizer] | None:
-            """The optimizer of another package that groups call so; None if it is none.
+            """The optimizer of another package with this name in groups, or None.
 
             Raises:
                 UserError: its package is not installed.
@@ -128,7 +129,7 @@ class AsyncOptimizers(OptimizersContainer, Callback):
             return self.classes.get(name)
 
         def resolved_groups(self) -> list[ParamGroupConfig]:
-            """The parameter groups: those given, else those that `name` stands for."""
+            """The given parameter groups, or those of `name`."""
             return self.param_groups or named_groups(self)
 
         def __post_init__(self) -> None:
@@ -144,7 +145,7 @@ class AsyncOptimizers(OptimizersContainer, Callback):
     """The options that differ from those of the checkpoint loaded last; see `changed_options`."""
 
     found_inf: torch.Tensor | None = None
-    """What `set_found_inf` was given."""
+    """The argument of `set_found_inf`."""
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         self._config = config
@@ -185,21 +186,21 @@ class AsyncOptimizers(OptimizersContainer, Callback):
         self.register_step_pre_hook(self._drop_token_counts)
 
     def set_found_inf(self, found_inf: torch.Tensor | None) -> bool:
-        """Make the next steps conditional on the device, those of all optimizers or of none.
+        """Make the next steps of all optimizers conditional on the device, or of none.
 
         Args:
-            found_inf: a float32 scalar on the device: 1 for a step that changes nothing, expert biases and
-                error feedback included; None for steps that are made in any case.
+            found_inf: a float32 scalar on the device: 1 for a no-op step, expert biases and error feedback
+                included; None for unconditional steps.
 
         Returns:
-            Whether all of this rank's optimizers honour it; see `titan_async.optim.set_found_inf`.
+            Whether all optimizers of this rank support it; see `titan_async.optim.set_found_inf`.
         """
-        honoured = all(set_found_inf(optimizer, found_inf) for optimizer in self.optimizers)
-        if not honoured:
+        supported = all(set_found_inf(optimizer, found_inf) for optimizer in self.optimizers)
+        if not supported:
             for optimizer in self.optimizers:
                 set_found_inf(optimizer, None)
-        self.found_inf = found_inf if honoured else None
-        return honoured
+        self.found_inf = found_inf if supported else None
+        return supported
 
     def before_batch(self, trainer: Trainer) -> None:
         """Pause error feedback while updates are not delayed."""
@@ -213,9 +214,9 @@ class AsyncOptimizers(OptimizersContainer, Callback):
                 optimizer.feedback_paused = paused
 
     def _drop_token_counts(self, *_: Any) -> None:
-        """Before a step that is skipped forget how its batch's tokens were routed.
+        """Before a skipped step, reset the token counts of its batch.
 
-        torchtitan's hook, which comes later, then finds every expert's load alike, and leaves the biases.
+        torchtitan's hook runs later, finds equal loads of all experts, and keeps the biases.
         """
         skip = skips(self.found_inf)
         if skip is not None:
@@ -235,7 +236,7 @@ class AsyncOptimizers(OptimizersContainer, Callback):
     def _plain_tensor_optimizer(
         self, cls: type[torch.optim.Optimizer], index: int, groups: list[dict[str, Any]]
     ) -> PlainTensorOptimizer:
-        # As arguments, since not every class looks for all of its options in its groups.
+        # As arguments, since some classes do not read all options from their groups.
         options = self._groups[index].optimizer_kwargs
         (group,) = ({key: group[key] for key in ("params", "param_names")} for group in groups)
         traits = try_out(cls, options, [param.dim() for param in group["params"]])
@@ -245,7 +246,7 @@ class AsyncOptimizers(OptimizersContainer, Callback):
     def _build_param_groups(  # type: ignore[override]
         self, model: nn.Module, param_group_configs: list[ParamGroupConfig], impl_kwargs: dict[str, Any]
     ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[str]]]:
-        # Unlike torchtitan's: a pattern may match nothing on this stage, as long as it does on another.
+        # Unlike torchtitan's, a pattern may match nothing on this stage, if it matches on another.
         groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
         patterns: dict[str, list[str]] = defaultdict(list)
         members: list[list[tuple[str, nn.Parameter]]] = [[] for _ in self._groups]
@@ -256,7 +257,8 @@ class AsyncOptimizers(OptimizersContainer, Callback):
         for index, (config, matched) in enumerate(zip(self._groups, members, strict=True)):
             name = config.optimizer_name
             if self._config.class_of(name) is not None:
-                name = f"{name}{_OF_GROUP}{index}"  # options are its constructor's: one for each group
+                # Its options are constructor arguments, so each group has an optimizer.
+                name = f"{name}{_OF_GROUP}{index}"
             if matched:
                 groups[name].append(
                     {
@@ -270,13 +272,13 @@ class AsyncOptimizers(OptimizersContainer, Callback):
         return groups, patterns
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of the parameters. Options stay those of this run, learning rates included."""
+        """Load the state of the parameters. Options, learning rates included, remain those of this run."""
         own = {key: value for key, value in super().state_dict().items() if self._is_option(key)}
         self.changed = changed_options(state_dict, own, self._name_of)
         super().load_state_dict({**state_dict, **own})
 
     def _is_option(self, key: str) -> bool:
-        """Whether a key of the state is an option, and not what an optimizer counts in a group of its."""
+        """Whether a key of the state is an option, and not state that an optimizer keeps in its group."""
         kind, _, rest = key.partition(".")
         parameter, _, option = rest.rpartition(".")
         if kind != "param_groups":
@@ -284,27 +286,27 @@ class AsyncOptimizers(OptimizersContainer, Callback):
         return option not in self._group_state.get(match_group(parameter, self._groups), ())
 
     def _name_of(self, parameter: str, option: str) -> str:
-        """What the recipe calls an option of a parameter."""
+        """The name of an option of a parameter in the recipe."""
         index = match_group(parameter, self._groups)
         optimizer = self._groups[index].optimizer_name
         if optimizer == "Muon" and option in OF_THE_WHOLE_RUN:
             return OF_THE_WHOLE_RUN[option]
-        option = option.removeprefix("initial_")  # as the schedule calls the rate that it starts from
+        option = option.removeprefix("initial_")  # the schedule's name of the initial rate
         if self._is_named:
             return f"optimizer.{optimizer.lower()}.{option}"
         return f"optimizer.param_groups.{index}.optimizer_kwargs.{option}"
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether an optimizer found a gradient that is not finite, and left its parameters as they were.
+        """Whether an optimizer found a non-finite gradient, and skipped its step.
 
-        False where only the device knows (`set_found_inf`). Known on the ranks that share these parameters;
-        other stages of a pipeline do not hear of it.
+        False if only the device knows (`set_found_inf`). Known on the ranks that share these parameters, and
+        not on other stages of a pipeline.
         """
         return any(getattr(optimizer, "step_was_skipped", False) for optimizer in self.optimizers)
 
     def feedback_histories(self) -> list[torch.Tensor]:
-        """What error feedback remembers of each parameter of this rank; nothing where it is off."""
+        """The history of error feedback for each parameter of this rank; empty if it is off."""
         return [
             entries[self._feedback_key]
             for optimizer in self.optimizers
@@ -326,7 +328,7 @@ class AsyncOptimizers(OptimizersContainer, Callback):
         }
 
     def notes(self) -> list[str]:
-        """What is no mistake, but costs: the optimizers for which parameters are gathered at each step."""
+        """Warnings of a cost: the optimizers for which parameters are gathered at each step."""
         gathering = {
             type(each.optimizer).__name__
             for optimizer in self.optimizers
@@ -369,7 +371,7 @@ def _using(
             name = f"{optimizer.__module__}.{name}"
         classes = {**classes, name: optimizer}
     first = ParamGroupConfig(pattern=pattern, optimizer_name=name, optimizer_kwargs=options)
-    # A pattern that takes all leaves nothing to those that come after it.
+    # Groups after a pattern that matches everything are empty.
     others = [] if pattern == ".*" else [g for g in config.resolved_groups() if g.pattern != pattern]
     return dataclasses.replace(config, param_groups=[first, *others], classes=classes)
 
@@ -381,7 +383,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _implementation(name: str, impl_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """torchtitan's choice among the implementations of an optimizer, as far as there is one."""
+    """torchtitan's choice of an optimizer's implementation, if there are several."""
     if name in ("Muon", "Lion") or not (name in FACTORIES or name == "DistMuon"):
         return {}
     if name == "SGD" and impl_kwargs.get("fused"):
@@ -415,14 +417,14 @@ def skip_on_device(optimizers: OptimizersContainer, skip: torch.Tensor) -> bool:
 
 
 def drop_token_counts(modules: Iterable[nn.Module], skip: torch.Tensor | None = None) -> None:
-    """Zero the token counts of routers, as if there had been no such batch.
+    """Reset the token counts of routers, as if there had been no such batch.
 
-    An update balances the load by these counts and sets them back; left alone they would add up with the next
-    batch's.
+    An update balances the load by these counts and resets them; after a skipped update they would be added to
+    those of the next batch.
 
     Args:
-        modules: of which those that are an `MoE` have counts.
-        skip: a scalar on the device; where it is false, the counts stay. None to drop them in any case.
+        modules: those that are an `MoE` have counts.
+        skip: a bool scalar on the device; where it is false, the counts are kept. None resets them always.
     """
     for module in modules:
         if isinstance(module, MoE):

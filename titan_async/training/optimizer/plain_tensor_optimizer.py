@@ -1,8 +1,8 @@
 """Runs an optimizer of another package, or of the user, on parameters that may be DTensors.
 
-The optimizer itself sees plain tensors only. One that treats every element by itself gets this rank's shards.
-One that needs whole parameters gets them gathered, with their gradients, at each step: every rank then
-computes the same whole update and keeps its shard of it, and holds the whole state.
+The optimizer itself gets plain tensors only. An elementwise one gets this rank's shards. One that needs full
+parameters gets them gathered, with their gradients, at each step: every rank then computes the same full
+update, keeps its shard of it, and holds the full state.
 """
 
 import contextlib
@@ -23,30 +23,31 @@ __all__ = ["PlainTensorOptimizer", "Traits"]
 
 @dataclass(frozen=True)
 class Traits:
-    """What has to be known of an optimizer; `optimizer_trial` finds it out."""
+    """Properties of an optimizer, which `optimizer.trial` determines."""
 
     needs_whole: bool = False
     """Whether the update of an element depends on others of its parameter."""
     couples: bool = False
     """Whether the update of a parameter depends on other parameters."""
     idle_steps: int = 0
-    """Steps at the beginning that change no parameter, as SOAP's first."""
+    """Steps at the beginning that change no parameter, such as SOAP's first."""
     sharded_state: frozenset[str] = frozenset()
     """State that has its parameter's shape."""
     group_state: frozenset[str] = frozenset()
-    """Keys of a parameter group which are no options: they change from step to step."""
+    """Keys of a parameter group that are state: they change from step to step."""
 
 
 class PlainTensorOptimizer(Optimizer):
-    """An optimizer around another one, which is given plain tensors.
+    """Wraps an optimizer, which gets plain tensors.
 
-    Groups, options and state are those of the other. State is flat: a list ``GG`` of tensors is ``GG.0``,
-    ``GG.1``. Sharded state is shown as DTensors, so that checkpoints are those of any layout.
+    Groups, options and state are those of the wrapped optimizer. State is flat: a list ``GG`` of tensors is
+    ``GG.0``, ``GG.1``. Sharded state is returned as DTensors, so that checkpoints do not depend on the
+    layout.
 
     Args:
-        cls: of the other one.
-        groups: as for it.
-        traits: what is known of it.
+        cls: the class of the wrapped optimizer.
+        groups: its parameter groups.
+        traits: its properties.
         options: further arguments of its constructor.
     """
 
@@ -58,11 +59,11 @@ class PlainTensorOptimizer(Optimizer):
         params = [list(group["params"]) for group in groups]
         stand_ins = {param: _stand_in(param, traits.needs_whole) for group in params for param in group}
         inner = cls(
-            # Some classes look for options in their groups alone, others in their arguments alone.
+            # Some classes read options from their groups only, others from their arguments only.
             [{**options, **group, "params": [stand_ins[p] for p in group["params"]]} for group in groups],
             **options,
         )
-        # As unpickling makes an optimizer around groups and state that exist.
+        # As unpickling creates an optimizer with existing groups and state.
         super().__setstate__(
             {
                 "optimizer": inner,
@@ -91,7 +92,7 @@ class PlainTensorOptimizer(Optimizer):
 
     @property
     def left_alone(self) -> Collection[Tensor]:
-        """The parameters that the last step left as they were: all, if it was one of the idle ones."""
+        """The parameters that the last step did not change: all, if it was an idle one."""
         return self._stand_ins.keys() if self._steps <= self.traits.idle_steps else ()
 
     @property
@@ -101,7 +102,7 @@ class PlainTensorOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters; a collective over the ranks that share them, if it needs them whole."""
+        """Update the parameters; a collective over the ranks that share them, if it needs full ones."""
         whole = self.traits.needs_whole
         for param, stand_in in self._stand_ins.items():
             stand_in.grad = None
@@ -114,7 +115,7 @@ class PlainTensorOptimizer(Optimizer):
         for param, stand_in in self._stand_ins.items():
             local, new = local_part(param.detach()), stand_in.detach()
             if whole and isinstance(param, DTensor):
-                new = new[_own_box(param)]
+                new = new[_own_region(param)]
             if new.data_ptr() != local.data_ptr():
                 local.copy_(new)
         self._release()
@@ -128,10 +129,10 @@ class PlainTensorOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned into state that exists.
+        """Load a `state_dict` into existing state.
 
         Raises:
-            KeyError: something is missing.
+            KeyError: an entry is missing.
         """
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
@@ -145,7 +146,7 @@ class PlainTensorOptimizer(Optimizer):
 
     @contextlib.contextmanager
     def _given_plain_tensors(self) -> Iterator[None]:
-        """Let the groups, which both optimizers share, hold plain tensors for a while."""
+        """Let the groups, which both optimizers share, hold plain tensors within the context."""
         try:
             for group, own in zip(self.param_groups, self._params, strict=True):
                 group["params"] = [self._stand_ins[param] for param in own]
@@ -155,7 +156,7 @@ class PlainTensorOptimizer(Optimizer):
                 group["params"] = own
 
     def _release(self) -> None:
-        """Hold no tensors beyond a step."""
+        """Free the tensors of a step."""
         for stand_in in self._stand_ins.values():
             stand_in.grad = None
             stand_in.data = stand_in.data.new_empty(0)
@@ -173,7 +174,7 @@ class _FlatState(Mapping[Tensor, Any]):
     def __getitem__(self, param: Tensor) -> dict[str, Any]:
         owner = self._owner
         stand_in = owner._stand_ins[param]
-        if stand_in not in owner.optimizer.state:  # which would make an entry
+        if stand_in not in owner.optimizer.state:  # which would create an entry
             raise KeyError(param)
         flat = dict(_flattened(owner.optimizer.state[stand_in]))
         if not isinstance(param, DTensor) or owner.traits.needs_whole:
@@ -194,7 +195,7 @@ class _FlatState(Mapping[Tensor, Any]):
 def _stand_in(param: Tensor, whole: bool) -> nn.Parameter:
     local = local_part(param.detach())
     if whole and isinstance(param, DTensor):
-        local = local.new_zeros(param.shape)  # whose values come with the first step
+        local = local.new_zeros(param.shape)  # filled in the first step
     return nn.Parameter(local, requires_grad=param.requires_grad)
 
 
@@ -208,8 +209,8 @@ def _placed_like(param: Tensor, grad: Tensor) -> Tensor:
     return grad
 
 
-def _own_box(param: DTensor) -> tuple[slice, ...]:
-    """Which part of a parameter is on this rank."""
+def _own_region(param: DTensor) -> tuple[slice, ...]:
+    """The region of a parameter that is on this rank."""
     mesh = param.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
@@ -243,7 +244,7 @@ def _flattened(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _restored(live: Any, saved: Mapping[str, Any], name: str) -> Any:
-    """What takes the place of `live`: of the same form, with the saved values; its tensors are kept."""
+    """A replacement for `live` of the same structure, with the saved values; its tensors are kept."""
     if isinstance(live, Tensor):
         return live.copy_(local_part(saved[name]))
     if isinstance(live, dict):

@@ -26,19 +26,19 @@ _NEW_OPTIONS = {
 """Options of Muon that checkpoints of earlier versions lack."""
 
 _NOT_COMPARED = {"lr", "fused", "foreach", "capturable"}
-"""The learning rate of a step follows from `initial_lr` and the schedule; the others choose a kernel."""
+"""The learning rate of a step follows from `initial_lr` and the schedule; the others select a kernel."""
 
 
 def changed_options(
     saved: Mapping[str, Any], own: Mapping[str, Any], name_of: Callable[[str, str], str]
 ) -> list[str]:
-    """The options that differ, as "optimizer.muon.momentum 0.9 -> 0.95": the checkpoint's value, this run's.
+    """The options that differ, as "optimizer.muon.momentum 0.9 -> 0.95": first the checkpoint's value.
 
     Args:
         saved: a checkpoint's options of each parameter, as "param_groups.PARAMETER.OPTION". One that it lacks
             does not differ.
         own: this run's.
-        name_of: what the recipe calls an option of a parameter.
+        name_of: returns the name of a parameter's option in the recipe.
     """
     found: dict[str, tuple[list[str], str]] = {}
     for key, value in own.items():
@@ -62,7 +62,7 @@ def may_be_missing(key: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A value that can be compared and shown, whatever the checkpoint has made of it."""
+    """The value of an option as Python numbers and lists."""
     if isinstance(value, Tensor):
         return value.item()
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value

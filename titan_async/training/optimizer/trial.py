@@ -1,7 +1,7 @@
-"""Finds out what an optimizer of another package does, by small runs of it, before a model is trained by it.
+"""Determines the properties of another package's optimizer by trial runs on a few small tensors.
 
-Whether each element is updated by itself, so that shards will do; whether it can be resumed exactly; what it
-keeps. All of it shows on a few small tensors, and nothing needs to be listed for each optimizer.
+Whether it is elementwise, so that it can run on shards; whether it can be resumed exactly; what state it
+keeps. So no optimizer needs to be listed.
 """
 
 import functools
@@ -25,29 +25,29 @@ from titan_async.training.optimizer.plain_tensor_optimizer import PlainTensorOpt
 __all__ = ["state_elements", "try_out"]
 
 _SHAPES = {1: (130,), 2: (130, 136), 3: (2, 130, 136)}
-"""By dimensions. Above 128, below which some optimizers take another way."""
+"""By number of dimensions. Above 128, below which some optimizers use another algorithm."""
 
 _SIZES = (1.0, 0.3, 3.0, 0.5, 2.0)
 _STEPS = len(_SIZES)
 _SAVED_AFTER = 2
 _TOLERANCE = 1e-5
-"""Relative; sums over other numbers of elements round otherwise."""
+"""Relative; sums over other numbers of elements are rounded differently."""
 
 _PLAIN = (Tensor, int, float, str, type(None))
 
 
 def try_out(optimizer: type[Optimizer], options: dict[str, Any], dimensions: Sequence[int]) -> Traits:
-    """The traits of an optimizer with these options for parameters of so many dimensions.
+    """The traits of an optimizer with these options, for parameters with these numbers of dimensions.
 
     Raises:
-        UserError: it cannot train here; a sentence without a beginning, which says why.
+        UserError: it cannot train here; the message continues a sentence with the reason.
     """
     return _try_out(optimizer, json.dumps(options), tuple(sorted(set(dimensions))))
 
 
 @functools.cache
 def _try_out(optimizer: type[Optimizer], options: str, dimensions: tuple[int, ...]) -> Traits:
-    # Lists, where the options were tuples, are what recipe files have.
+    # JSON turns tuples into lists, as in recipe files.
     arguments = json.loads(options)
     weights = [_numbers(_SHAPES.get(n, (2,) * n), n) for n in dimensions]
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -74,7 +74,7 @@ def _try_out(optimizer: type[Optimizer], options: str, dimensions: tuple[int, ..
 
 
 class _Trial:
-    """A few small parameters, and the optimizer that trains them on gradients of random numbers."""
+    """A few small parameters, and an optimizer that trains them with random gradients."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class _Trial:
             ) from error
 
     def step(self, number: int) -> bool:
-        """Take a step; whether it moved anything."""
+        """Run a step. Returns whether it changed a parameter."""
         before = [param.detach().clone() for param in self.params]
         for param, gradients in zip(self.params, self._gradients, strict=True):
             param.grad = gradients[number].clone()
@@ -138,7 +138,7 @@ def _check_state(trial: _Trial) -> None:
 def _check_resuming(
     optimizer: type[Optimizer], options: dict[str, Any], weights: Sequence[Tensor], unbroken: _Trial
 ) -> None:
-    """Refuse an optimizer that does not go on from a checkpoint as if it had not stopped."""
+    """Refuse an optimizer that does not resume bit for bit."""
     stopped, resumed = _Trial(optimizer, options, weights), _Trial(optimizer, options, weights)
     for number in range(_SAVED_AFTER):
         stopped.step(number)
@@ -154,7 +154,7 @@ def _check_resuming(
     why = ""
     try:
         load_flat_optim_state_dict(resumed.optimizer, get_flat_optim_state_dict(stopped.optimizer))
-    except Exception as error:  # state of another form than at the first step
+    except Exception as error:  # its state has another structure than at the first step
         why = f" ({type(error).__name__}: {_line(error)})"
     for number in range(_SAVED_AFTER, _STEPS):
         resumed.step(number)
@@ -168,7 +168,7 @@ def _check_resuming(
 def _trained_halves(
     optimizer: type[Optimizer], options: dict[str, Any], weight: Tensor, dim: int
 ) -> list[Tensor]:
-    """The displacements of the two halves of a parameter, each of which an optimizer has for itself."""
+    """The displacements of the two halves of a parameter, each trained by its own optimizer."""
     halves = zip(weight.chunk(2, dim), *(each.chunk(2, dim) for each in _gradients(weight)), strict=True)
     return [_Trial(optimizer, options, [half], [gradients]).train()[0] for half, *gradients in halves]
 
@@ -192,7 +192,7 @@ def _state_like_parameters(trial: _Trial) -> set[str]:
 
 
 def _has_other_state(trial: _Trial) -> bool:
-    """Whether some state is neither one number nor of its parameter's shape."""
+    """Whether some state is neither a scalar nor of its parameter's shape."""
     return any(
         isinstance(value, Tensor) and value.numel() > 1 and value.shape != param.shape
         for param, entries in trial.optimizer.state.items()
@@ -209,9 +209,9 @@ def _numbers(shape: Sequence[int], seed: int) -> Tensor:
 
 
 def _gradients(weight: Tensor) -> list[Tensor]:
-    """Of each step: a direction that stays, noise, and a size that changes from step to step.
+    """The gradients of all steps: a constant direction, noise, and a scale that changes from step to step.
 
-    Only so do optimizers show which measure all gradients, to clip them or to choose a learning rate.
+    This reveals optimizers that use the norm of all gradients, to clip them or to choose a learning rate.
     """
     direction = weight + _numbers(weight.shape, 100 + weight.dim())
     return [
@@ -233,9 +233,10 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
 def state_elements(
     optimizer: type[Optimizer], options: dict[str, Any], shape: Sequence[int]
 ) -> dict[str, int] | None:
-    """How many numbers an optimizer keeps for a parameter of this shape, by name; takes no memory.
+    """The number of elements of an optimizer's state for a parameter of this shape, by name; on the meta
+    device.
 
-    None if it cannot be known, because a step needs values.
+    None if it is unknown, because a step needs values.
     """
     return _state_elements(optimizer, json.dumps(options), tuple(shape))
 

@@ -1,4 +1,4 @@
-"""Training layer: splits a decoder into pipeline stages by measured times instead of counted layers."""
+"""Splits a decoder into pipeline stages by measured times instead of numbers of layers."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -30,16 +30,16 @@ KNOWN_MODULES = ("tok_embeddings", "layers", "norm", "lm_head")
 
 
 def balanced_split(layers: Sequence[int], num_stages: int, *, first: int = 0, last: int = 0) -> list[int]:
-    """How many layers each stage gets, so that the slowest stage is as fast as it can be.
+    """The number of layers of each stage that minimizes the time of the slowest stage.
 
-    Of the splits that reach that, the evenest one (the least sum of squares), and of those the one with
-    the fewest layers on the early stages, which keep the most activations.
+    Among equal splits, the most even one (least sum of squares); among these, the one with the fewest layers
+    on the early stages, which keep the most activations.
 
     Args:
-        layers: the cost of each layer, in any unit; whole numbers, so that ties are exact.
+        layers: the cost of each layer, in any unit; integers, so that ties are exact.
         num_stages: at most `len(layers) + 2`.
-        first: what the first stage costs besides its layers; it may be left without any.
-        last: the same of the last stage. Every other stage gets at least one layer.
+        first: the cost of the first stage besides its layers; it may have none.
+        last: the same for the last stage. Every other stage gets at least one layer.
 
     Raises:
         ValueError: if there are too many stages, or fewer than one.
@@ -83,7 +83,7 @@ def _best_split(
 
 
 def stage_modules(counts: Sequence[int]) -> list[list[str]]:
-    """The modules of each stage, as `parallelism.module_fqns_per_model_part` wants them.
+    """The modules of each stage, in the form of `parallelism.module_fqns_per_model_part`.
 
     Args:
         counts: how many layers each stage has.
@@ -98,7 +98,7 @@ def stage_modules(counts: Sequence[int]) -> list[list[str]]:
 
 
 def count_stages(parallelism: ParallelismConfig) -> int:
-    """How many stages torchtitan builds: one a rank, or two for the schedules that interleave them.
+    """The number of stages that torchtitan builds: one per rank, or two for interleaved schedules.
 
     Raises:
         ValueError: if the schedule is unknown.
@@ -114,7 +114,7 @@ def measures_balance(config: Trainer.Config) -> bool:
 
 
 def balance_model_spec(model_spec: ModelSpec, pipeline: PipelineConfig) -> ModelSpec:
-    """A copy of a model's spec that splits the model as `pipeline.balance` says."""
+    """A copy of a model's spec that splits the model according to `pipeline.balance`."""
     if pipeline.balance == "layers" or model_spec.pipelining_fn is None:
         return model_spec
     return dataclasses.replace(
@@ -132,7 +132,7 @@ def _pipeline_balanced(
 
 
 def _agree_on_split(timer: PartTimer, num_stages: int) -> list[int]:
-    """The split that rank 0 measures and chooses, on every rank; a line on the terminal says which."""
+    """Measure and choose a split on rank 0, print it, and broadcast it."""
     counts: list[int] = []
     if dist.get_rank() == 0:
         costs = measure_costs(timer)

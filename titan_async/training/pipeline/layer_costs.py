@@ -1,4 +1,4 @@
-"""Training layer: what each part of a decoder costs on a pipeline stage, timed with one layer in memory."""
+"""Measures the cost of each part of a decoder on a pipeline stage, with one layer in memory at a time."""
 
 import gc
 import statistics
@@ -19,12 +19,12 @@ __all__ = ["Costs", "PartTimer", "measure_costs"]
 _WARM_UPS = 3
 _REPETITIONS = 7
 _STEPS = 3
-"""Steps timed together: a GPU then starts one while it computes the one before, as in training."""
+"""Steps timed together, so that the host launches one while the GPU computes the previous, as in training."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Nanoseconds that forward and backward of one microbatch take, for each part of a decoder."""
+    """Nanoseconds of forward and backward of a microbatch, for each part of a decoder."""
 
     embedding: int
     layers: tuple[int, ...]
@@ -34,7 +34,7 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class PartTimer(PartMaker):
-    """Times parts of a model on this process alone, compiled as in the run."""
+    """Times parts of a model in this process alone, compiled as in the run."""
 
     parallel_dims: ParallelDims
     compile_config: CompileConfig
@@ -60,7 +60,7 @@ class PartTimer(PartMaker):
             apply_compile(part, compile_config=self.compile_config, parallel_dims=self.parallel_dims)
         self.materialize(part)
         with torch.no_grad():
-            # Not for the values: what the memory happens to hold may be slow to compute with.
+            # Uninitialized memory may hold values that are slow to compute with.
             part.init_weights()
         self.cast(part)
         return part.train()
@@ -79,7 +79,7 @@ class PartTimer(PartMaker):
 def measure_costs(timer: PartTimer) -> Costs:
     """Time the embedding, one layer of each kind, and the head; takes some seconds.
 
-    The random state is left as it was, so that training starts from the same weights as without.
+    Preserves the random state, so that training starts from the same weights as without it.
     """
     with torch.random.fork_rng(
         devices=[] if timer.device.type == "cpu" else [timer.device], device_type=timer.device.type
@@ -90,7 +90,7 @@ def measure_costs(timer: PartTimer) -> Costs:
             head=timer.time("norm", "lm_head"),
         )
     if timer.compile_config.enable:
-        torch.compiler.reset()  # the run's own layers shall not count as recompilations
+        torch.compiler.reset()  # else the run's own layers would count as recompilations
     return costs
 
 

@@ -1,7 +1,4 @@
-"""Training layer: one part of a decoder by itself, as it computes on a pipeline stage.
-
-A part is what torchtitan makes of a stage: the whole model without the modules that other stages hold.
-"""
+"""A model part by itself, as it computes on a pipeline stage: without the modules of other stages."""
 
 import copy
 import dataclasses
@@ -24,24 +21,24 @@ __all__ = ["PartInputs", "PartMaker", "alike_layers"]
 
 @dataclass(frozen=True)
 class PartInputs:
-    """What a part is called with for one microbatch."""
+    """The inputs of a part for one microbatch."""
 
     tokens: Tensor
     """[microbatch size, sequence]"""
     hidden: Tensor
-    """[microbatch size, sequence, model], what the part before it would send."""
+    """[microbatch size, sequence, model], the output of the previous part."""
     keywords: dict[str, Any]
     loss_fn: Callable[..., tuple[Tensor, Any]] | None
-    """Of the part with the head."""
+    """The loss function, for the part with the head."""
     output_gradient: Tensor | None
-    """With which the backward starts; None if it starts from a loss."""
+    """The gradient of the output; None if the backward starts from a loss."""
 
     def start(self, part: nn.Module) -> Tensor:
-        """The tensor that the part takes: tokens, or a hidden state that requires a gradient."""
+        """The input of the part: tokens, or a hidden state that requires a gradient."""
         return self.hidden.detach().requires_grad_() if part.tok_embeddings is None else self.tokens
 
     def forward(self, part: nn.Module, start: Tensor) -> tuple[Tensor, Tensor]:
-        """The part's output, and what its backward starts from: the loss of that, or the output itself."""
+        """The part's output, and the root of its backward: its loss, or the output itself."""
         output = part(start, **self.keywords)
         if self.loss_fn is None:
             return output, output
@@ -51,9 +48,9 @@ class PartInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class PartMaker:
-    """Makes parts of a model with activation checkpointing and the parameters' dtype of the run.
+    """Builds parts of a model with the run's activation checkpointing and dtype.
 
-    Without the other parallelisms, which divide the work of every part.
+    Without other parallelisms, which divide the work of every part.
     """
 
     model: nn.Module
@@ -78,11 +75,11 @@ class PartMaker:
         return part
 
     def materialize(self, part: nn.Module) -> None:
-        """Give a part memory on the device."""
+        """Allocate a part's memory on the device."""
         part.to_empty(device=self.device)
 
     def cast(self, part: nn.Module) -> None:
-        """Give its parameters the dtype in which it computes."""
+        """Cast its parameters to the dtype in which it computes."""
         for parameter in part.parameters():
             parameter.data = parameter.data.to(self.dtype)
 
@@ -91,7 +88,7 @@ class PartMaker:
         return TORCH_DTYPE_MAP[self.training.mixed_precision_param]
 
     def inputs(self, part: nn.Module) -> PartInputs:
-        """What the part is called with."""
+        """Random inputs for the part."""
         shape = (self.parallelism.pipeline_parallel_microbatch_size, self.training.seq_len)
         tokens = torch.randint(self.model_config.vocab_size, shape, device=self.device)
         hidden = torch.randn(*shape, self.model_config.dim, dtype=self.dtype, device=self.device)
@@ -115,30 +112,30 @@ class PartMaker:
     def _loss_of(self, part: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
         if not isinstance(self.loss_fn, ChunkedLossWrapper):
             return self.loss_fn
-        chunked = copy.copy(self.loss_fn)  # the run's own must not keep this head alive
+        chunked = copy.copy(self.loss_fn)  # the run's own loss must not keep this head alive
         leave_head_to(chunked, part)
         return chunked
 
 
 def alike_layers(layers: Sequence[Any]) -> list[int]:
-    """For each layer's configuration the index of the first that differs from it in initial weights only."""
+    """For each layer's configuration, the index of the first one that differs in initial weights only."""
     kinds: list[tuple[Any, int]] = []
     first = []
     for index, layer in enumerate(layers):
-        work = _work_of(layer)
-        known = next((number for kind, number in kinds if kind == work), None)
+        config = _without_init(layer)
+        known = next((number for kind, number in kinds if kind == config), None)
         if known is None:
             known = index
-            kinds.append((work, index))
+            kinds.append((config, index))
         first.append(known)
     return first
 
 
-def _work_of(config: Any) -> Any:
-    """A module's configuration without its initial weights, which often depend on the depth, for `==`."""
+def _without_init(config: Any) -> Any:
+    """A module's configuration without weight initialization, which often depends on the depth, for `==`."""
     if dataclasses.is_dataclass(config):
         fields = [field.name for field in dataclasses.fields(config) if field.name != "param_init"]
-        return type(config), [(name, _work_of(getattr(config, name))) for name in fields]
+        return type(config), [(name, _without_init(getattr(config, name))) for name in fields]
     if isinstance(config, list | tuple):
-        return [_work_of(item) for item in config]
+        return [_without_init(item) for item in config]
     return config

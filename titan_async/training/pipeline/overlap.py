@@ -1,4 +1,4 @@
-"""Overlapped pairs of torchtitan's mixtures of experts: where they hand over, and what their threads need."""
+"""Overlapped pairs with torchtitan's mixtures of experts: the all-to-all where they switch, thread state."""
 
 import dataclasses
 import threading
@@ -35,10 +35,10 @@ __all__ = [
 
 
 class HandOverTokenDispatcher(AllToAllTokenDispatcher):
-    """Exchanges tokens by `titan_async.pipelining.all_to_all_single`, and their counts as torchtitan does.
+    """Exchanges tokens by `titan_async.pipelining.all_to_all_single`, where an overlapped pair switches.
 
-    gloo needs it without overlapped pairs too: torchtitan uses a list all-to-all, for which gloo wants chunks
-    of one size.
+    gloo needs it without overlapped pairs too: torchtitan uses a list all-to-all, for which gloo requires
+    chunks of equal size.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -57,7 +57,7 @@ class HandOverTokenDispatcher(AllToAllTokenDispatcher):
 
 
 class SelectiveAC(activation_checkpoint.SelectiveAC):
-    """Saves what came from other ranks, as torchtitan's does for its own exchange."""
+    """Saves the output of that all-to-all too, as torchtitan's does for its own."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(activation_checkpoint.SelectiveAC.Config):
@@ -86,7 +86,7 @@ def override_imports(config: Trainer.Config) -> list[str]:
 
 
 def adapt_config(config: Trainer.Config) -> Trainer.Config:
-    """A copy with the overrides that overlapped pairs need; unchanged without `pipeline.overlap`."""
+    """A copy with the overrides for overlapped pairs; unchanged without `pipeline.overlap`."""
     if not overlaps(config):
         return config
     names = config.override.imports + [
@@ -96,7 +96,7 @@ def adapt_config(config: Trainer.Config) -> Trainer.Config:
 
 
 def why_nothing_overlaps(config: Trainer.Config) -> str | None:
-    """A line for the start of a run whose `pipeline.overlap` hides nothing; None if it does, or is off."""
+    """A warning if `pipeline.overlap` hides nothing; None if it does, or is off."""
     if not config.pipeline.overlap:
         return None
     if not delays_gradients(config.parallelism):
@@ -123,7 +123,7 @@ def why_nothing_overlaps(config: Trainer.Config) -> str | None:
 def enter_in_backward(stage: Any, context: Callable[[], AbstractContextManager[None]]) -> None:
     """Let the stage's backwards in another thread run in `context`, and autograd in that thread.
 
-    torchtitan's meshes are a thread's own, and layers that are computed once more look for them.
+    torchtitan's meshes are thread-local, and recomputed layers need them.
     """
     backward = stage.backward_one_chunk
 

@@ -50,33 +50,32 @@ class PipelineConfig:
 
     lookahead: int = 0
     """Microbatches that the first stage keeps in flight beyond the stages - 1 that it must, under Async2BW;
-    their number falls evenly to none at the last stage. They hide the latency of messages and uneven
+    their number decreases evenly to 0 at the last stage. They hide the latency of messages and imbalance of
     stages, and each costs a microbatch's activations; more than stages - 1 are of little use."""
 
     early_receives: Literal["auto", "always", "never"] = "auto"
-    """Whether the receive of a message is posted while the stage computes what comes before, under Async2BW.
-    That hides the transfer, but on a GPU a posted receive occupies multiprocessors, and one at each end of an
-    edge can hang if something waits for both devices. "auto" does so for all messages on the CPU, and on
-    accelerators, if there is a lookahead, for activations from another host."""
+    """Whether the receive of a message is posted while the stage still computes, under Async2BW. That hides
+    the transfer, but on a GPU a posted receive occupies multiprocessors, and one at each end of an edge can
+    hang if something waits for both devices. "auto": for all messages on the CPU; on accelerators for
+    activations from another host, if there is a lookahead."""
 
     synchronous_steps: int | None = None
     """Steps at the start of training without delay, under Async2BW: each drains the pipeline, which costs the
     bubble of 1F1B, and the next one reads the updated weights. Error feedback begins after them. "none" for
-    `synchronous_ratio` of all steps; a number takes its place."""
+    `synchronous_ratio` of all steps; a number overrides it."""
 
     synchronous_ratio: float = 0.0
-    """Share of the steps (`training.steps`) that are synchronous, rounded down. Without effect where
+    """Share of the steps (`training.steps`) that are synchronous, rounded down. Has no effect if
     `synchronous_steps` is a number."""
 
     overlap: bool = False
-    """Whether a stage computes a forward and a backward together, each while the other's tokens travel
-    between experts, under Async2BW. It hides the all-to-alls of experts that are spread over ranks
-    (`parallelism.expert_parallel_degree`). With it stage r of d holds 2 (d - 1 - r) + 1 microbatches in
-    flight instead of d - 1 - r, and while it computes such a pair one more, and a batch needs at least
-    2 d - 1."""
+    """Whether a stage overlaps a forward and a backward, each with the other's all-to-alls of tokens, under
+    Async2BW. It hides the all-to-alls of expert parallelism (`parallelism.expert_parallel_degree`). With it
+    stage r of d holds 2 (d - 1 - r) + 1 microbatches in flight instead of d - 1 - r, and while it computes
+    such a pair one more, and a batch needs at least 2 d - 1."""
 
     def resolved_synchronous_steps(self, training_steps: int) -> int:
-        """The synchronous steps at the start of a run of so many under Async2BW."""
+        """The synchronous steps at the start of a run of `training_steps` under Async2BW."""
         if self.synchronous_steps is not None:
             return min(self.synchronous_steps, training_steps)
         return share_of(training_steps, self.synchronous_ratio)
@@ -97,7 +96,7 @@ def delays_gradients(parallelism: ParallelismConfig) -> bool:
 
 
 def overlaps(config: Trainer.Config) -> bool:
-    """Whether training runs overlapped pairs."""
+    """Whether training overlaps pairs of a forward and a backward."""
     return delays_gradients(config.parallelism) and config.pipeline.overlap
 
 
@@ -124,11 +123,11 @@ def check_microbatches(config: Trainer.Config, accumulation: int) -> None:
     """Refuse fewer microbatches than the pipeline needs.
 
     Args:
-        config: a configuration whose pipeline is asynchronous.
+        config: of an asynchronous pipeline.
         accumulation: passes of `training.local_batch_size` sequences in a batch.
 
     Raises:
-        ValueError: one sentence that names the fields and the mend.
+        ValueError: one sentence that names the fields and the fix.
     """
     parallelism, stages = config.parallelism, config.parallelism.pipeline_parallel_degree
     size = parallelism.pipeline_parallel_microbatch_size
@@ -158,10 +157,10 @@ def check_microbatches(config: Trainer.Config, accumulation: int) -> None:
 
 
 def check_supported(config: Trainer.Config) -> None:
-    """Refuse what `ScheduleAsync2BW` does not do yet, and what it never can.
+    """Refuse settings that `ScheduleAsync2BW` does not support.
 
     Raises:
-        ValueError: one sentence that names the fields and the mend.
+        ValueError: one sentence that names the fields and the fix.
     """
     parallelism, training = config.parallelism, config.training
     if training.global_batch_size < 0:  # else the degrees decide, which are not all known yet
@@ -211,8 +210,8 @@ def _parallelize(
 def needs_fsdp(ranks_of_a_stage: int, training: TrainingConfig) -> bool:
     """Whether a stage has several ranks, or computes in another dtype than that of its parameters.
 
-    Elsewhere FSDP would gather, reduce and cast nothing, and take a copy of the weights and 4 % of a step of
-    a small model for that.
+    If not, FSDP would gather, reduce and cast nothing, but cost a copy of the weights, and 4 % of a small
+    model's step.
     """
     return (
         ranks_of_a_stage > 1
@@ -235,8 +234,8 @@ def _pipeline(
     kwargs |= {"training": training, "parallel_dims": parallel_dims}
     if not delays_gradients(parallelism):
         return pipelining_fn(model, parallelism=parallelism, **kwargs)
-    # torchtitan knows torch's own schedules only: let it build the stages for one of them, then use them.
-    # GPipe takes any number of microbatches, where 1F1B would count those of one pass.
+    # torchtitan knows torch's schedules only: let it build the stages for one of them, and use these. GPipe
+    # supports any number of microbatches, whereas 1F1B checks those of one pass.
     parallelism = dataclasses.replace(parallelism, pipeline_parallel_schedule="GPipe")
     built, model_parts, has_first, has_last = pipelining_fn(model, parallelism=parallelism, **kwargs)
     parts = parts_of(built)
@@ -255,7 +254,7 @@ def _pipeline(
 
 
 def accumulation_of(training: TrainingConfig, data_parallel_degree: int) -> int:
-    """Passes of `training.local_batch_size` sequences on each data-parallel rank that make up a batch."""
+    """Gradient accumulation: passes of `training.local_batch_size` sequences on each rank in a batch."""
     if training.global_batch_size < 0:
         return 1
     return training.global_batch_size // (training.local_batch_size * data_parallel_degree)

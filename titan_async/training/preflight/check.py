@@ -1,4 +1,4 @@
-"""What can be known to be wrong before any process starts: names, files, and sizes that do not fit."""
+"""Checks of a configuration before any process starts: names, files, and sizes that do not fit."""
 
 import copy
 import importlib.util
@@ -39,20 +39,20 @@ from titan_async.training.preflight.optimizer import check_optimizer
 __all__ = ["build_on_meta", "check", "check_messages"]
 
 _STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
-"""What a checkpoint holds beside the model."""
+"""The parts of a checkpoint beside the model."""
 
 _FOR_GPUS = (
     DeepEPTokenDispatcher.Config,
     HybridEPTokenDispatcher.Config,
     MinimalAsyncEPTokenDispatcher.Config,
 )
-"""Ways to send tokens to experts."""
+"""Token dispatchers that need GPUs."""
 
 _COMPILED = ("model", "loss")
-"""What `compile.components` can name."""
+"""The values of `compile.components`."""
 
 _TOKENIZER = "SmolLM2-135M"
-"""The folder in which the recipes for GPUs expect their tokenizer."""
+"""The folder of the tokenizer of the recipes for GPUs."""
 
 _DOWNLOAD = f"hf download HuggingFaceTB/{_TOKENIZER} tokenizer.json tokenizer_config.json --local-dir"
 
@@ -63,13 +63,13 @@ def check(config: Trainer.Config, *, world_size: int, make_folder: bool = True) 
     Args:
         config: the resolved configuration; not changed.
         world_size: processes of the whole run.
-        make_folder: whether to make the folder of the run.
+        make_folder: whether to create the folder of the run.
 
     Returns:
         The model, on the meta device.
 
     Raises:
-        UserError: one sentence that names the cause and the mend.
+        UserError: one sentence that names the cause and the fix.
     """
     check_layout(config, world_size=world_size)
     _check_libraries(config)
@@ -83,15 +83,15 @@ def check(config: Trainer.Config, *, world_size: int, make_folder: bool = True) 
     replicas = config.parallelism.data_parallel_replicate_degree
     check_optimizer(config.optimizer, model, is_divided=world_size > replicas)
     check_data(config, tokenizer, data_parallel=data_parallel_degree(config, world_size))
-    _check_folders(config, make=make_folder)  # last, since it makes one
+    _check_folders(config, make=make_folder)  # last, since it creates one
     return model
 
 
 def check_messages(config: Trainer.Config) -> None:
-    """Refuse what needs ranks that are not imaginary, where nobody makes up what these send.
+    """Refuse a pipeline and checkpoints with the fake backend, which sends no messages.
 
     Raises:
-        UserError: a pipeline does, or a checkpoint.
+        UserError: the configuration has one of them.
     """
     if config.comm.mode != "fake_backend":
         return
@@ -108,7 +108,7 @@ def check_messages(config: Trainer.Config) -> None:
 
 
 def _check_libraries(config: Trainer.Config) -> None:
-    """Refuse what needs a package that is not installed, or a device that is not there."""
+    """Refuse settings that need a package that is not installed, or a device that is missing."""
     if config.metrics.enable_wandb and not _is_installed("wandb"):
         raise UserError(
             "metrics.enable_wandb needs the package wandb, which is not installed: pip install wandb, or "
@@ -130,7 +130,7 @@ def _check_libraries(config: Trainer.Config) -> None:
 
 
 def _check_modules(config: Trainer.Config) -> None:
-    """Refuse parts of the model that do not go with this machine, or with context parallelism."""
+    """Refuse modules that this machine, or context parallelism, does not support."""
     parallelism, model = config.parallelism, config.model_spec.model
     kinds = {type(node) for _, node, _, _ in model.traverse(Configurable.Config, recurse=True)}
     if parallelism.context_parallel_degree > 1 and VarlenAttention.Config in kinds:
@@ -248,7 +248,7 @@ def _check_tokenizer(config: Trainer.Config) -> BaseTokenizer:
             f"tokenizer.json{command}"
         )
     if (folder / "tokenizer.json").is_file():
-        DocumentEncoder(folder)  # which says what is wrong with it
+        DocumentEncoder(folder)  # which explains what is wrong with it
     try:
         tokenizer = config.tokenizer.build(tokenizer_path=str(folder))
     except Exception as error:  # tokenizers raises nothing more specific
@@ -269,10 +269,10 @@ def _check_tokenizer(config: Trainer.Config) -> BaseTokenizer:
 
 
 def build_on_meta(config: Trainer.Config) -> nn.Module:
-    """The model that a configuration describes, without memory and without parallelism.
+    """The model of a configuration on the meta device, without parallelism.
 
     Raises:
-        UserError: the model does not go with other settings.
+        UserError: the model does not support other settings.
     """
     config = copy.deepcopy(config)
     try:
@@ -295,7 +295,7 @@ def _check_overrides(config: Trainer.Config) -> None:
 
 
 def _check_parts(config: Trainer.Config, model: nn.Module) -> None:
-    """Refuse a list of parts that are not one for each stage, or not together the whole model."""
+    """Refuse a list of parts that is not one for each stage, or not a partition of the model."""
     parallelism, field = config.parallelism, "parallelism.module_fqns_per_model_part"
     parts, degree = parallelism.module_fqns_per_model_part, parallelism.pipeline_parallel_degree
     if parts is None or degree < 2 or parallelism.pipeline_parallel_schedule_csv:

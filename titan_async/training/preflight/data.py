@@ -1,4 +1,4 @@
-"""What can be known to be wrong with the data of a run, before any process starts."""
+"""Checks of a run's data."""
 
 import dataclasses
 import itertools
@@ -20,11 +20,11 @@ __all__ = ["check_data"]
 _ANEW = "make the files anew with tools/prepare_data.py"
 
 _AMPLE = 4
-"""As many documents, and sequences, for each reader are enough, without a look at how they are shared."""
+"""With so many documents and sequences for each reader, how they are shared is not checked."""
 
 
 def check_data(config: Trainer.Config, tokenizer: BaseTokenizer, *, data_parallel: int) -> None:
-    """Refuse data that a run could not read, of which a rank gets too little, or that do not fit the model.
+    """Refuse data that cannot be read, are too few for a rank, or do not fit the model.
 
     Args:
         config: the resolved configuration; not changed.
@@ -32,7 +32,7 @@ def check_data(config: Trainer.Config, tokenizer: BaseTokenizer, *, data_paralle
         data_parallel: ranks that each read data of their own.
 
     Raises:
-        UserError: one sentence that names the cause and the mend.
+        UserError: one sentence that names the cause and the fix.
     """
     training, validator = config.training, config.validator
     batch = training.local_batch_size * accumulation_of(training, data_parallel)
@@ -44,12 +44,12 @@ def check_data(config: Trainer.Config, tokenizer: BaseTokenizer, *, data_paralle
             _check_torchtitans(name, loader, config, tokenizer, data_parallel)
         if not isinstance(loader, TextDataLoader.Config):
             continue
-        if name == "validator.dataloader":  # of which torchtitan's validator decides that
+        if name == "validator.dataloader":  # which torchtitan's validator decides
             loader = dataclasses.replace(loader, infinite=validator.steps != -1)
         if loader.dataset == "tokens":
             _check_token_files(name, loader, config)
         build = partial(_sequences, loader, tokenizer, training.seq_len)
-        # Each worker process of each rank has documents of its own.
+        # Each worker process of each rank has its own documents.
         readers = data_parallel * max(loader.num_workers or 0, 1)
         enough = _AMPLE * readers
         documents = _count(_documents(loader), enough)
@@ -72,7 +72,7 @@ def _check_torchtitans(
     tokenizer: BaseTokenizer,
     data_parallel: int,
 ) -> None:
-    """Refuse a data set that a loader of torchtitan's does not find, by making it as each rank will."""
+    """Refuse a data set that a loader of torchtitan does not find, by building the loader."""
     datasets.disable_progress_bars()
     try:
         loader.build(
@@ -82,7 +82,7 @@ def _check_torchtitans(
             seq_len=config.training.seq_len,
             local_batch_size=config.training.local_batch_size,
         )
-    except Exception as error:  # the hub's client and all readers of files raise errors of their own
+    except Exception as error:  # the hub's client and readers of files raise many kinds of errors
         sentence = " ".join(str(error).split())[:300] or type(error).__name__
         which = getattr(loader, "dataset", None)
         shown = f' (the data set "{which}")' if which and isinstance(which, str) else ""
@@ -101,10 +101,10 @@ def _sequences(
     *,
     at_least: int | None = None,
 ) -> Iterable[object]:
-    """What a rank's loader reads, without its processes: without end, or in one pass of `at_least` so many.
+    """What a rank's loader reads, without its processes: endless, or one epoch of `at_least` so many.
 
     Raises:
-        UserError: while it is read, if there are fewer; without end, if there is none.
+        UserError: while it is read, if there are fewer; if endless, if there is none.
     """
     alone = dataclasses.replace(
         loader, infinite=at_least is None, num_workers=0, prefetch_factor=None, persistent_workers=False

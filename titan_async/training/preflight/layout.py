@@ -1,4 +1,4 @@
-"""What can be known to be wrong with the numbers of a run: of ranks, stages, microbatches and experts."""
+"""Checks of the numbers of ranks, stages, microbatches and experts."""
 
 import math
 import os
@@ -39,18 +39,18 @@ SCHEDULES = (
     "ZBVZeroBubble",
     "DualPipeV",
 )
-"""The schedules that `parallelism.pipeline_parallel_schedule` can name."""
+"""The values of `parallelism.pipeline_parallel_schedule`."""
 
 
 def check_layout(config: Trainer.Config, *, world_size: int) -> None:
-    """Refuse numbers that do not go together: of ranks, stages, microbatches and experts. Opens no file.
+    """Refuse incompatible numbers of ranks, stages, microbatches and experts. Opens no file.
 
     Args:
         config: the resolved configuration; not changed.
         world_size: processes of the whole run.
 
     Raises:
-        UserError: one sentence that names the cause and the mend.
+        UserError: one sentence that names the cause and the fix.
     """
     _check_numbers(config)
     _check_schedule(config)
@@ -61,12 +61,12 @@ def check_layout(config: Trainer.Config, *, world_size: int) -> None:
 
 
 def data_parallel_degree(config: Trainer.Config, world_size: int) -> int:
-    """Ranks that each read data of their own, in a run of so many processes."""
+    """The data-parallel degree of a run of so many processes."""
     return max(world_size // non_data_parallel_size(config.parallelism), 1)
 
 
 def non_data_parallel_size(parallelism: ParallelismConfig) -> int:
-    """Ranks that read the same data: those of the stages, of tensor and of context parallelism."""
+    """Ranks that read the same data: of pipeline, tensor and context parallelism."""
     return (
         parallelism.pipeline_parallel_degree
         * parallelism.tensor_parallel_degree
@@ -138,7 +138,7 @@ def _check_loss(config: Trainer.Config) -> None:
 
 
 def takes_stages(parallelism: ParallelismConfig, stages: int) -> bool:
-    """Whether a run's schedule takes so many: most take one a rank, or two; interleaved ones also more."""
+    """Whether the schedule supports so many stages: one or two per rank; interleaved ones also more."""
     usual, degree = count_stages(parallelism), parallelism.pipeline_parallel_degree
     two_a_rank = parallelism.pipeline_parallel_schedule.lower() in ("zbvzerobubble", "dualpipev")
     if usual == degree or two_a_rank:
@@ -148,7 +148,7 @@ def takes_stages(parallelism: ParallelismConfig, stages: int) -> bool:
 
 def _check_experts(config: Trainer.Config, shards: int) -> None:
     parallelism, degree = config.parallelism, config.parallelism.expert_parallel_degree
-    # Expert parallelism takes no processes of its own.
+    # Expert parallelism uses the processes of other dimensions.
     ranks = shards * parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
     if degree < 1 or ranks % degree:
         raise UserError(
@@ -184,20 +184,20 @@ def _check_batch(config: Trainer.Config, data_parallel: int) -> None:
 
 
 def _check_passes(config: Trainer.Config) -> None:
-    """Refuse numbers of microbatches that torch's schedules do not take."""
+    """Refuse numbers of microbatches that torch's schedules do not support."""
     parallelism, size = config.parallelism, config.parallelism.pipeline_parallel_microbatch_size
     degree, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     microbatches, stages = config.training.local_batch_size // size, count_stages(parallelism)
     rounds = max(1, microbatches // degree)
     if name.lower() in ("1f1b", "dualpipev") and microbatches < stages:
-        needs, mend = f"at least as many as the {stages} stages", f"at least {stages * size}"
+        needs, fix = f"at least as many as the {stages} stages", f"at least {stages * size}"
     elif name.lower() in ("interleaved1f1b", "interleavedzerobubble") and microbatches % rounds:
-        needs, mend = f"a multiple of its {rounds} rounds", f"a multiple of {degree * size}"
+        needs, fix = f"a multiple of its {rounds} rounds", f"a multiple of {degree * size}"
     else:
         return
     raise UserError(
         f"{name} needs {needs} in microbatches, not {microbatches} (training.local_batch_size / "
-        f"parallelism.pipeline_parallel_microbatch_size): set training.local_batch_size to {mend}"
+        f"parallelism.pipeline_parallel_microbatch_size): set training.local_batch_size to {fix}"
     )
 
 
@@ -227,7 +227,7 @@ def _check_stages(config: Trainer.Config) -> None:
     layers = getattr(config.model_spec.model, "layers", None)
     if degree < 2 or parallelism.pipeline_parallel_schedule_csv:
         return
-    if measures_balance(config):  # counts no layers: `preflight` judges that split
+    if measures_balance(config):  # depends on no numbers of layers: `preflight.check` checks that split
         if layers is None or count_stages(parallelism) <= len(layers) + 2:
             _check_passes(config)
         return
@@ -237,10 +237,10 @@ def _check_stages(config: Trainer.Config) -> None:
 
 
 def check_tying(config: Trainer.Config) -> None:
-    """Refuse a tied weight on two stages where nothing keeps its copies equal.
+    """Refuse a tied weight on two stages if nothing keeps its copies equal.
 
     Raises:
-        UserError: one sentence that names the cause and the mend.
+        UserError: one sentence that names the cause and the fix.
     """
     parallelism = config.parallelism
     if parallelism.pipeline_parallel_degree < 2 or not is_tied(config.model_spec.model):
@@ -276,7 +276,7 @@ def _check_split(config: Trainer.Config, layers: int) -> None:
 
 
 def _stages_by_layers(config: Trainer.Config, layers: int) -> int:
-    """The stages that `pipeline_parallel_layers_per_stage` makes of so many layers, ends included."""
+    """The stages by `pipeline_parallel_layers_per_stage`, for so many layers, embedding and head included."""
     parallelism, each = config.parallelism, config.parallelism.pipeline_parallel_layers_per_stage
     stages = math.ceil(layers / each)
     if not takes_stages(parallelism, stages):

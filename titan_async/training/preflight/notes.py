@@ -1,4 +1,4 @@
-"""Lines at the start of a run: what is no mistake, but changes how it trains."""
+"""Warnings at the start of a run, about settings that are no mistake but change how it trains."""
 
 import re
 from collections.abc import Iterable
@@ -16,13 +16,12 @@ __all__ = ["start_notes"]
 def start_notes(
     config: Trainer.Config, names: Iterable[str], *, was_delayed: bool | None = None
 ) -> list[str]:
-    """The lines about a configuration that trains, but perhaps not as its user expects.
+    """Warnings about a configuration that may not train as its user expects.
 
     Args:
         config: the resolved configuration.
-        names: of the model's parameters, or of those of a part of it.
-        was_delayed: whether gradients were late in the run whose checkpoint this one resumes; None if it
-            resumes none.
+        names: of the parameters of the model, or of a part of it.
+        was_delayed: whether the run of the resumed checkpoint had a delay; None if none is resumed.
     """
     notes = []
     parallelism, delayed = config.parallelism, delays_gradients(config.parallelism)
@@ -60,7 +59,7 @@ def start_notes(
 
 
 def _synchronous_start(config: Trainer.Config) -> str | None:
-    """The line about a synchronous start after which, or without which, nothing is delayed."""
+    """A warning about a synchronous start that takes the whole run, or has no effect."""
     asked, steps = config.pipeline.synchronous_steps, config.training.steps
     if delays_gradients(config.parallelism):
         if asked is not None and asked > steps:

@@ -1,4 +1,4 @@
-"""What can be known to be wrong with `[optimizer]` once the model's parameters are known."""
+"""Checks of the section `[optimizer]` against the model's parameters."""
 
 import dataclasses
 import inspect
@@ -27,21 +27,21 @@ _TORCH_WORDS = {
     "parameter at index 0": ("beta1", "betas"),
     "parameter at index 1": ("beta2", "betas"),
 }
-"""What torch's own optimizers call options, and how recipes spell them."""
+"""Names of options in the errors of torch's optimizers, and their keys in recipes."""
 
 
 def check_optimizer(
     config: OptimizersContainer.Config, model: nn.Module, *, is_divided: bool = False
 ) -> None:
-    """Refuse optimizers that do not go together with the parameters of a model.
+    """Refuse optimizers that do not fit the parameters of a model.
 
     Args:
         config: the section; not changed.
         model: the whole model, on the meta device.
-        is_divided: whether no rank has all parameters whole.
+        is_divided: whether no rank has the full parameters.
 
     Raises:
-        UserError: one sentence that names the key and the mend.
+        UserError: one sentence that names the key and the fix.
     """
     own = isinstance(config, AsyncOptimizers.Config)
     groups = config.resolved_groups() if own else config.param_groups
@@ -111,12 +111,12 @@ def _check_settings(
         given = [{**settings, "params": [parameter for _, parameter in matched]}]
         refusals = (Exception,)
     try:
-        # Implementations for certain devices refuse tensors without data.
+        # Implementations for one kind of device refuse meta tensors.
         built = factory(given, **{k: v for k, v in settings.items() if k not in ("fused", "foreach")})
     except refusals as error:
         sentence = " ".join(str(error).split())
         raise UserError(f"{_place(config, index, group, sentence)}: {sentence}") from error
-    for key in settings.keys() - set(options):  # which a constructor may take without using them
+    for key in settings.keys() - set(options):  # which a constructor may accept without using them
         if key not in built.defaults and not hasattr(built, key):
             raise UserError(unknown_name(f"a key of {field}", key, known))
 
@@ -128,7 +128,7 @@ def _try_out(
     matched: list[tuple[str, nn.Parameter]],
     is_divided: bool,
 ) -> None:
-    """Refuse an optimizer of another package that a run could not use as it is."""
+    """Refuse an optimizer of another package that cannot train this model."""
     cls = None if group.optimizer_name in FACTORIES else config.class_of(group.optimizer_name)
     if cls is None:
         return
@@ -146,7 +146,7 @@ def _try_out(
 
 
 def _wrong_kind(key: str, value: object, default: object) -> str | None:
-    """What a setting has to be, judged by its default, if it is something else."""
+    """The type that a setting must have, according to its default, if it has another."""
     if isinstance(default, bool):
         return None if isinstance(value, bool) else "true or false"
     if isinstance(default, int | float):
@@ -158,7 +158,7 @@ def _wrong_kind(key: str, value: object, default: object) -> str | None:
 
 
 def _place(config: AsyncOptimizers.Config, index: int, group: ParamGroupConfig, sentence: str) -> str:
-    """The key of the recipe that an optimizer's refusal is about, or the section if it names none."""
+    """The key of the recipe to which an optimizer's error refers, or the section."""
     if config.param_groups:
         section, keys = f"optimizer.param_groups.{index}", list(group.optimizer_kwargs)
         inside = f"{section}.optimizer_kwargs"

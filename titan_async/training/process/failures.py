@@ -1,7 +1,7 @@
-"""How a worker process tells the launcher why it failed, and how the launcher picks the root cause.
+"""How a worker process reports a failure to the launcher, and how the launcher finds the root cause.
 
-A failing worker leaves `rank-N.json` in the folder named by `TITAN_ASYNC_ERROR_DIR`. When one stage
-dies, the others fail a moment later for want of it; the kinds keep cause and consequence apart.
+A failing worker writes `rank-N.json` to the folder named by `TITAN_ASYNC_ERROR_DIR`. When one stage dies, the
+others fail a moment later as a consequence; the kinds of failures distinguish the two.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal
 __all__ = [
     "ERROR_DIR",
     "Failure",
-    "NoAnswerError",
+    "HungRankError",
     "end_with_launcher",
     "read_failures",
     "report_failure",
@@ -29,8 +29,8 @@ ERROR_DIR = "TITAN_ASYNC_ERROR_DIR"
 Kind = Literal["user", "error", "no_answer", "lost_peer"]
 
 
-class NoAnswerError(Exception):
-    """Another rank has not answered in time; the message is a sentence for the user."""
+class HungRankError(Exception):
+    """A wait for another rank has timed out; the message is a sentence for the user."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Failure:
 
     rank: int
     kind: Kind
-    """"user": a mistake the user can mend; "error": any exception; "no_answer": another rank lets this one
-    wait too long; "lost_peer": another rank is gone."""
+    """"user": a mistake that the user can fix; "error": any exception; "no_answer": a wait for another rank
+    has timed out; "lost_peer": another rank has died."""
     message: str
     """One sentence for "user" and "no_answer"; the exception's type and text otherwise."""
     time: float
@@ -48,7 +48,7 @@ class Failure:
 
 
 def report_failure(kind: Kind, message: str) -> bool:
-    """Leaves this process's failure for the launcher; the first report of a process stands.
+    """Report this process's failure to the launcher; only the first report of a process counts.
 
     Returns:
         Whether a launcher will read it; if not, the caller prints the message itself.
@@ -70,27 +70,26 @@ def report_failure(kind: Kind, message: str) -> bool:
 
 
 def read_failures(folder: str | Path) -> list[Failure]:
-    """Returns the reports in a folder, earliest first."""
+    """The reports in a folder, earliest first."""
     found = []
     for path in Path(folder).glob("rank-*.json"):
         try:
             found.append(Failure(**json.loads(path.read_text(encoding="utf-8"))))
         except (OSError, ValueError, TypeError):
-            continue  # a worker killed while writing says nothing
+            continue  # of a worker killed while it wrote
     return sorted(found, key=lambda failure: failure.time)
 
 
 def root_cause(failures: list[Failure]) -> Failure | None:
-    """Returns the earliest failure that is not the consequence of another, else the earliest of all."""
+    """The earliest failure that is not the consequence of another, else the earliest of all."""
     causes = [failure for failure in failures if failure.kind != "lost_peer"]
     return next(iter(causes or failures), None)
 
 
 def end_with_launcher() -> None:
-    """Makes the kernel kill this process when the launcher dies, however it dies (Linux only).
+    """Let the kernel kill this process when the launcher dies, even by SIGKILL (Linux only).
 
-    Without it a launcher that is itself killed by SIGKILL leaves its workers running. Does nothing in
-    a process that our launcher has not started.
+    Does nothing in a process that our launcher has not started.
     """
     launcher = os.environ.get("TITAN_ASYNC_LAUNCHER_PID")
     if sys.platform != "linux" or not launcher:
@@ -100,5 +99,5 @@ def end_with_launcher() -> None:
 
     pr_set_pdeathsig = 1
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != int(launcher):  # it died before the line above
+    if os.getppid() != int(launcher):  # the launcher died before the line above
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""What to say where a rank has waited in vain for another: which one did not answer, and what it is at.
+"""Describes which rank a timed-out wait was for, and what that rank does.
 
-The error of the wait itself knows neither: a rank waits for its neighbour, which may well wait for the next.
-But every rank leaves in the run's event files what it does, whatever becomes of it. Over gloo the wait raises
-an error; over NCCL a watchdog aborts the process, and the launcher asks here.
+The error of the wait does not know it: a rank waits for its neighbour, which may itself wait for the next.
+But every rank writes what it does to the run's event files. Over gloo the wait raises an error; over NCCL a
+watchdog aborts the process, and the launcher calls this module.
 """
 
 import re
@@ -16,7 +16,7 @@ from titan_async.monitor.formatting import name_stages
 from titan_async.monitor.snapshot import RunWatch
 from titan_async.training.process.failures import Failure
 
-__all__ = ["name_the_silent", "seconds_waited", "watchdog_failure"]
+__all__ = ["describe_hung_ranks", "timeout_of", "watchdog_failure"]
 
 _WAITED = re.compile(r"Timed out waiting (\d+)ms")
 _WATCHDOG_TIMEOUT = re.compile(r"Watchdog caught collective operation timeout: .*?Timeout\(ms\)=(\d+)")
@@ -26,43 +26,43 @@ _WATCHDOG_ERROR = re.compile(
 _LIMITS = ("train_timeout_seconds", "init_timeout_seconds")
 
 
-def seconds_waited(error: BaseException) -> float | None:
-    """How long a rank has waited in vain before this error; None if it is another error."""
+def timeout_of(error: BaseException) -> float | None:
+    """The timeout in seconds, if this is the error of a wait that timed out; else None."""
     found = _WAITED.search(str(error))
     return None if found is None else int(found[1]) / 1000
 
 
 def watchdog_failure(rank: int, stderr: str, explain: Callable[[int, float], str]) -> Failure | None:
-    """Why NCCL's watchdog has aborted a rank; None if it was not that.
+    """The failure of a rank that NCCL's watchdog has aborted; None if the watchdog did not.
 
     Args:
-        rank: that a SIGABRT has ended.
-        stderr: the end of what it wrote there.
-        explain: the sentence for a rank that has waited for so many seconds in vain.
+        rank: ended by SIGABRT.
+        stderr: the end of its stderr.
+        explain: returns the message for a rank whose wait has timed out after some seconds.
     """
     if found := _WATCHDOG_TIMEOUT.search(stderr):
         return Failure(rank, "no_answer", explain(rank, int(found[1]) / 1000), time.time())
     if found := _WATCHDOG_ERROR.search(stderr):
-        # Another rank is gone, as a rule.
+        # Usually another rank has died.
         return Failure(rank, "lost_peer", f"ended by NCCL's watchdog: {found[1]}", time.time())
     return None
 
 
-def name_the_silent(
+def describe_hung_ranks(
     seconds: float, rank: int, folder: Path | None, comm: Any, *, by_watchdog: bool = False
 ) -> str:
-    """The sentence for a wait that was in vain.
+    """The message for a wait that has timed out.
 
     Args:
-        seconds: that it has lasted.
+        seconds: the timeout.
         rank: that has waited. It has closed its event files.
-        folder: the run's folder of events; None if it leaves none.
+        folder: the run's folder of events; None if events are not recorded.
         comm: the configuration's `comm` section.
-        by_watchdog: whether NCCL's watchdog has ended the rank for it; its event files are not closed.
+        by_watchdog: whether NCCL's watchdog has aborted the rank; its event files are not closed.
     """
     run = _read_run(folder)
-    culprits = [] if run is None else run.culprits(seconds / 2)
-    culprits = [who for who in culprits if not who.startswith(f"rank {rank} (")]
+    stragglers = [] if run is None else run.culprits(seconds / 2)
+    stragglers = [who for who in stragglers if not who.startswith(f"rank {rank} (")]
     limit = next((f"comm.{name}" for name in _LIMITS if getattr(comm, name) == seconds), None)
     waited = f"{seconds:.0f} s" + (f" ({limit})" if limit else "")
     slow = f", or raise {limit} if ranks are only slow" if limit else ""
@@ -71,14 +71,14 @@ def name_the_silent(
         what = f"rank {rank}{stage} was ended by NCCL's watchdog after {waited} without an answer"
     else:
         what = f"rank {rank} has waited for {waited} in vain"
-    who = f"{'; '.join(culprits)}, and" if culprits else "a rank does not answer:"
+    who = f"{'; '.join(stragglers)}, and" if stragglers else "a rank does not answer:"
     return f"{who} {what}: start the same command again{slow}"
 
 
 def _read_run(folder: Path | None) -> RunWatch | None:
     try:
         run = None if folder is None else RunWatch(folder)
-    except UserError:  # the files have gone
+    except UserError:  # the files were removed
         return None
     if run is not None:
         run.poll()

@@ -14,17 +14,17 @@ from titan_async.whole_files import writing_whole
 __all__ = ["LOCK", "RECIPE", "announced", "locked", "recipe_text", "refuse_locked", "write_recipe"]
 
 LOCK = ".lock"
-"""The file in a run's folder that its rank 0 holds a lock on. It is left behind, and says nothing then."""
+"""The file in a run's folder on which rank 0 holds a lock. It stays there after the run."""
 
 
 @contextlib.contextmanager
 def locked(dump_folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Keep other runs out of a folder, until the end or until this process dies, however it dies.
+    """Lock a folder against other runs, until this process leaves the context or dies.
 
-    Not where the file system knows no locks.
+    Has no effect on file systems without locks.
 
     Raises:
-        UserError: another run is writing there, or nobody can.
+        UserError: another run is writing to the folder, or it is not writable.
     """
     file = Path(dump_folder) / LOCK
     try:
@@ -47,9 +47,9 @@ def locked(dump_folder: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def announced(dump_folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Let `titan_async.monitor.processes.is_starting` know of a run, launchers and ranks alike.
+    """Announce a run to `titan_async.monitor.processes.is_starting`, in launchers and ranks.
 
-    By a shared lock on the folder itself, which leaves nothing behind. Not where the file system knows none.
+    By a shared lock on the folder itself. Has no effect on file systems without locks.
     """
     descriptor = None
     try:
@@ -63,13 +63,13 @@ def announced(dump_folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def refuse_locked(dump_folder: str | os.PathLike[str]) -> None:
-    """Tell at once what `locked` would tell when there are processes.
+    """Check early what `locked` checks once the processes run.
 
     Raises:
         UserError: another run is writing to the folder.
     """
     file = Path(dump_folder) / LOCK
-    with contextlib.suppress(OSError):  # there is none
+    with contextlib.suppress(OSError):  # no lock file
         descriptor = os.open(file, os.O_RDWR)
         try:
             _lock(descriptor, file)
@@ -87,7 +87,7 @@ def _lock(descriptor: int, file: Path) -> None:
             f"another run is writing to {file.parent} ({who}): wait for its end, or choose another "
             "dump_folder"
         ) from None
-    except OSError:  # no locks here
+    except OSError:  # a file system without locks
         pass
 
 
@@ -98,14 +98,14 @@ _MARK = "# Written by titan-async when this run starts, and again when it is res
 
 
 def recipe_text(resolved: Resolved) -> str:
-    """What a run's `recipe.toml` holds."""
+    """The content of a run's `recipe.toml`."""
     return _MARK + resolved.to_toml()
 
 
 def write_recipe(resolved: Resolved) -> None:
-    """Write `recipe.toml` to the run's folder, for what reads its checkpoints later.
+    """Write `recipe.toml` to the run's folder, for programs that read its checkpoints later.
 
-    A file of that name which a user has written is left as it is.
+    Does not replace a file of that name that a user has written.
 
     Raises:
         UserError: it cannot be written.

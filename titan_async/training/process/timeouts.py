@@ -1,10 +1,10 @@
-"""How long ranks wait for each other: long while something is done for the first time, then as steps need.
+"""Timeouts of process groups: long while something is done for the first time, then adapted to the steps.
 
 An operation over NCCL has the timeout that its group has when it is enqueued, and NCCL's watchdog counts from
-there. The host may enqueue a receive while the device is still at the step before, and the message may come
-from a rank that has a step, an update and a validation to do first. A fixed limit would end runs whose steps
-are longer. So each rank measures its steps, on the host alone, and sets its groups' timeouts by them; in a
-pipeline the steps of all ranks take as long.
+there. The host may enqueue a receive while the device still executes the previous step, and the sender may
+have a step, an update and a validation to do first. A fixed timeout would end runs with longer steps. So each
+rank measures its steps on the host, and derives its groups' timeouts from them; in a pipeline the steps of
+all ranks take equally long.
 """
 
 import math
@@ -24,45 +24,45 @@ from titan_async.training.process.preemption import Preemption
 __all__ = ["WaitLimits", "pauses_after", "set_all_timeouts"]
 
 _STEPS_OF_WAIT = 4
-"""Steps that one operation may have to wait for: the one that the device is still at, its own, the other
-rank's that is late, and one to spare."""
+"""Steps that one operation may have to wait for: the one on the device, its own, that of a late sender, and
+one for safety."""
 
 _RECENT = 8
-"""Steps of a kind whose longest counts."""
+"""Steps of each kind of which the longest counts."""
 
 _FIRST_STEPS = 2
-"""Under Async2BW the first compiles the model, and the second makes the first update."""
+"""Under Async2BW the first step compiles the model, and the second makes the first update."""
 
 
 class WaitLimits:
     """Sets the timeouts of a rank's process groups, step by step.
 
-    The limit is `comm.init_timeout_seconds` for the first two steps, for each that is followed by the first
-    validation or save, and for the step after any of these: other ranks may still compile then. From there on
-    it is `comm.train_timeout_seconds`. Where four of the longest recent step take longer, it is these.
+    The timeout is `comm.init_timeout_seconds` for the first two steps, for a step before the first validation
+    or save, and for the step after any of these: other ranks may still compile then. For other steps it is
+    `comm.train_timeout_seconds`. It is at least four times the longest recent step.
 
     Args:
         comm: the configuration's `comm` section.
-        apply: sets the timeout of operations that are enqueued from now on.
-        clock: seconds of the host.
+        apply: sets the timeout of operations enqueued afterwards.
+        clock: returns seconds.
     """
 
     def __init__(
         self, comm: Any, apply: Callable[[timedelta], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._comm, self._apply, self._clock = comm, apply, clock
-        self._steps = 0  # begun
+        self._steps = 0  # started
         self._began = 0.0
         self._pauses: frozenset[str] = frozenset()
         self._is_first = True
         self._known: set[str] = set()
         self._seconds: dict[frozenset[str], deque[float]] = {}
-        self._of_first: set[frozenset[str]] = set()  # kinds known by a first step alone, which compiles
+        self._of_first: set[frozenset[str]] = set()  # kinds with a first step only, which compiles
         self._limit: int | None = None
         self._set(comm.init_timeout_seconds)
 
     def begin(self, pauses: Iterable[str] = ()) -> None:
-        """Call before a step; `pauses` are "validation" and "save", if they follow before the next step."""
+        """Call before a step; `pauses` contains "validation" and "save", if they follow it."""
         now, pauses = self._clock(), frozenset(pauses)
         if self._steps:
             self._measure(now - self._began)
@@ -92,7 +92,7 @@ class WaitLimits:
 
 
 def pauses_after(trainer: Any) -> list[str]:
-    """What follows a trainer's present step, by its settings."""
+    """What follows the trainer's current step: "validation", "save", both or nothing."""
     step, config = trainer.step, trainer.config
     validates = config.validator.enable and trainer.validator.should_validate(step)
     saves = saves_at(trainer.checkpointer, step, step == config.training.steps)
@@ -100,7 +100,7 @@ def pauses_after(trainer: Any) -> list[str]:
 
 
 def set_all_timeouts(timeout: timedelta, dims: ParallelDims, preemption: Preemption) -> None:
-    """Set the timeouts of the groups that torchtitan knows, and of those that it does not."""
+    """Set the timeouts of torchtitan's process groups and of this project's."""
     set_joint_timeout(timeout)
     preemption.set_timeout(timeout)
     for mesh in dims.get_all_one_dimensional_meshes().values():

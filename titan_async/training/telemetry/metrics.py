@@ -77,7 +77,7 @@ class AsyncMetrics(MetricsProcessor, Recorded, Callback):
         grad_norm: float | None,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """As torchtitan's; `grad_norm` is None as long as no update has been made."""
+        """As torchtitan's; `grad_norm` is None before the first update."""
         seconds = time.perf_counter() - self.time_last_log
         tokens = self.ntokens_since_last_log * self._data_parallel_degree()
         extra = extra_metrics or {}
@@ -109,7 +109,7 @@ class AsyncMetrics(MetricsProcessor, Recorded, Callback):
         self.recording.write("validation", step=step, loss=loss)
 
     def _mfu(self, tokens_per_second: float) -> float | None:
-        """Model FLOPS utilization, a share; None on a CPU, whose peak is not known."""
+        """Model FLOPS utilization, from 0 to 1; None on a CPU, whose peak is unknown."""
         if self.device_memory_monitor.device.type == "cpu" or self.has_quantization:
             return None
         operations = self.num_flops_per_token * tokens_per_second / self.parallel_dims.world_size
@@ -121,33 +121,33 @@ class AsyncMetrics(MetricsProcessor, Recorded, Callback):
 
 
 _CHOICES = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM")
-"""Variables by which a user chooses the run."""
+"""Environment variables by which a user chooses the run."""
 
 
 def run_id_file(dump_folder: str | os.PathLike[str], rank: int | None = None) -> Path:
-    """The file of the id in a run's folder; of one rank's, where each rank has a run of its own."""
+    """The file with the W&B run id in a run's folder, or that of one rank, if each rank has its own run."""
     return Path(dump_folder) / ("wandb_run_id" if rank is None else f"wandb_run_id.rank{rank}")
 
 
 @contextlib.contextmanager
 def wandb_continues(file: Path, *, resumes: bool) -> Iterator[str]:
-    """Within this, `wandb.init` goes on with the run of `file`, or begins one that can be gone on with.
+    """A context in which `wandb.init` resumes the run of `file`, or starts one that can be resumed.
 
-    What the user's environment says of the run is left as it is.
+    Has no effect if environment variables of the user choose the run.
 
     Args:
-        file: as `run_id_file` gives it.
-        resumes: whether training goes on from a checkpoint. Without one, a new run begins.
+        file: of `run_id_file`.
+        resumes: whether training resumes from a checkpoint; if not, a new run is started.
 
     Yields:
-        The id of the run, empty if it is not known.
+        The id of the run, empty if unknown.
     """
     if any(os.environ.get(name) for name in _CHOICES):
         yield os.environ.get("WANDB_RUN_ID", "")
         return
     kept = ""
     if resumes:
-        with contextlib.suppress(OSError, UnicodeDecodeError):  # then it begins a new run
+        with contextlib.suppress(OSError, UnicodeDecodeError):  # then a new run is started
             kept = file.read_text(encoding="utf-8").strip()
     chosen = {"WANDB_RUN_ID": kept or secrets.token_hex(4), "WANDB_RESUME": "allow"}
     os.environ.update(chosen)
@@ -159,6 +159,6 @@ def wandb_continues(file: Path, *, resumes: bool) -> Iterator[str]:
 
 
 def keep_run_id(file: Path, run_id: str) -> None:
-    """Write the id for the next start. A folder that takes no file costs that, and not the run."""
+    """Write the id for the next start. A folder that is not writable is no error."""
     with contextlib.suppress(OSError), writing_whole(file) as partial:
         partial.write_text(f"{run_id}\n", encoding="utf-8")

@@ -14,22 +14,22 @@ import pytest
 from tests.support.training import processes_of, start
 from tests.support.watching import going_on, write_now
 from titan_async.pipelining.recording import Kind
-from titan_async.training.process.hung_ranks import name_the_silent, seconds_waited
+from titan_async.training.process.hung_ranks import describe_hung_ranks, timeout_of
 
 COMM = SimpleNamespace(init_timeout_seconds=300, train_timeout_seconds=20)
 
 
 def test_only_waits_in_vain_have_a_length() -> None:
     error = RuntimeError("[unbound_buffer.cc:78] Timed out waiting 15000ms for recv operation to complete")
-    assert seconds_waited(error) == 15
-    assert seconds_waited(RuntimeError("Connection closed by peer [127.0.0.1]:3982")) is None
+    assert timeout_of(error) == 15
+    assert timeout_of(RuntimeError("Connection closed by peer [127.0.0.1]:3982")) is None
 
 
 def test_the_sentence_names_the_rank_that_is_silent(tmp_path: Path) -> None:
     folder = going_on(tmp_path)
     write_now(folder, 0, Kind.RECEIVE, 20.0)
     write_now(folder, 1, Kind.FORWARD, 0.1, ago=21.0)
-    assert name_the_silent(20, 0, folder, COMM) == (
+    assert describe_hung_ranks(20, 0, folder, COMM) == (
         "rank 1 (stage 1) has not been heard of for 21 s, and rank 0 has waited for 20 s "
         "(comm.train_timeout_seconds) in vain: start the same command again, or raise "
         "comm.train_timeout_seconds if ranks are only slow"
@@ -40,7 +40,7 @@ def test_the_sentence_names_the_rank_that_is_stuck(tmp_path: Path) -> None:
     folder = going_on(tmp_path)
     write_now(folder, 0, Kind.FORWARD, 301.0, microbatch=2)
     write_now(folder, 1, Kind.RECEIVE, 300.0)
-    said = name_the_silent(300, 1, folder, COMM)
+    said = describe_hung_ranks(300, 1, folder, COMM)
     assert re.match(
         r"rank 0 \(stage 0\) computes the forward of microbatch 2 of step 13, since [\d:]{8} \(5 min\), and "
         r"rank 1 has waited for 300 s \(comm\.init_timeout_seconds\) in vain: start the same command again, ",
@@ -50,7 +50,7 @@ def test_the_sentence_names_the_rank_that_is_stuck(tmp_path: Path) -> None:
 
 def test_without_event_files_nobody_is_accused(tmp_path: Path) -> None:
     for folder in (None, tmp_path / "gone"):
-        assert name_the_silent(1800, 0, folder, COMM) == (
+        assert describe_hung_ranks(1800, 0, folder, COMM) == (
             "a rank does not answer: rank 0 has waited for 1800 s in vain: start the same command again"
         )
 
@@ -59,14 +59,14 @@ def test_the_sentence_for_a_rank_that_nccl_has_ended(tmp_path: Path) -> None:
     folder = going_on(tmp_path)
     write_now(folder, 0, Kind.FORWARD, 21.0)  # by its host, which waits for the device
     write_now(folder, 1, Kind.FORWARD, 21.0, ago=21.0)
-    assert name_the_silent(20, 0, folder, COMM, by_watchdog=True) == (
+    assert describe_hung_ranks(20, 0, folder, COMM, by_watchdog=True) == (
         "rank 1 (stage 1) has not been heard of for 21 s, and rank 0 (stage 0) was ended by NCCL's watchdog "
         "after 20 s (comm.train_timeout_seconds) without an answer: start the same command again, or raise "
         "comm.train_timeout_seconds if ranks are only slow"
     )
     # Nobody else is known to be at fault, and this rank is not.
     write_now(folder, 1, Kind.RECEIVE, 21.0)
-    assert name_the_silent(20, 0, folder, COMM, by_watchdog=True).startswith(
+    assert describe_hung_ranks(20, 0, folder, COMM, by_watchdog=True).startswith(
         "a rank does not answer: rank 0 (stage 0) was ended by NCCL's watchdog after 20 s "
     )
 
