@@ -1,4 +1,4 @@
-"""Attention on CPU, against torch's own, whose forward computes there what it does on GPUs."""
+"""Attention on CPU, against torch's own forward."""
 
 from typing import Any
 

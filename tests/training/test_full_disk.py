@@ -1,4 +1,4 @@
-"""A disk that is full costs a run's lines, its record and its measured times, and never the run."""
+"""A full disk loses a run's output, recording and measured times, but does not end the run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ sys.exit(worker.main([]))
 """
 
 
-def test_lines_that_find_no_room(tmp_path: Path) -> None:
+def test_lines_to_a_full_disk(tmp_path: Path) -> None:
     # Python then flushes once more, at its end.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:
@@ -50,7 +50,7 @@ def test_lines_that_find_no_room(tmp_path: Path) -> None:
     )
 
 
-def test_a_journal_that_finds_no_room(tmp_path: Path) -> None:
+def test_a_journal_on_a_full_disk(tmp_path: Path) -> None:
     journal_path(tmp_path).symlink_to("/dev/full")
     journal = Journal(tmp_path)
     journal.write("log", text="a line")
@@ -58,7 +58,7 @@ def test_a_journal_that_finds_no_room(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_times_that_find_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stage_times_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 1)
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
     monkeypatch.setattr(
@@ -82,7 +82,7 @@ def test_times_that_find_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert warning.startswith(f"cannot write the stages' times to {file}: ")
 
 
-def test_checkpoints_that_cannot_be_written_are_known_at_the_start(tmp_path: Path) -> None:
+def test_a_checkpoint_folder_that_is_not_writable_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").touch()
     checkpoint = SimpleNamespace(
         enable=True, load_only=False, folder="checkpoint/mine", load_step=-1, initial_load_path=None

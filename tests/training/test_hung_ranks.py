@@ -1,4 +1,4 @@
-"""A rank that does not answer: the run ends soon, with the sentence that names it."""
+"""A rank that hangs: the run ends after the timeout, with a message that names the rank."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from titan_async.training.process.hung_ranks import describe_hung_ranks, timeout
 COMM = SimpleNamespace(init_timeout_seconds=300, train_timeout_seconds=20)
 
 
-def test_only_waits_in_vain_have_a_length() -> None:
+def test_only_errors_of_timed_out_waits_have_a_timeout() -> None:
     error = RuntimeError("[unbound_buffer.cc:78] Timed out waiting 15000ms for recv operation to complete")
     assert timeout_of(error) == 15
     assert timeout_of(RuntimeError("Connection closed by peer [127.0.0.1]:3982")) is None
 
 
-def test_the_sentence_names_the_rank_that_is_silent(tmp_path: Path) -> None:
+def test_the_message_names_the_rank_that_does_not_answer(tmp_path: Path) -> None:
     folder = going_on(tmp_path)
     write_now(folder, 0, Kind.RECEIVE, 20.0)
     write_now(folder, 1, Kind.FORWARD, 0.1, ago=21.0)
@@ -36,7 +36,7 @@ def test_the_sentence_names_the_rank_that_is_silent(tmp_path: Path) -> None:
     )
 
 
-def test_the_sentence_names_the_rank_that_is_stuck(tmp_path: Path) -> None:
+def test_the_message_names_the_straggler(tmp_path: Path) -> None:
     folder = going_on(tmp_path)
     write_now(folder, 0, Kind.FORWARD, 301.0, microbatch=2)
     write_now(folder, 1, Kind.RECEIVE, 300.0)
@@ -48,14 +48,14 @@ def test_the_sentence_names_the_rank_that_is_stuck(tmp_path: Path) -> None:
     )
 
 
-def test_without_event_files_nobody_is_accused(tmp_path: Path) -> None:
+def test_without_event_files_no_rank_is_named(tmp_path: Path) -> None:
     for folder in (None, tmp_path / "gone"):
         assert describe_hung_ranks(1800, 0, folder, COMM) == (
             "a rank does not answer: rank 0 has waited for 1800 s in vain: start the same command again"
         )
 
 
-def test_the_sentence_for_a_rank_that_nccl_has_ended(tmp_path: Path) -> None:
+def test_the_message_for_a_rank_that_nccls_watchdog_has_aborted(tmp_path: Path) -> None:
     folder = going_on(tmp_path)
     write_now(folder, 0, Kind.FORWARD, 21.0)  # by its host, which waits for the device
     write_now(folder, 1, Kind.FORWARD, 21.0, ago=21.0)

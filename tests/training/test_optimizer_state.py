@@ -1,4 +1,4 @@
-"""Checkpoints of `AsyncOptimizers` hold all state, whichever form of error feedback has written them."""
+"""Checkpoints of `AsyncOptimizers` hold all state, with each form of error feedback."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ FORMS: dict[str, Callable[..., AsyncOptimizers]] = {"wrapped": build_wrapped, "i
 
 @pytest.mark.parametrize("level", ["update", "gradient"])
 @pytest.mark.parametrize(("saving", "loading"), [("wrapped", "inside"), ("inside", "wrapped")])
-def test_either_form_of_error_feedback_loads_the_other(
+def test_each_form_of_error_feedback_loads_the_other(
     saving: str, loading: str, level: str, tmp_path: Path
 ) -> None:
     unbroken, resumed, loaded = both(FORMS[saving], FORMS[loading], FEEDBACKS[level], tmp_path)
@@ -104,7 +104,7 @@ def test_either_form_of_error_feedback_loads_the_other(
 
 
 @pytest.mark.parametrize(("saved", "now"), [("off", "update"), ("update", "off"), ("gradient", "update")])
-def test_error_feedback_is_this_runs_own(saved: str, now: str, tmp_path: Path) -> None:
+def test_error_feedback_options_are_those_of_the_run(saved: str, now: str, tmp_path: Path) -> None:
     # A synchronous run may go on delayed, and the other way round; nothing is corrected by what is not there.
     first, second, alone = Stage(), Stage(), Stage()
     optimizers = build(FEEDBACKS[saved], tmp_path, first)
@@ -189,7 +189,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_options_are_those_of_the_recipe_and_what_differs_is_known(name: str, tmp_path: Path) -> None:
+def test_options_are_those_of_the_recipe_and_changes_are_reported(name: str, tmp_path: Path) -> None:
     then, now, changed = CHANGES[name]
     first, fresh = Stage(), Stage()
     optimizers, loaded, unloaded = (

@@ -1,4 +1,4 @@
-"""The project's recipes and recipe files are what they say: sizes, tokens, stages, optimizers, twins."""
+"""The project's recipes and recipe files: sizes, tokens, stages, optimizers, synchronous twins."""
 
 import importlib
 import re
@@ -296,7 +296,7 @@ def rounded(value: float) -> str:
     return f"{float(f'{value / unit:.3g}'):g} {letter}"
 
 
-def test_the_table_in_the_readme_is_true() -> None:
+def test_the_table_in_the_readme_is_correct() -> None:
     rows = re.findall(r"^\| `(\w+)\.toml` \|(.*?)\|(.*?)\|(.*?)\|.*\|$", README, re.MULTILINE)
     assert [row[0] for row in rows] == [
         f"{name}_cpu" if name.startswith("debug") else name for name in PROMISED

@@ -1,4 +1,4 @@
-"""What a run says: the lines of the reporter, and the entropy with which it compares the validation loss."""
+"""The output of a run: the lines of the reporter, and the unigram entropy."""
 
 from __future__ import annotations
 
@@ -74,9 +74,7 @@ def test_lines_without_a_terminal(clock: Clock, capsys: pytest.CaptureFixture[st
     )
 
 
-def test_a_resumed_run_counts_time_from_where_it_goes_on(
-    clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_measures_time_from_its_start(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     reporter = Reporter(is_logging_rank=True, steps=120)
     reporter.start(100)
     clock.now += 10
@@ -84,7 +82,7 @@ def test_a_resumed_run_counts_time_from_where_it_goes_on(
     assert capsys.readouterr().out.rstrip().endswith("elapsed 0:10  remaining 0:10")
 
 
-def test_other_ranks_say_nothing(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_print_nothing(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     reporter = Reporter(is_logging_rank=False, steps=3)
     reporter.start(0)
     reporter.advance(1)
@@ -94,7 +92,7 @@ def test_other_ranks_say_nothing(clock: Clock, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_terminal_has_a_bar_that_goes_away(
+def test_a_terminal_has_a_temporary_progress_bar(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes any stream for a terminal

@@ -1,4 +1,4 @@
-"""A gradient that is not finite on one stage updates none, and leaves no trace in the other updates."""
+"""A non-finite gradient on one stage skips the update of all, and does not affect other updates."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def spoil_a_gradient(trainer: Any, trained: Trained) -> None:
     trainer.optimizers.register_step_pre_hook(spoil)
 
 
-def test_what_muon_finds_not_finite_counts_once_where_it_is_known(runs: Trainers, tmp_path: Path) -> None:
+def test_a_non_finite_gradient_found_by_muon_counts_once_on_its_rank(runs: Trainers, tmp_path: Path) -> None:
     argv = arguments(tmp_path, "muon_llama", "--validator.no-enable", "--checkpoint.interval", 6)
     first, last = runs(2, argv, spoil_a_gradient)
     assert [rank.extra["seen"].total for rank in (first, last)] == [0, 1]
@@ -95,7 +95,7 @@ def test_what_muon_finds_not_finite_counts_once_where_it_is_known(runs: Trainers
     assert all(value.isfinite().all() for value in (*last.after.values(), *last.state.values()))
 
 
-def test_counting() -> None:
+def test_skipped_updates_are_counted() -> None:
     skipped, said = SkippedUpdates(max_in_a_row=3), []
     for step, finite in enumerate([False, False, True, False, False], start=1):
         skipped.count(finite, step, "", said.append)
@@ -131,7 +131,7 @@ def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
     assert run.steps == [1, 2, 3, 4, 5, 6]
 
 
-def test_no_skipped_update_at_all_is_too_few(
+def test_max_skipped_updates_of_0_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

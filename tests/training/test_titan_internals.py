@@ -1,4 +1,4 @@
-"""Fails loudly when torchtitan or torch changes what the training layer reaches into."""
+"""Fails if torch or torchtitan changes private names that the training layer uses."""
 
 import inspect
 
@@ -10,7 +10,7 @@ from titan_async.config.device import ensure_device
 ensure_device()
 
 
-def test_the_private_names_are_there():
+def test_the_private_names_exist():
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.distributed.pipeline_parallel import _build_pipeline_schedule, _split_module
@@ -79,7 +79,7 @@ def test_the_cpu_overrides_hook_what_they_replace():
     assert "attention_masks" in inspect.signature(FlexAttention.forward).parameters
 
 
-def test_fsdp_is_left_out_where_it_does_nothing():
+def test_fsdp_is_not_applied_to_a_single_rank():
     from torch import nn
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.config import TrainingConfig

@@ -1,4 +1,4 @@
-"""How long ranks wait for each other, by a clock that the test moves."""
+"""Timeouts of process groups, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def after_start(seconds: float = 5.0) -> Run:
     return run
 
 
-def test_limits_are_long_until_the_first_update_has_been_made_everywhere() -> None:
+def test_timeouts_are_long_until_after_the_first_update() -> None:
     run = Run()
     assert run.applied == [timedelta(seconds=300)]  # from the making of the trainer on
     # The first step, the first with an update, one in which another rank is still at that, and all others.
     assert [run.step(70), run.step(60), run.step(5), run.step(5), run.step(5)] == [300, 300, 300, 100, 100]
 
 
-def test_timeouts_are_set_again_where_torchtitan_shortens_them() -> None:
+def test_timeouts_are_set_again_after_torchtitan_shortens_them() -> None:
     run = Run()
     for number in range(1, 4):
         run.step(1)
@@ -60,7 +60,7 @@ def test_timeouts_are_set_again_where_torchtitan_shortens_them() -> None:
     assert len(run.applied) == 5, "set although nothing changes"
 
 
-def test_limits_are_long_for_what_follows_for_the_first_time() -> None:
+def test_timeouts_are_long_for_the_first_validation_and_save() -> None:
     run = after_start()
     assert [run.step(5), run.step(20, "validation"), run.step(5), run.step(5)] == [100, 300, 300, 100]
     assert [run.step(5, "validation"), run.step(5)] == [100, 100]
@@ -68,7 +68,7 @@ def test_limits_are_long_for_what_follows_for_the_first_time() -> None:
     assert [run.step(5, "save"), run.step(5)] == [100, 100]
 
 
-def test_steps_longer_than_the_limit_have_time() -> None:
+def test_timeouts_grow_with_long_steps() -> None:
     run = after_start(120)
     assert [run.step(120), run.step(130), run.step(120)] == [480, 480, 520]
     for _ in range(8):
@@ -81,7 +81,7 @@ def test_compilation_does_not_count_for_long() -> None:
     assert [run.step(250), run.step(200), run.step(5), run.step(5)] == [300, 1000, 800, 100]
 
 
-def test_a_validation_counts_for_its_step_and_the_next() -> None:
+def test_a_validation_extends_the_timeout_of_its_step_and_the_next() -> None:
     run = after_start()
     run.step(90, "validation")  # compiles, too
     run.step(5)
@@ -96,7 +96,9 @@ def test_a_validation_counts_for_its_step_and_the_next() -> None:
         AsyncTrainer._save_at_the_end_of_data,
     ],
 )
-def test_a_save_at_the_end_counts_too(save: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_at_the_end_extends_the_timeout_too(
+    save: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("titan_async.training.trainer.save_for_resuming", lambda *_: True)
     trainer = mock.Mock(step=7)
     trainer.config.dump_folder, trainer.config.checkpoint.folder = "outputs", "checkpoint"
@@ -132,7 +134,7 @@ def timeout_of(group: Any) -> float:
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
-def test_steps_longer_than_the_limit_are_survived(runs: Trainers, tmp_path: Path) -> None:
+def test_a_run_survives_steps_longer_than_the_timeout(runs: Trainers, tmp_path: Path) -> None:
     flags = ("--comm.init_timeout_seconds", 200, "--comm.train_timeout_seconds", 2)
     flags += ("--validator.no-enable", "--checkpoint.interval", 100)
     for trained in runs(2, arguments(tmp_path, "tiny_llama", *flags), hold_up):

@@ -1,4 +1,4 @@
-"""What all ranks know together: the busy shares of stages, and the norm of what error feedback remembers."""
+"""Metrics reduced over all ranks: utilization of stages, and the norm of error feedback's history."""
 
 import math
 
@@ -35,7 +35,7 @@ def gathered(rank, group, unknown_on):
     return metrics, sum(tensor.square().sum().item() for tensor in whole)
 
 
-def test_shares_are_means_over_a_stages_ranks_and_the_norm_is_the_whole_models(pool):
+def test_utilization_is_the_mean_over_a_stages_ranks_and_the_norm_is_global(pool):
     results = pool.run(4, gathered, None)
     norm = math.sqrt(results[0][1] + results[2][1])
     for metrics, _ in results:
@@ -59,5 +59,5 @@ def alone(rank, group):
     return pipeline_metrics({}, None, stages=2, degree=4, group=group)
 
 
-def test_what_nobody_knows_is_left_out(pool):
+def test_metrics_without_a_value_are_left_out(pool):
     assert pool.run(4, alone) == [{}] * 4

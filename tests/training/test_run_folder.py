@@ -1,4 +1,4 @@
-"""Two runs in one folder: the second is refused, and a killed one is no hindrance."""
+"""Two runs in one folder: the second is refused, unless the first was killed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_another_run_is_refused_until_it_is_killed(tmp_path: Path) -> None:
             pass
 
 
-def test_a_folder_without_a_run_is_free(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_not_locked(tmp_path: Path) -> None:
     refuse_locked(tmp_path / "none")
     assert not (tmp_path / "none").exists() and not is_starting(tmp_path / "none")
     assert not is_starting(tmp_path)
@@ -70,7 +70,7 @@ def test_a_folder_without_a_run_is_free(tmp_path: Path) -> None:
         pass
 
 
-def test_a_launcher_says_that_a_run_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_announces_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds before rank 0 can, which has torch to import first."""
     from titan_async.cli import launch
 
