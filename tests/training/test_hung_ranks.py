@@ -30,8 +30,8 @@ def test_the_message_names_the_rank_that_does_not_answer(tmp_path: Path) -> None
     write_now(folder, 0, Kind.RECEIVE, 20.0)
     write_now(folder, 1, Kind.FORWARD, 0.1, ago=21.0)
     assert describe_hung_ranks(20, 0, folder, COMM) == (
-        "rank 1 (stage 1) has not been heard of for 21 s, and rank 0 has waited for 20 s "
-        "(comm.train_timeout_seconds) in vain: start the same command again, or raise "
+        "rank 1 (stage 1) has not been heard of for 21 s, and rank 0 timed out after waiting "
+        "for 20 s (comm.train_timeout_seconds): start the same command again, or raise "
         "comm.train_timeout_seconds if ranks are only slow"
     )
 
@@ -43,7 +43,8 @@ def test_the_message_names_the_straggler(tmp_path: Path) -> None:
     said = describe_hung_ranks(300, 1, folder, COMM)
     assert re.match(
         r"rank 0 \(stage 0\) computes the forward of microbatch 2 of step 13, since [\d:]{8} \(5 min\), and "
-        r"rank 1 has waited for 300 s \(comm\.init_timeout_seconds\) in vain: start the same command again, ",
+        r"rank 1 timed out after waiting for 300 s \(comm\.init_timeout_seconds\): start the same command "
+        r"again, ",
         said,
     )
 
@@ -51,7 +52,7 @@ def test_the_message_names_the_straggler(tmp_path: Path) -> None:
 def test_without_event_files_no_rank_is_named(tmp_path: Path) -> None:
     for folder in (None, tmp_path / "gone"):
         assert describe_hung_ranks(1800, 0, folder, COMM) == (
-            "a rank does not answer: rank 0 has waited for 1800 s in vain: start the same command again"
+            "a rank does not answer: rank 0 timed out after waiting for 1800 s: start the same command again"
         )
 
 
@@ -86,8 +87,8 @@ def test_a_stopped_rank_ends_the_run(tmp_path: Path) -> None:
     assert (run.returncode, err.count("\n")) == (1, 1)
     # The limit is longer where steps took long.
     assert re.match(
-        r"rank 1 \(stage 1\) has not been heard of for \d+ s, and rank 0 has waited for \d+ s"
-        r"( \(comm\.train_timeout_seconds\))? in vain: start the same command again",
+        r"rank 1 \(stage 1\) has not been heard of for \d+ s, and rank 0 timed out after waiting for \d+ s"
+        r"( \(comm\.train_timeout_seconds\))?: start the same command again",
         err,
     )
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())

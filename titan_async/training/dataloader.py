@@ -271,10 +271,10 @@ def plain_worker_errors() -> Iterator[None]:
         yield
     except RuntimeError as error:
         # torch's message says how it died, and may continue with advice about shared memory in containers.
-        said = re.match(r"DataLoader worker \(pid.*?(?=\. |\.?$)", str(error), re.MULTILINE)
-        if said is None:
+        found = re.match(r"DataLoader worker \(pid.*?(?=\. |\.?$)", str(error), re.MULTILINE)
+        if found is None:
             raise
-        raise _worker_died(said[0]) from error
+        raise _worker_died(found[0]) from error
 
 
 def _worker_died(how: str) -> UserError:

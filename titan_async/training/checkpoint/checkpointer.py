@@ -148,8 +148,8 @@ class AsyncCheckpointer(CheckpointManager, Recorded):
             # A rank that knew earlier of the end of this save may have made the folder of the next one.
             folders = [(step, path) for step, path in folders if step <= saved]
         others = [path for _, path in folders if path != self._saving]
-        whole = [path for path in others if is_complete(path)]
-        for path in set(others) - set(whole[-(self._keep_latest_k - 1) :]):
+        complete = [path for path in others if is_complete(path)]
+        for path in set(others) - set(complete[-(self._keep_latest_k - 1) :]):
             if not path.is_symlink():  # its target may belong to another run
                 with contextlib.suppress(OSError):
                     (path / INDEX).unlink(missing_ok=True)

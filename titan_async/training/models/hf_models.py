@@ -83,7 +83,7 @@ class _Fields:
     def get(self, name: str) -> Any:
         return self._fields.get(name)
 
-    def whole(self, name: str, *, least: int = 1, most: int = _MOST) -> int:
+    def integer(self, name: str, *, least: int = 1, most: int = _MOST) -> int:
         value = self.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise self._wrong(name, f"a whole number from {least} to {most}")
@@ -102,7 +102,7 @@ class _Fields:
         return value
 
     def divides(self, name: str, other: str) -> None:
-        if self.whole(other) % self.whole(name):
+        if self.integer(other) % self.integer(name):
             raise ValueError(f"{name} is {self.get(name)}, which does not divide {other}, {self.get(other)}")
 
     def scaling(self, kind: str) -> "_Fields | None":
@@ -124,7 +124,7 @@ def _llama(fields: _Fields) -> ModelSpec:
         found = {ours: scaling.number(theirs) for theirs, ours in LLAMA3_SCALING.items()}
         if found["low_freq_factor"] == found["high_freq_factor"]:
             raise ValueError("rope_scaling.low_freq_factor must differ from its high_freq_factor")
-        found["original_max_position_embeddings"] = scaling.whole("original_max_position_embeddings")
+        found["original_max_position_embeddings"] = scaling.integer("original_max_position_embeddings")
         rope = dataclasses.replace(rope, scaling="llama", **found)
     layers = [
         Llama3TransformerBlock.Config(
@@ -160,12 +160,12 @@ def _qwen3(fields: _Fields) -> ModelSpec:
 
 
 def _deepseek(fields: _Fields) -> ModelSpec:
-    rope = _rope(fields, ComplexRoPE.Config, fields.whole("qk_rope_head_dim"), name="qk_rope_head_dim")
+    rope = _rope(fields, ComplexRoPE.Config, fields.integer("qk_rope_head_dim"), name="qk_rope_head_dim")
     mscale, scaling = 1.0, fields.scaling("yarn")
     if scaling is not None:
         found = {ours: scaling.get(theirs) for theirs, ours in YARN_SCALING.items()}
         found |= {YARN_SCALING[name]: scaling.number(name) for name in ("factor", "beta_fast", "beta_slow")}
-        found["original_seq_len"] = scaling.whole("original_max_position_embeddings")
+        found["original_seq_len"] = scaling.integer("original_max_position_embeddings")
         found["truncate"] = scaling.flag("truncate")
         rope, mscale = dataclasses.replace(rope, scaling="yarn", **found), scaling.number("mscale_all_dim")
     layers = [
@@ -202,7 +202,7 @@ def _spec(
 
 def _ends(fields: _Fields, *, tied: bool) -> dict[str, Any]:
     """The fields of a decoder's configuration beside its layers."""
-    width, vocabulary = fields.whole("hidden_size"), fields.whole("vocab_size")
+    width, vocabulary = fields.integer("hidden_size"), fields.integer("vocab_size")
     return {
         "dim": width,
         "vocab_size": vocabulary,
@@ -218,7 +218,7 @@ def _ends(fields: _Fields, *, tied: bool) -> dict[str, Any]:
 
 
 def _layers(fields: _Fields) -> int:
-    return fields.whole("num_hidden_layers", most=MOST_LAYERS)
+    return fields.integer("num_hidden_layers", most=MOST_LAYERS)
 
 
 def _linear(inputs: int, outputs: int) -> Linear.Config:
@@ -227,7 +227,7 @@ def _linear(inputs: int, outputs: int) -> Linear.Config:
 
 def _norm(fields: _Fields, size: int | None = None, eps: float | None = None) -> RMSNorm.Config:
     return RMSNorm.Config(
-        normalized_shape=size or fields.whole("hidden_size"),
+        normalized_shape=size or fields.integer("hidden_size"),
         eps=eps or fields.number("rms_norm_eps"),
         param_init={"weight": nn.init.ones_},
     )
@@ -235,24 +235,24 @@ def _norm(fields: _Fields, size: int | None = None, eps: float | None = None) ->
 
 def _head_dim(fields: _Fields) -> int:
     fields.divides("num_key_value_heads", "num_attention_heads")
-    return fields.whole("head_dim")
+    return fields.integer("head_dim")
 
 
 def _rope(fields: _Fields, rope: type[RoPE.Config], size: int, name: str = "head_dim") -> RoPE.Config:
     if size % 2:
         raise ValueError(f"{name} is {size}, and must be even")
     return rope(
-        dim=size, max_seq_len=fields.whole("max_position_embeddings"), theta=fields.number("rope_theta")
+        dim=size, max_seq_len=fields.integer("max_position_embeddings"), theta=fields.number("rope_theta")
     )
 
 
 def _heads(fields: _Fields, rope: RoPE.Config, qk_norm: RMSNorm.Config | None = None) -> GQAttention.Config:
     # Separate matrices for query, key and value, because Muon orthogonalizes each matrix by itself.
     return make_gqa_config(
-        dim=fields.whole("hidden_size"),
-        n_heads=fields.whole("num_attention_heads"),
-        n_kv_heads=fields.whole("num_key_value_heads"),
-        head_dim=fields.whole("head_dim"),
+        dim=fields.integer("hidden_size"),
+        n_heads=fields.integer("num_attention_heads"),
+        n_kv_heads=fields.integer("num_key_value_heads"),
+        head_dim=fields.integer("head_dim"),
         wqkv_param_init=_LINEAR,
         wo_param_init=_LINEAR,
         inner_attention=get_attention_config("flex"),
@@ -262,10 +262,10 @@ def _heads(fields: _Fields, rope: RoPE.Config, qk_norm: RMSNorm.Config | None = 
 
 
 def _latent_attention(fields: _Fields, rope: RoPE.Config, mscale: float) -> Attention.Config:
-    width, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
-    plain, values = fields.whole("qk_nope_head_dim"), fields.whole("v_head_dim")
-    rank = fields.whole("q_lora_rank") if fields.get("q_lora_rank") is not None else 0
-    latent, queries = fields.whole("kv_lora_rank"), heads * (plain + rope.dim)
+    width, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    plain, values = fields.integer("qk_nope_head_dim"), fields.integer("v_head_dim")
+    rank = fields.integer("q_lora_rank") if fields.get("q_lora_rank") is not None else 0
+    latent, queries = fields.integer("kv_lora_rank"), heads * (plain + rope.dim)
     return Attention.Config(
         n_heads=heads,
         dim=width,
@@ -294,8 +294,8 @@ def _feed_forward(fields: _Fields, experts: MoE.Config | None) -> dict[str, Any]
 
 def _dense(fields: _Fields, name: str = "intermediate_size", times: int = 1) -> FeedForward.Config:
     return make_ffn_config(
-        dim=fields.whole("hidden_size"),
-        hidden_dim=times * fields.whole(name),
+        dim=fields.integer("hidden_size"),
+        hidden_dim=times * fields.integer(name),
         w1_param_init=_LINEAR,
         w2w3_param_init=_LINEAR,
     )
@@ -316,11 +316,11 @@ def _softmax_experts(fields: _Fields, layer: int) -> MoE.Config | None:
 
 
 def _sigmoid_experts(fields: _Fields, layer: int) -> MoE.Config | None:
-    if layer < fields.whole("first_k_dense_replace", least=0):
+    if layer < fields.integer("first_k_dense_replace", least=0):
         return None
-    groups, chosen = fields.whole("n_group"), fields.whole("topk_group")
+    groups, chosen = fields.integer("n_group"), fields.integer("topk_group")
     fields.divides("n_group", "n_routed_experts")
-    if groups > 1 and fields.whole("n_routed_experts") < 2 * groups:
+    if groups > 1 and fields.integer("n_routed_experts") < 2 * groups:
         raise ValueError(f"n_group is {groups}, and must leave two experts or more in a group")
     if chosen > groups:
         raise ValueError(f"topk_group is {chosen}, of which n_group, {groups}, has not as many")
@@ -331,7 +331,7 @@ def _sigmoid_experts(fields: _Fields, layer: int) -> MoE.Config | None:
         route_scale=fields.number("routed_scaling_factor"),
         num_expert_groups=groups if groups > 1 else None,
         num_limited_groups=chosen if groups > 1 else None,
-        shared_experts=_dense(fields, "moe_intermediate_size", fields.whole("n_shared_experts")),
+        shared_experts=_dense(fields, "moe_intermediate_size", fields.integer("n_shared_experts")),
         load_balance_coeff=_BALANCE_RATE,
     )
 
@@ -345,8 +345,8 @@ def _experts(
     shared_experts: FeedForward.Config | None = None,
     **routing: Any,
 ) -> MoE.Config:
-    width, experts = fields.whole("hidden_size"), fields.whole(number)
-    top_k = fields.whole("num_experts_per_tok")
+    width, experts = fields.integer("hidden_size"), fields.integer(number)
+    top_k = fields.integer("num_experts_per_tok")
     if top_k > experts:
         raise ValueError(f"num_experts_per_tok is {top_k}, of which {number}, {experts}, has not as many")
     return make_moe_config(
@@ -362,7 +362,7 @@ def _experts(
         ),
         routed_experts=make_routed_experts_config(
             dim=width,
-            hidden_dim=fields.whole("moe_intermediate_size"),
+            hidden_dim=fields.integer("moe_intermediate_size"),
             num_experts=experts,
             top_k=top_k,
             param_init=_EXPERTS,

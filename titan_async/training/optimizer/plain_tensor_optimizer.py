@@ -103,18 +103,18 @@ class PlainTensorOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the parameters; a collective over the ranks that share them, if it needs full ones."""
-        whole = self.traits.needs_whole
+        full = self.traits.needs_whole
         for param, stand_in in self._stand_ins.items():
             stand_in.grad = None
-            stand_in.data = _plain(param.detach(), whole)
+            stand_in.data = _plain(param.detach(), full)
             if param.grad is not None:
-                stand_in.grad = _plain(_placed_like(param, param.grad), whole)
+                stand_in.grad = _plain(_placed_like(param, param.grad), full)
         with self._given_plain_tensors():
             self.optimizer.step()
         self._steps += 1
         for param, stand_in in self._stand_ins.items():
             local, new = local_part(param.detach()), stand_in.detach()
-            if whole and isinstance(param, DTensor):
+            if full and isinstance(param, DTensor):
                 new = new[_own_region(param)]
             if new.data_ptr() != local.data_ptr():
                 local.copy_(new)
@@ -192,15 +192,15 @@ class _FlatState(Mapping[Tensor, Any]):
         return sum(1 for _ in self)
 
 
-def _stand_in(param: Tensor, whole: bool) -> nn.Parameter:
+def _stand_in(param: Tensor, full: bool) -> nn.Parameter:
     local = local_part(param.detach())
-    if whole and isinstance(param, DTensor):
+    if full and isinstance(param, DTensor):
         local = local.new_zeros(param.shape)  # filled in the first step
     return nn.Parameter(local, requires_grad=param.requires_grad)
 
 
-def _plain(tensor: Tensor, whole: bool) -> Tensor:
-    return tensor.full_tensor() if whole and isinstance(tensor, DTensor) else local_part(tensor)
+def _plain(tensor: Tensor, full: bool) -> Tensor:
+    return tensor.full_tensor() if full and isinstance(tensor, DTensor) else local_part(tensor)
 
 
 def _placed_like(param: Tensor, grad: Tensor) -> Tensor:

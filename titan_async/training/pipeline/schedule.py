@@ -1,22 +1,26 @@
 """Puts a model on pipeline stages, for torch's own schedules and for `ScheduleAsync2BW`."""
 
 import dataclasses
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
+from titan_async.config.device import has_accelerator
 from titan_async.pipelining import ScheduleAsync2BW
 from titan_async.pipelining.actions import least_microbatches
-from titan_async.training._titan_internals import parts_of, without_fsdp
-from titan_async.training.models import cpu
+from titan_async.training._titan_internals import parts_of, without_fsdp, wrap_initializers
 from titan_async.training.models.tying import is_tied, store_once, tied_parameters, untied
 from titan_async.training.optimizer.config import share_of
 
@@ -201,10 +205,44 @@ def _parallelize(
     ranks_of_a_stage = parallel_dims.world_size // parallel_dims.pp
     with nullcontext() if needs_fsdp(ranks_of_a_stage, training) else without_fsdp():
         model = parallelize_fn(model, **kwargs)
-    model = cpu.adapt_module(model)
+    if not has_accelerator():
+        _adapt_to_cpu(model)
     if tied:
         store_once(model)
     return model
+
+
+def _adapt_to_cpu(module: nn.Module) -> None:
+    """Let a parallelized module start and train on CPU and gloo as it would on GPUs.
+
+    FSDP reduces by plain sums, because gloo has no pre-multiplied sum. Sharded parameters are initialized as
+    full tensors: on the CPU every rank draws the same numbers for its shard, so that the experts of two ranks
+    would be equal, receive the same tokens, and stay equal.
+    """
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.set_force_sum_reduction_for_comms(True)
+    wrap_initializers(module, _initialize_full)
+
+
+def _initialize_full(initialize: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], None]:
+    """`initialize` for sharded parameters: each gets its shard of what the full tensor would get."""
+
+    def initialize_shard(parameter: torch.Tensor) -> None:
+        if not isinstance(parameter, DTensor):
+            initialize(parameter)
+            return
+        mesh = parameter.device_mesh
+        full = DTensor.from_local(
+            torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device),
+            mesh,
+            [Replicate()] * mesh.ndim,
+        )
+        initialize(full)
+        # Slices it: `copy_` alone refuses a dimension of fewer entries than ranks.
+        parameter.copy_(full.redistribute(placements=parameter.placements))
+
+    return initialize_shard
 
 
 def needs_fsdp(ranks_of_a_stage: int, training: TrainingConfig) -> bool:

@@ -123,11 +123,11 @@ def _check_loss(config: Trainer.Config) -> None:
             "rank (training.seq_len / parallelism.context_parallel_degree): set it to a divisor of that"
         )
     vocabulary = getattr(config.model_spec.model, "vocab_size", None)
-    told = getattr(loss, "global_vocab_size", vocabulary)
+    size = getattr(loss, "global_vocab_size", vocabulary)
     degree = config.parallelism.tensor_parallel_degree
-    if degree > 1 and told != vocabulary:
+    if degree > 1 and size != vocabulary:
         raise UserError(
-            f"{name}.global_vocab_size is {told}, but the model's vocabulary, over which tensor parallelism "
+            f"{name}.global_vocab_size is {size}, but the model's vocabulary, over which tensor parallelism "
             f"spreads the loss, has {vocabulary} entries: set it to that"
         )
     if vocabulary and vocabulary % degree and config.parallelism.spmd_backend == "spmd_types":

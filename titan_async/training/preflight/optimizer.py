@@ -165,6 +165,6 @@ def _place(config: AsyncOptimizers.Config, index: int, group: ParamGroupConfig, 
     else:
         section = inside = f"optimizer.{group.optimizer_name.lower()}"
         keys = [field.name for field in dataclasses.fields(getattr(config, group.optimizer_name.lower()))]
-    said = [key for key in keys if re.search(rf"\b{key}\b", sentence)]
-    said += [key for words, own in _TORCH_WORDS.items() if words in sentence for key in own if key in keys]
-    return f"{inside}.{said[0]}" if said else section
+    named = [key for key in keys if re.search(rf"\b{key}\b", sentence)]
+    named += [key for words, own in _TORCH_WORDS.items() if words in sentence for key in own if key in keys]
+    return f"{inside}.{named[0]}" if named else section

@@ -70,7 +70,7 @@ def describe_hung_ranks(
         stage = "" if run is None else f" ({name_stages(run.info.ranks[rank])})"
         what = f"rank {rank}{stage} was ended by NCCL's watchdog after {waited} without an answer"
     else:
-        what = f"rank {rank} has waited for {waited} in vain"
+        what = f"rank {rank} timed out after waiting for {waited}"
     who = f"{'; '.join(stragglers)}, and" if stragglers else "a rank does not answer:"
     return f"{who} {what}: start the same command again{slow}"
 

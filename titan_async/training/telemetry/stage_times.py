@@ -46,40 +46,25 @@ class StageTimer(Callback):
     def __init__(self, stages: Sequence[Any], device: torch.device, warn: Callable[[str], None]) -> None:
         self._stages, self._device, self._warn = stages, device, warn
         self._steps = 0
-        self._asked = False
+        self._written = False
         self._spans: dict[tuple[int, str], list[Callable[[], float]]] = {}
         self._before: dict[tuple[int, str], Callable[..., Any]] = {}  # wrappers of others
 
     def after_batch(self, trainer: Trainer) -> None:
-        """Count a step."""
-        self.end_step()
-
-    def before_pause(self, trainer: Trainer) -> None:
-        """Write the times, once they are complete."""
-        if self.is_due():
-            self.write(trainer.config, trainer.parallel_dims)
-
-    @property
-    def timed(self) -> bool:
-        """Whether all timed steps are over."""
-        return self._steps == SKIPPED + STEPS
-
-    def end_step(self) -> None:
-        """Count a step."""
-        if self.timed:
-            return
+        """Count a step; start or stop to time the stages."""
         self._steps += 1
         if self._steps == SKIPPED:
             for stage in self._stages:
                 self._watch(stage)
-        if self.timed:
+        elif self._steps == SKIPPED + STEPS:
             for stage in self._stages:
                 self._restore(stage)
 
-    def is_due(self) -> bool:
-        """Whether the times are complete and were not asked for yet. Reading them synchronizes."""
-        due, self._asked = self.timed and not self._asked, self.timed
-        return due
+    def before_pause(self, trainer: Trainer) -> None:
+        """Write the times, once they are complete."""
+        if self._steps >= SKIPPED + STEPS and not self._written:
+            self._written = True
+            self.write(trainer.config, trainer.parallel_dims)
 
     def seconds(self) -> list[dict[str, Any]]:
         """For each stage of this rank its index, its parts, and the mean times of a microbatch."""
