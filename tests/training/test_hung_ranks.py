@@ -14,7 +14,8 @@ import pytest
 from tests.support.training import processes_of, start
 from tests.support.watching import going_on, write_now
 from titan_async.pipelining.recording import Kind
-from titan_async.training.process.hung_ranks import describe_hung_ranks, timeout_of
+from titan_async.training.process.hung_ranks import describe_hung_ranks
+from titan_async.training.process.library_errors import timeout_of
 
 COMM = SimpleNamespace(init_timeout_seconds=300, train_timeout_seconds=20)
 

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -21,6 +20,7 @@ from titan_async.data import PackedDataset, TextSource, TokenBatches
 from titan_async.data.encoder import adds_marks, encode_plainly
 from titan_async.data.fingerprints import changed_files
 from titan_async.errors import UserError
+from titan_async.training.process.library_errors import dead_data_worker
 from titan_async.training.process.preemption import shield_data_worker
 
 __all__ = ["Batch", "TextDataLoader", "plain_worker_errors"]
@@ -270,11 +270,10 @@ def plain_worker_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # torch's message says how it died, and may continue with advice about shared memory in containers.
-        found = re.match(r"DataLoader worker \(pid.*?(?=\. |\.?$)", str(error), re.MULTILINE)
-        if found is None:
+        how = dead_data_worker(error)
+        if how is None:
             raise
-        raise _worker_died(found[0]) from error
+        raise _worker_died(how) from error
 
 
 def _worker_died(how: str) -> UserError:

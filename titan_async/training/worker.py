@@ -21,19 +21,9 @@ from collections.abc import Sequence
 
 from titan_async.errors import UserError
 from titan_async.training.process import failures
+from titan_async.training.process.library_errors import is_lost_connection, timeout_of
 
 __all__ = ["check_restarts", "main"]
-
-_LOST_PEER = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Socket closed",
-    "Connection refused",
-    "failed to connect",
-    "NCCL communicator was aborted",
-    "remote process exited",
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        if _lost_a_peer(error):
+        if is_lost_connection(error):
             failures.report_failure("lost_peer", f"lost its connection to another rank ({text[:200]})")
             return 1
         traceback.print_exc()
@@ -118,7 +108,7 @@ def _train(argv: list[str], until_end: contextlib.ExitStack) -> int:
     from torch.distributed.checkpoint.api import CheckpointException
     from torchtitan.observability import structured_logger
 
-    from titan_async.training.process.hung_ranks import describe_hung_ranks, timeout_of
+    from titan_async.training.process.hung_ranks import describe_hung_ranks
     from titan_async.training.process.preemption import PreemptedError
 
     structured_logger.init_structured_logger(
@@ -202,15 +192,6 @@ def _quiet() -> None:
         warnings.filterwarnings("ignore", message=message)
     for name in ("torch.utils.cpp_extension", "torch.distributed.tensor._redistribute"):
         logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def _lost_a_peer(error: BaseException) -> bool:
-    chain: list[BaseException] = []
-    following: BaseException | None = error
-    while following is not None and following not in chain:  # a chain may be circular
-        chain.append(following)
-        following = following.__cause__ or following.__context__
-    return any(sign in str(link) for link in chain for sign in _LOST_PEER)
 
 
 def _checkpoint_mistake(error: Exception, config) -> UserError | None:

@@ -5,7 +5,6 @@ But every rank writes what it does to the run's event files. Over gloo the wait 
 watchdog aborts the process, and the launcher calls this module.
 """
 
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,21 +14,11 @@ from titan_async.errors import UserError
 from titan_async.monitor.formatting import name_stages
 from titan_async.monitor.snapshot import RunWatch
 from titan_async.training.process.failures import Failure
+from titan_async.training.process.library_errors import watchdog_error, watchdog_timeout
 
-__all__ = ["describe_hung_ranks", "timeout_of", "watchdog_failure"]
+__all__ = ["describe_hung_ranks", "watchdog_failure"]
 
-_WAITED = re.compile(r"Timed out waiting (\d+)ms")
-_WATCHDOG_TIMEOUT = re.compile(r"Watchdog caught collective operation timeout: .*?Timeout\(ms\)=(\d+)")
-_WATCHDOG_ERROR = re.compile(
-    r"(?:watchdog thread terminated with exception: |(?=ProcessGroupNCCL's watchdog got stuck))(.{1,300})"
-)
 _LIMITS = ("train_timeout_seconds", "init_timeout_seconds")
-
-
-def timeout_of(error: BaseException) -> float | None:
-    """The timeout in seconds, if this is the error of a wait that timed out; else None."""
-    found = _WAITED.search(str(error))
-    return None if found is None else int(found[1]) / 1000
 
 
 def watchdog_failure(rank: int, stderr: str, explain: Callable[[int, float], str]) -> Failure | None:
@@ -40,11 +29,10 @@ def watchdog_failure(rank: int, stderr: str, explain: Callable[[int, float], str
         stderr: the end of its stderr.
         explain: returns the message for a rank whose wait has timed out after some seconds.
     """
-    if found := _WATCHDOG_TIMEOUT.search(stderr):
-        return Failure(rank, "no_answer", explain(rank, int(found[1]) / 1000), time.time())
-    if found := _WATCHDOG_ERROR.search(stderr):
-        # Usually another rank has died.
-        return Failure(rank, "lost_peer", f"ended by NCCL's watchdog: {found[1]}", time.time())
+    if (seconds := watchdog_timeout(stderr)) is not None:
+        return Failure(rank, "no_answer", explain(rank, seconds), time.time())
+    if (message := watchdog_error(stderr)) is not None:  # usually another rank has died
+        return Failure(rank, "lost_peer", f"ended by NCCL's watchdog: {message}", time.time())
     return None
 
 
