@@ -5,7 +5,7 @@ import importlib
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
@@ -193,65 +193,24 @@ class Sections(Protocol):
 
 def named_groups(config: Sections) -> list[ParamGroupConfig]:
     """The parameter groups of `optimizer.name`."""
-    muon, adamw, lion, sgd, soap = config.muon, config.adamw, config.lion, config.sgd, config.soap
-    everything = {
-        "adamw": ParamGroupConfig(
-            pattern=".*",
-            optimizer_name="AdamW",
-            optimizer_kwargs={
-                "lr": adamw.lr,
-                "betas": (adamw.beta1, adamw.beta2),
-                "eps": adamw.eps,
-                "weight_decay": adamw.weight_decay,
-            },
-        ),
-        "lion": ParamGroupConfig(
-            pattern=".*",
-            optimizer_name="Lion",
-            optimizer_kwargs={
-                "lr": lion.lr,
-                "betas": (lion.beta1, lion.beta2),
-                "weight_decay": lion.weight_decay,
-            },
-        ),
-        "sgd": ParamGroupConfig(
-            pattern=".*",
-            optimizer_name="SGD",
-            optimizer_kwargs={"lr": sgd.lr, "momentum": sgd.momentum, "weight_decay": sgd.weight_decay},
-        ),
-    }
-    if config.name == "soap":
-        soap_options = {
-            "lr": soap.lr,
-            "betas": (soap.beta1, soap.beta2),
-            "eps": soap.eps,
-            "weight_decay": soap.weight_decay,
-            "precondition_frequency": soap.precondition_frequency,
-            "max_precondition_dim": soap.max_precondition_dim,
-        }
-        return [
-            ParamGroupConfig(pattern=HIDDEN_MATRICES, optimizer_name="SOAP", optimizer_kwargs=soap_options),
-            everything["adamw"],
-        ]
-    if config.name != "muon":
-        return [everything[config.name]]
-    matrices = {
-        "lr": muon.lr,
-        "weight_decay": muon.weight_decay,
-        "cautious_weight_decay": muon.cautious_weight_decay,
-        "momentum": muon.momentum,
-        "nesterov": muon.nesterov,
-        "adjust_lr": muon.adjust_lr,
-        "ns_coefficients": muon.ns_coefficients,
-        "ns_steps": muon.ns_steps,
-        "ns_form": muon.ns_form,
-        "compute_dtype": muon.compute_dtype,
-        "momentum_dtype": muon.momentum_dtype,
-    }
-    return [
-        ParamGroupConfig(pattern=HIDDEN_MATRICES, optimizer_name="Muon", optimizer_kwargs=matrices),
-        everything["adamw"],
-    ]
+    names = {"muon": "Muon", "adamw": "AdamW", "lion": "Lion", "sgd": "SGD", "soap": "SOAP"}
+
+    def group(name: str, pattern: str = ".*") -> ParamGroupConfig:
+        options = _options(getattr(config, name))
+        return ParamGroupConfig(pattern=pattern, optimizer_name=names[name], optimizer_kwargs=options)
+
+    if config.name in ("muon", "soap"):
+        return [group(config.name, HIDDEN_MATRICES), group("adamw")]
+    return [group(config.name)]
+
+
+def _options(section: Configurable.Config) -> dict[str, Any]:
+    """The settings of a section as arguments of its optimizer."""
+    options = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+    options.pop("bucket_mb", None)  # holds for all groups together
+    if "beta1" in options:
+        options["betas"] = options.pop("beta1"), options.pop("beta2")
+    return options
 
 
 def soap_class() -> type[torch.optim.Optimizer]:
