@@ -16,13 +16,12 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_async.data import shakespeare_tokenizer_folder
-from titan_async.training.checkpoint import AsyncCheckpointer
-from titan_async.training.data import TextDataLoader
-from titan_async.training.lr_scheduler import AsyncLRSchedulers
-from titan_async.training.metrics import AsyncMetrics
-from titan_async.training.optimizer import AsyncOptimizers
-from titan_async.training.optimizer_config import AdamWConfig, MuonConfig
-from titan_async.training.pipeline_config import PipelineConfig
+from titan_async.training.checkpoint.checkpointer import AsyncCheckpointer
+from titan_async.training.dataloader import TextDataLoader
+from titan_async.training.optimizer.config import AdamWConfig, AsyncLRSchedulers, MuonConfig
+from titan_async.training.optimizer.container import AsyncOptimizers
+from titan_async.training.pipeline.schedule import PipelineConfig
+from titan_async.training.telemetry.metrics import AsyncMetrics
 from titan_async.training.trainer import AsyncTrainer
 from titan_async.training.validator import AsyncValidator
 

@@ -21,7 +21,7 @@ from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_async.recipes.dense_models import LINEAR, MAX_SEQ_LEN, NORM, depth_scaled, embedding, head
-from titan_async.training.moe_adapter import Dots1StateDictAdapter
+from titan_async.training.models.hf_architecture import Dots1StateDictAdapter
 
 __all__ = ["moe", "moe_spec"]
 

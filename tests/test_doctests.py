@@ -33,10 +33,10 @@ WITH_AN_EXAMPLE = {
     ],
     "data": ["DocumentEncoder", "PackedDataset", "open_documents", "prepare_tokens", "train_tokenizer"],
     "checkpoint.safetensors_files": ["plan_shards", "write_folder"],
-    "training.hf_architecture": ["describe"],
+    "training.models.hf_architecture": ["describe"],
     "planning.hardware": ["cluster_of"],
     "planning.layout": ["layout_of"],
-    "training.balance": ["balanced_split"],
+    "training.pipeline.balance": ["balanced_split"],
     "config.recipe_file": ["resolve"],
 }
 

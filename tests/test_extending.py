@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_recipe_passes_the_checks_of_a_start(recipe: str, folder: Path) -> None:
     from titan_async.config.recipe_file import resolve_recipe
-    from titan_async.training.preflight import check
+    from titan_async.training.preflight.check import check
 
     resolved = resolve_recipe([f"{recipe}.toml", "--module", recipe])
     assert resolved.config.training.steps == 20

@@ -62,7 +62,7 @@ PRIVATE_NAMES_ALLOWED = {
     "pipelining/sharded_versions.py": {"_foreach_copy_"},
     "pipelining/tied_parameters.py": {"_PipelineStageBase"},
     "pipelining/weight_versions.py": {"_foreach_copy_"},
-    "training/ema.py": {"_foreach_copy_"},
+    "training/checkpoint/ema.py": {"_foreach_copy_"},
     # What `PipelineScheduleSingle` keeps for its subclasses, and the type of its stage.
     "pipelining/schedule.py": {
         "_PipelineStageBase",
@@ -72,11 +72,11 @@ PRIVATE_NAMES_ALLOWED = {
     },
     # `os._exit`, which is public for all its name.
     "cli/elastic.py": {"_exit"},
-    "training/preemption.py": {"_exit"},
+    "training/process/preemption.py": {"_exit"},
     # The key under which the data loader that the class extends keeps a rank's position.
-    "training/data.py": {"_rank_id"},
+    "training/dataloader.py": {"_rank_id"},
     # The type that torchtitan's own functions are annotated with.
-    "training/pipeline.py": {"_PipelineSchedule"},
+    "training/pipeline/schedule.py": {"_PipelineSchedule"},
     # The public class lives in a private module.
     "rehearsal/peers.py": {"_python_dispatch"},
 }

@@ -105,7 +105,7 @@ def test_the_example_of_own_text_resolves(tmp_path, monkeypatch):
 def test_the_example_of_groups_gives_each_parameter_an_optimizer(tmp_path, monkeypatch):
     import torch
 
-    from titan_async.training.optimizer_preflight import check_optimizer
+    from titan_async.training.preflight.optimizer import check_optimizer
 
     _, text, _ = blocks("docs/recipes.md", "toml")
     config = resolved(tmp_path, monkeypatch, text)

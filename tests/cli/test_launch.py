@@ -27,13 +27,13 @@ from tests.support.waiting import MOST_SECONDS, has_ended, until
 from titan_async.cli import elastic, launch
 from titan_async.cli.launch import processes_per_node
 from titan_async.errors import UserError
-from titan_async.training import failures
+from titan_async.training.process import failures
 
 ROOT = Path(titan_async.__file__).parents[1]
 
 WORKER = """
     import os, signal, sys, time
-    from titan_async.training import failures
+    from titan_async.training.process import failures
     failures.end_with_launcher()
     case, folder, rank = sys.argv[1], sys.argv[2], int(os.environ["RANK"])
 

@@ -29,7 +29,7 @@ from titan_async.errors import UserError
 
 WORKER = """
     import os, signal, sys, time
-    from titan_async.training import failures
+    from titan_async.training.process import failures
     failures.end_with_launcher()
     folder, rank = sys.argv[1], int(os.environ["RANK"])
     requests = []

@@ -16,7 +16,7 @@ from tests.support.selection import slow
 from titan_async.cli import launch, main, train
 from titan_async.config.recipe_list import list_recipes, recipes_folder
 from titan_async.data import shakespeare_tokenizer_folder
-from titan_async.training import failures
+from titan_async.training.process import failures
 
 ROOT = Path(titan_async.__file__).parents[1]
 

@@ -18,7 +18,7 @@ from tests.support.forks import Forked
 from tests.support.training import command, environment, processes_of
 from titan_async.errors import UserError
 from titan_async.training import worker
-from titan_async.training.checkpoint import complete_steps
+from titan_async.training.checkpoint.folders import complete_steps
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

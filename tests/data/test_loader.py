@@ -28,7 +28,7 @@ pytest.importorskip("torchtitan")
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
-from titan_async.training.data import Batch, TextDataLoader, plain_worker_errors
+from titan_async.training.dataloader import Batch, TextDataLoader, plain_worker_errors
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_gpus_have_a_worker_by_default_which_gives_the_same_batches(
         if number == 3:
             state = alone.state_dict()
     assert alone.num_workers == 0
-    monkeypatch.setattr("titan_async.training.data.has_accelerator", lambda: True)
+    monkeypatch.setattr("titan_async.training.dataloader.has_accelerator", lambda: True)
     loader = build(tokenizer)
     assert (loader.num_workers, loader.prefetch_factor) == (1, 16)
     assert equal(list(itertools.islice(iter(loader), 8)), expected)
@@ -122,7 +122,7 @@ def test_gpus_have_a_worker_by_default_which_gives_the_same_batches(
     assert equal(list(itertools.islice(iter(resumed), 4)), expected[4:])
     with pytest.raises(UserError, match="num_workers 0, not 1"):
         build(tokenizer, num_workers=1).load_state_dict(state)
-    monkeypatch.setattr("titan_async.training.data.has_accelerator", lambda: False)
+    monkeypatch.setattr("titan_async.training.dataloader.has_accelerator", lambda: False)
     iterator = iter(loader)
     for _ in range(4):
         next(iterator)

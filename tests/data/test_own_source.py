@@ -17,7 +17,7 @@ from tests.data.conftest import equal
 from tests.data.test_loader import build
 from titan_async.data import TextSource, open_documents, shakespeare_tokenizer_folder
 from titan_async.errors import UserError
-from titan_async.training.data import TextDataLoader
+from titan_async.training.dataloader import TextDataLoader
 
 COUNT = 300
 

@@ -24,7 +24,7 @@ from titan_async.huggingface.architecture import check_same, read_description
 from titan_async.huggingface.convert import convert
 from titan_async.huggingface.layout import layout_of
 from titan_async.huggingface.saved_model import SavedModel
-from titan_async.training.hf_architecture import describe, export_warning
+from titan_async.training.models.hf_architecture import describe, export_warning
 
 
 def changed(spec: Any, **attention: Any) -> Any:

@@ -26,7 +26,7 @@ from titan_async.data import shakespeare_tokenizer_folder
 from titan_async.errors import UserError
 from titan_async.huggingface.architecture import model_section, read_description
 from titan_async.planning.layout import split_of
-from titan_async.training.hf_architecture import describe
+from titan_async.training.models.hf_architecture import describe
 
 VOCAB, LENGTH = 2048, 48
 

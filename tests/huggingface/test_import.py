@@ -16,7 +16,7 @@ from tests.support.saved_runs import DENSE, MOE, random_weights, save_run
 from titan_async.checkpoint.distributed import SavedTensors
 from titan_async.cli.main import main
 from titan_async.config.recipe_file import resolve_recipe
-from titan_async.training.checkpoint import complete_steps
+from titan_async.training.checkpoint.folders import complete_steps
 
 RECIPES = pytest.mark.parametrize("recipe", [DENSE, MOE], ids=["dense", "moe"])
 

@@ -148,7 +148,7 @@ def test_an_imported_model_trains_on(converted: Callable[..., Path], tmp_path: P
 
 
 def test_a_file_that_a_user_has_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan_async.training.saved_recipe import write_recipe
+    from titan_async.training.process.run_folder import write_recipe
 
     monkeypatch.chdir(tmp_path)
     resolved = resolve_recipe([str(DENSE), "--dump_folder", "run", "--training.steps", "5"])

@@ -22,7 +22,7 @@ from titan_async.planning.layout import layout_of  # noqa: E402
 from titan_async.planning.memory import Memory, _Stage, memory_of  # noqa: E402
 from titan_async.planning.optimizer_memory import Shards, optimizer_bytes, shards_of  # noqa: E402
 from titan_async.planning.parts import Weight, trace_parts  # noqa: E402
-from titan_async.training.optimizer import AsyncOptimizers  # noqa: E402
+from titan_async.training.optimizer.container import AsyncOptimizers  # noqa: E402
 
 P = "--parallelism."
 

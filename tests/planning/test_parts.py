@@ -8,7 +8,7 @@ import torch
 
 from tests.support.selection import slow
 from titan_async.config.device import ensure_device
-from titan_async.training import cpu
+from titan_async.training.prepare import adapt_to_cpu
 
 ensure_device()
 
@@ -20,7 +20,7 @@ from tests.support.recipes import tied_llama, tiny_llama  # noqa: E402
 from titan_async.planning.live_tensors import StorageTracker  # noqa: E402
 from titan_async.planning.parts import Part, together, trace_parts  # noqa: E402
 from titan_async.recipes.debug import debug, debug_moe  # noqa: E402
-from titan_async.training.model_parts import PartMaker  # noqa: E402
+from titan_async.training.pipeline.model_parts import PartMaker  # noqa: E402
 
 B, L = 2, 64
 TOKENS = B * L
@@ -144,7 +144,7 @@ def test_bytes_are_those_of_the_part_in_memory(make: Any, checkpointing: Any) ->
 
 
 def real_maker(config: Any) -> PartMaker:
-    config = cpu.adapt_config(config)
+    config = adapt_to_cpu(config)
     model_config = config.model_spec.model
     model_config.update_from_config(config=config)
     apply_overrides(config.override, config)

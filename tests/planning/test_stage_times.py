@@ -1,10 +1,12 @@
 """Timing the stages of a run: in a few steps, and then not at all."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from titan_async.training import stage_times
-from titan_async.training.stage_times import SKIPPED, STEPS, StageTimer
+from titan_async.training.telemetry import stage_times
+from titan_async.training.telemetry.stage_times import SKIPPED, STEPS, StageTimer
 
 
 class Clock:
@@ -45,8 +47,9 @@ def test_stages_are_timed_in_some_steps_and_left_as_they_were(halves, monkeypatc
     monkeypatch.setattr(stage_times, "time", clock)
     stages = [Stage(0, [0, 1], clock), Stage(3, [6], clock)]
     stages[1].submod.lm_head = torch.nn.Linear(1, 1)
-    timer = StageTimer(stages, torch.device("cpu"))
-    ended = []
+    timer = StageTimer(stages, torch.device("cpu"), warn=print)
+    monkeypatch.setattr(timer, "write", lambda *_: written.append(step))
+    trainer, written = SimpleNamespace(config=None, parallel_dims=None), []
     for step in range(SKIPPED + STEPS + 3):
         slow = 1 if SKIPPED <= step < SKIPPED + STEPS else 0  # what comes before and after must not count
         for stage in stages:
@@ -54,9 +57,9 @@ def test_stages_are_timed_in_some_steps_and_left_as_they_were(halves, monkeypatc
             stage.backward_one_chunk(0.002 * slow)
             if halves:
                 stage.backward_weight_one_chunk(0.004 * slow)
-        timer.end_step()
-        ended.append(timer.is_due())
-    assert ended.index(True) == SKIPPED + STEPS - 1 and ended.count(True) == 1 and timer.timed
+        timer.after_batch(trainer)
+        timer.before_pause(trainer)
+    assert written == [SKIPPED + STEPS - 1]
     assert [set(vars(stage)) for stage in stages] == [{"stage_index", "clock", "submod", "calls"}] * 2
     assert stages[0].calls == [("F", step) for step in range(SKIPPED + STEPS + 3)]
     first, last = timer.seconds()

@@ -20,7 +20,7 @@ from titan_async.rehearsal.narrow import narrowed, prepared, world_size
 from titan_async.rehearsal.processes import for_each
 from titan_async.rehearsal.rank import build_at_real_width, rehearse
 from titan_async.rehearsal.saved import Entries, check_plans, expected_entries
-from titan_async.training import preflight
+from titan_async.training.preflight.check import check
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,7 +89,7 @@ def expected() -> Entries:
 
 def test_the_degrees_fit_each_other(config: Trainer.Config, tmp_path: Path) -> None:
     assert world_size(config) == WORLD
-    preflight.check(prepared(config, steps=2, folder=str(tmp_path)), world_size=WORLD)
+    check(prepared(config, steps=2, folder=str(tmp_path)), world_size=WORLD)
 
 
 def test_every_stage_is_built_at_its_real_width(config: Trainer.Config) -> None:

@@ -35,10 +35,10 @@ import titan_async.monitor.stalls
 import titan_async.recipes.debug
 import titan_async.recipes.dense
 import titan_async.recipes.moe
-import titan_async.training.cpu_overrides
-import titan_async.training.no_answer
-import titan_async.training.preflight
-import titan_async.training.saved_recipe
+import titan_async.training.models.cpu_overrides
+import titan_async.training.preflight.check
+import titan_async.training.process.hung_ranks
+import titan_async.training.process.run_folder
 import titan_async.training.trainer
 
 # Kept by the process that has read them; else each launcher and rank would spend half a second on it.

@@ -24,8 +24,8 @@ from titan_async.recipes._training import SHAKESPEARE_VOCAB as VOCAB_SIZE
 from titan_async.recipes.debug import debug, debug_moe
 from titan_async.recipes.dense_models import LINEAR, llama
 from titan_async.recipes.moe_models import moe
-from titan_async.training.data import Batch, TextDataLoader
-from titan_async.training.optimizer_config import HIDDEN_MATRICES, ErrorFeedbackConfig, SGDConfig
+from titan_async.training.dataloader import Batch, TextDataLoader
+from titan_async.training.optimizer.config import HIDDEN_MATRICES, ErrorFeedbackConfig, SGDConfig
 from titan_async.training.trainer import AsyncTrainer
 
 STEPS = 6

@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from titan_async.config.recipe_file import resolve_recipe
-from titan_async.training import cpu
-from titan_async.training.saved_recipe import RECIPE, recipe_text
+from titan_async.training.prepare import adapt_to_cpu
+from titan_async.training.process.run_folder import RECIPE, recipe_text
 
 __all__ = ["DENSE", "MOE", "logits", "save_run", "torchtitan_model"]
 
@@ -28,7 +28,7 @@ def torchtitan_model(spec: Any, length: int, monkeypatch: pytest.MonkeyPatch) ->
     from torchtitan.trainer import Trainer
 
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)  # torchtitan's experts compute in it
-    config = cpu.adapt_config(Trainer.Config(model_spec=copy.deepcopy(spec)))
+    config = adapt_to_cpu(Trainer.Config(model_spec=copy.deepcopy(spec)))
     config.training.seq_len = length
     config.model_spec.model.update_from_config(config=config)
     apply_overrides(config.override, config)
@@ -45,7 +45,7 @@ def logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 def random_weights(recipe: Path, *flags: str, seed: int = 0) -> dict[str, torch.Tensor]:
     """Weights of a recipe's model that all make a difference."""
-    from titan_async.training.preflight import build_on_meta
+    from titan_async.training.preflight.check import build_on_meta
 
     generator = torch.Generator().manual_seed(seed)
     weights = {}

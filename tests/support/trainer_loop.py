@@ -255,9 +255,9 @@ def build(argv: Sequence[str]) -> tuple[Any, nn.Module]:
     from torchtitan.config.override import apply_overrides
 
     from titan_async.config.recipe_file import resolve
-    from titan_async.training import cpu
+    from titan_async.training.prepare import adapt_to_cpu
 
-    config = cpu.adapt_config(resolve(argv))
+    config = adapt_to_cpu(resolve(argv))
     config.parallelism.pipeline_parallel_degree = 1  # with more, torchtitan refuses a tied model
     config.model_spec.model.update_from_config(config=config)
     apply_overrides(config.override, config)

@@ -1,4 +1,4 @@
-"""torchtitan's configurations, as its users have them, trained by our trainer."""
+"""torchtitan's configurations, trained unchanged by `AsyncTrainer`."""
 
 import dataclasses
 import importlib
@@ -23,12 +23,12 @@ from tests.support.training import train
 from titan_async.config.recipe_file import resolve
 from titan_async.data import shakespeare_tokenizer_folder
 from titan_async.errors import UserError
-from titan_async.training import preflight
 from titan_async.training.adopt import adopt
-from titan_async.training.checkpoint import AsyncCheckpointer
-from titan_async.training.metrics import AsyncMetrics
-from titan_async.training.optimizer import AsyncOptimizers
-from titan_async.training.start_notes import start_notes
+from titan_async.training.checkpoint.checkpointer import AsyncCheckpointer
+from titan_async.training.optimizer.container import AsyncOptimizers
+from titan_async.training.preflight.check import check, check_messages
+from titan_async.training.preflight.notes import start_notes
+from titan_async.training.telemetry.metrics import AsyncMetrics
 from titan_async.training.trainer import AsyncTrainer
 
 PIPELINE = (
@@ -75,7 +75,7 @@ def test_torchtitans_sections_become_ours_with_their_settings() -> None:
         ("validator", Validator),
     ],
 )
-def test_sections_of_the_users_own_stay(field: str, stock: Any) -> None:
+def test_sections_of_users_are_kept(field: str, stock: Any) -> None:
     from tests.support.recipes import titan_llama
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -86,7 +86,7 @@ def test_sections_of_the_users_own_stay(field: str, stock: Any) -> None:
     assert getattr(adopt(dataclasses.replace(titan_llama(), **{field: own}), recipe="x"), field) is own
 
 
-def test_what_returns_no_configuration_of_torchtitans_trainer_is_refused() -> None:
+def test_no_trainer_config_is_refused() -> None:
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
         pass
@@ -97,7 +97,7 @@ def test_what_returns_no_configuration_of_torchtitans_trainer_is_refused() -> No
         adopt({}, recipe="x")
 
 
-def test_a_line_says_what_is_set(tmp_path: Path) -> None:
+def test_the_start_notes_name_what_is_set(tmp_path: Path) -> None:
     def notes(*flags: object) -> list[str]:
         return start_notes(resolve(arguments(tmp_path, "titan_llama", *flags)), ["layers.0.w.weight"])
 
@@ -133,7 +133,7 @@ def note_lines(trainer: Any, trained: Trained) -> None:
     trainer.metrics_processor.log = noting
 
 
-def test_metrics_of_the_users_own_get_numbers(runs: Trainers, tmp_path: Path) -> None:
+def test_metrics_of_users_get_numbers(runs: Trainers, tmp_path: Path) -> None:
     first, _ = runs(2, arguments(tmp_path, "titan_metrics", *PIPELINE, "--training.steps", 2), note_lines)
     assert [line.split()[0] for line in first.extra["lines"]] == ["1", "2"]
     assert [line.split()[2] == "nan" for line in first.extra["lines"]] == [True, False]
@@ -197,14 +197,14 @@ def outcome(folder: Path, module: str, name: str, texts: Path) -> str:
             config = resolve(argv)
         degrees = config.parallelism
         world = 2 * degrees.tensor_parallel_degree * degrees.expert_parallel_degree
-        preflight.check(config, world_size=world, make_folder=False)
+        check(config, world_size=world, make_folder=False)
     except UserError as error:
         return str(error)
     return ""
 
 
 @pytest.mark.parametrize("small", [True, slow(False)])
-def test_every_recipe_of_torchtitan_is_taken_or_refused_in_a_sentence(
+def test_every_torchtitan_recipe_is_accepted_or_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: Path, small: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -257,8 +257,8 @@ def test_what_cannot_work_is_refused(
 
 def checked(argv: list[str], world_size: int) -> None:
     config = resolve(argv)
-    preflight.check_messages(config)
-    preflight.check(config, world_size=world_size, make_folder=False)
+    check_messages(config)
+    check(config, world_size=world_size, make_folder=False)
 
 
 def command(folder: Path, texts: Path, module: str, recipe: str, *flags: object) -> list[str]:
@@ -269,7 +269,7 @@ def command(folder: Path, texts: Path, module: str, recipe: str, *flags: object)
     return [str(word) for word in (*words, *PIPELINE, *flags)]
 
 
-def test_the_smallest_of_torchtitans_recipes_trains_as_it_is(tmp_path: Path, texts: Path) -> None:
+def test_torchtitans_smallest_recipe_trains_unchanged(tmp_path: Path, texts: Path) -> None:
     run = trained(tmp_path, texts, "llama3", "llama3_debugmodel", "--training.steps", 3)
     assert "training llama3 debugmodel on 2 stages under Async2BW for 3 steps" in run.out
     assert "optimizer.error_feedback is on" in run.out
@@ -314,7 +314,7 @@ def test_torchtitans_models_train_in_two_stages(
     assert run.steps == [1, 2, 3] and run.losses[-1] < run.losses[0]
 
 
-def test_imaginary_ranks_need_no_variable(tmp_path: Path) -> None:
+def test_the_fake_backend_needs_no_variable(tmp_path: Path) -> None:
     # One process stands for rank 0 of four.
     run = train(
         tmp_path, "--comm.mode", "fake_backend", "--parallelism.pipeline_parallel_degree", 1,
@@ -327,6 +327,6 @@ def test_imaginary_ranks_need_no_variable(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", [(*PIPELINE[:3], "1F1B"), ()], ids=["1F1B", "one stage"])
-def test_it_trains_without_a_delay_as_well(tmp_path: Path, texts: Path, pipeline: tuple[object, ...]) -> None:
+def test_it_trains_without_a_delay(tmp_path: Path, texts: Path, pipeline: tuple[object, ...]) -> None:
     run = trained(tmp_path, texts, "llama3", "llama3_debugmodel", "--training.steps", 3, pipeline=pipeline)
     assert run.steps == [1, 2, 3] and run.losses[-1] < run.losses[0]

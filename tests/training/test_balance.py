@@ -1,4 +1,4 @@
-"""Stages by measured times: the split is the best there is, every rank has it, and training is as with it."""
+"""Stages by measured times: the split is optimal, the same on every rank, and training follows it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.processes import Pools, WorkerPool
 from tests.support.selection import slow
 from tests.support.training import RECIPE, train
 from titan_async.config.device import ensure_device
-from titan_async.training import cpu
+from titan_async.training.prepare import adapt_to_cpu
 
 ensure_device()
 
@@ -30,10 +30,11 @@ from torchtitan.models.llama3 import Llama3Model  # noqa: E402
 
 from titan_async.errors import UserError  # noqa: E402
 from titan_async.recipes.debug import debug  # noqa: E402
-from titan_async.training import balance, layer_costs, preflight  # noqa: E402
-from titan_async.training.balance import balanced_split, count_stages, stage_modules  # noqa: E402
-from titan_async.training.layer_costs import Costs, PartTimer, measure_costs  # noqa: E402
-from titan_async.training.pipeline_config import PipelineConfig  # noqa: E402
+from titan_async.training.pipeline import balance, layer_costs  # noqa: E402
+from titan_async.training.pipeline.balance import balanced_split, count_stages, stage_modules  # noqa: E402
+from titan_async.training.pipeline.layer_costs import Costs, PartTimer, measure_costs  # noqa: E402
+from titan_async.training.pipeline.schedule import PipelineConfig  # noqa: E402
+from titan_async.training.preflight.check import check  # noqa: E402
 
 
 class WithEncoder(Llama3Model):
@@ -122,7 +123,7 @@ def timer_of(config, **changes) -> PartTimer:
     from torchtitan.config import TORCH_DTYPE_MAP
     from torchtitan.config.override import apply_overrides
 
-    config = cpu.adapt_config(config)
+    config = adapt_to_cpu(config)
     model_config = config.model_spec.model
     model_config.update_from_config(config=config)
     if config.override.imports:
@@ -187,7 +188,7 @@ def test_measuring_leaves_the_random_state_and_the_model(few_steps: None) -> Non
     assert len(timer.model.layers) == 6
 
 
-def test_a_part_computes_in_the_runs_dtype_and_recomputes_what_the_run_does(few_steps: None) -> None:
+def test_a_part_has_the_runs_dtype_and_checkpointing(few_steps: None) -> None:
     from torchtitan.components.loss import ChunkedLossWrapper
     from torchtitan.distributed.activation_checkpoint import FullAC
     from torchtitan.models.common.feed_forward import FeedForward
@@ -279,7 +280,7 @@ def test_all_ranks_build_the_split_of_rank_0(pool: WorkerPool, tmp_path: Path, s
     assert [names for names, _ in results] == layers
 
 
-def test_training_is_as_with_that_split_prescribed(pool: WorkerPool, tmp_path: Path) -> None:
+def test_training_equals_a_run_with_that_split(pool: WorkerPool, tmp_path: Path) -> None:
     measured = pool.run(2, run, str(tmp_path), "Async2BW", timeout=240)
     stages = stage_modules([len(names[0]) for names, _ in measured])
     prescribed = pool.run(2, run, str(tmp_path), "Async2BW", stages=stages, timeout=240)
@@ -290,7 +291,7 @@ def test_training_is_as_with_that_split_prescribed(pool: WorkerPool, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_run_measures_and_goes_on_from_a_checkpoint_of_another_split(tmp_path: Path) -> None:
+def test_a_run_resumes_from_a_checkpoint_of_another_split(tmp_path: Path) -> None:
     flags = ("--validator.no-enable", "--lr_scheduler.warmup_steps", 1, "--metrics.log_freq", 1)
     uneven = ("--parallelism.pipeline_parallel_last_stage_less_layers", 5)
     first = train(tmp_path, "--training.steps", 2, *flags, *uneven, recipe=RECIPE)
@@ -314,7 +315,7 @@ def refusal(config, **parallelism) -> str:
     )
     degrees = config.parallelism.pipeline_parallel_degree, config.parallelism.data_parallel_shard_degree
     with pytest.raises(UserError) as caught:
-        preflight.check(config, world_size=degrees[0] * max(degrees[1], 1))
+        check(config, world_size=degrees[0] * max(degrees[1], 1))
     return str(caught.value)
 
 
@@ -360,9 +361,9 @@ def test_a_model_with_other_parts_is_refused(tmp_path: Path) -> None:
     assert "llama3 has layers, lm_head, norm, tok_embeddings, vision_encoder" in line
 
 
-def test_one_stage_has_nothing_to_balance(tmp_path: Path) -> None:
+def test_one_stage_is_not_balanced(tmp_path: Path) -> None:
     config = small(dump_folder=str(tmp_path), pipeline=PipelineConfig(balance="measured"))
     parallelism = dataclasses.replace(
         config.parallelism, pipeline_parallel_degree=1, pipeline_parallel_layers_per_stage=4
     )
-    preflight.check(dataclasses.replace(config, parallelism=parallelism), world_size=1)
+    check(dataclasses.replace(config, parallelism=parallelism), world_size=1)

@@ -1,4 +1,4 @@
-"""Saves and loads in one process: what the disk refuses or has changed, what is kept, and what counts."""
+"""Saves and loads in one process: full disks, damaged files, which checkpoints are kept, changed options."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer  # noqa: E402
 
 from titan_async.checkpoint._dcp_files_internals import SealingWriter  # noqa: E402
 from titan_async.data import shakespeare_tokenizer_folder  # noqa: E402
-from titan_async.training.checkpoint import (  # noqa: E402
+from titan_async.training.checkpoint.checkpointer import (  # noqa: E402
     AsyncCheckpointer,
     _of_all_ranks,
-    complete_steps,
     save_for_resuming,
 )
-from titan_async.training.data import TextDataLoader  # noqa: E402
-from titan_async.training.optimizer import AsyncOptimizers  # noqa: E402
-from titan_async.training.optimizer_config import ErrorFeedbackConfig, SGDConfig  # noqa: E402
+from titan_async.training.checkpoint.folders import complete_steps  # noqa: E402
+from titan_async.training.dataloader import TextDataLoader  # noqa: E402
+from titan_async.training.optimizer.config import ErrorFeedbackConfig, SGDConfig  # noqa: E402
+from titan_async.training.optimizer.container import AsyncOptimizers  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 
@@ -86,7 +86,7 @@ def files_limited_to(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_save_that_finds_no_room(tmp_path: Path, mode: str) -> None:
+def test_a_save_to_a_full_disk(tmp_path: Path, mode: str) -> None:
     made, _ = checkpointer(tmp_path, mode)
     made.save(1)
     made.maybe_wait_for_saving()
@@ -112,7 +112,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         made.save(2)
 
 
-def test_a_checkpoint_that_was_changed(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint(tmp_path: Path) -> None:
     made, model = checkpointer(tmp_path)
     made.save(1)
     made.states["others"].count = 5
@@ -166,7 +166,7 @@ def save_last(made: AsyncCheckpointer, step: int) -> bool:
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 @pytest.mark.parametrize("end", [save_last, save_for_resuming])
-def test_the_latest_are_kept_over_short_runs(
+def test_the_latest_checkpoints_are_kept_over_short_runs(
     tmp_path: Path, mode: str, end: Callable[[AsyncCheckpointer, int], bool]
 ) -> None:
     for step in (2, 4, 6):
@@ -181,7 +181,9 @@ def test_the_latest_are_kept_over_short_runs(
     assert kept(made) == [6, 7, 8]
 
 
-def test_none_is_removed_before_another_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_checkpoint_is_removed_before_the_next_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, _ = checkpointer(tmp_path, "async", keep=2)
     for step in (1, 2):
         made.save(step)
@@ -202,7 +204,7 @@ def test_none_is_removed_before_another_is_whole(tmp_path: Path, monkeypatch: py
     assert kept(made) == [2, 3]
 
 
-def test_killed_saves_do_not_count_and_what_they_left_goes(tmp_path: Path) -> None:
+def test_incomplete_checkpoints_do_not_count_and_are_removed(tmp_path: Path) -> None:
     made, _ = checkpointer(tmp_path, keep=2)
     for step in (10, 20):
         made.save(step)
@@ -217,7 +219,7 @@ def test_killed_saves_do_not_count_and_what_they_left_goes(tmp_path: Path) -> No
     assert {path.name for path in Path(made.folder).iterdir()} == {"step-20", "step-25", other.name}
 
 
-def test_the_next_save_that_another_rank_has_begun_is_not_removed(tmp_path: Path) -> None:
+def test_a_save_that_another_rank_has_started_is_not_removed(tmp_path: Path) -> None:
     # Two ranks, async: rank 1 had made the folder of step 5 while rank 0 still waited for step 4. Rank 0
     # took it for what a killed save had left.
     made, _ = checkpointer(tmp_path, "async", keep=2)
@@ -234,7 +236,7 @@ def test_the_next_save_that_another_rank_has_begun_is_not_removed(tmp_path: Path
     assert kept(made) == [4, 6]
 
 
-def test_the_one_just_saved_is_kept_whatever_its_step(tmp_path: Path) -> None:
+def test_the_checkpoint_just_saved_is_kept_whatever_its_step(tmp_path: Path) -> None:
     made, _ = checkpointer(tmp_path, keep=2)
     for step in (30, 40):
         made.save(step)
@@ -246,7 +248,7 @@ def test_the_one_just_saved_is_kept_whatever_its_step(tmp_path: Path) -> None:
     assert kept(made) == [30, 40]
 
 
-def test_a_linked_checkpoint_stays_where_it_is(tmp_path: Path) -> None:
+def test_a_symlinked_checkpoint_is_not_removed(tmp_path: Path) -> None:
     made, _ = checkpointer(tmp_path / "other")
     made.save(1)
     mine, _ = checkpointer(tmp_path / "mine", keep=2)
@@ -258,7 +260,7 @@ def test_a_linked_checkpoint_stays_where_it_is(tmp_path: Path) -> None:
     assert complete_steps(Path(made.folder)) == [1]
 
 
-def test_all_are_kept_if_the_recipe_says_so(tmp_path: Path) -> None:
+def test_keep_latest_k_of_0_keeps_all_checkpoints(tmp_path: Path) -> None:
     made, _ = checkpointer(tmp_path)
     for step in (1, 2, 3):
         made.save(step, last_step=step == 3)
@@ -268,7 +270,7 @@ def test_all_are_kept_if_the_recipe_says_so(tmp_path: Path) -> None:
 class Lines(list[str]):
     """A reporter that keeps its lines."""
 
-    say = list.append
+    log = list.append
 
 
 def training(
@@ -298,7 +300,7 @@ def update(
 
 
 @pytest.mark.parametrize("left_out", [None, "optimizer", "lr_scheduler"])
-def test_a_changed_recipe_counts_from_the_first_update_on(tmp_path: Path, left_out: str | None) -> None:
+def test_a_changed_recipe_applies_from_the_first_update(tmp_path: Path, left_out: str | None) -> None:
     then = SGDConfig(lr=0.5, momentum=0.5, weight_decay=0.25)
     now = SGDConfig(lr=2.0, momentum=0.75, weight_decay=0.125)
     made, model, optimizers, schedulers = training(tmp_path, then)
@@ -331,7 +333,7 @@ def test_a_changed_recipe_counts_from_the_first_update_on(tmp_path: Path, left_o
         }
 
 
-def test_nothing_is_said_of_a_recipe_that_has_not_changed(tmp_path: Path) -> None:
+def test_an_unchanged_recipe_is_not_reported(tmp_path: Path) -> None:
     training(tmp_path, SGDConfig())[0].save(1)
     made, *_ = training(tmp_path, SGDConfig())
     assert made.load() and made.reporter == []
@@ -341,11 +343,11 @@ def gathered(rank: int, group: object) -> list[str]:
     return _of_all_ranks(["both", f"of {rank}"])
 
 
-def test_options_of_all_stages_are_named_once(trainer_pools: Pools) -> None:
+def test_changed_options_of_all_stages_are_reported_once(trainer_pools: Pools) -> None:
     assert trainer_pools(2).run(2, gathered) == [["both", "of 0", "of 1"]] * 2
 
 
-def test_an_initial_checkpoint_that_is_not_read(tmp_path: Path) -> None:
+def test_an_ignored_initial_load_path_is_reported(tmp_path: Path) -> None:
     other, _ = checkpointer(tmp_path / "other")
     other.save(5)
     path = f"{other.folder}/step-5"
@@ -360,7 +362,7 @@ def test_an_initial_checkpoint_that_is_not_read(tmp_path: Path) -> None:
     ]
 
 
-def test_changed_data_are_refused_unless_the_checkpoint_is_older_than_the_check(tmp_path: Path) -> None:
+def test_changed_data_are_refused_unless_the_checkpoint_has_no_fingerprints(tmp_path: Path) -> None:
     tokenizer = HuggingFaceTokenizer(tokenizer_path=str(shakespeare_tokenizer_folder()))
     text = tmp_path / "a.jsonl"
     text.write_text("".join(json.dumps({"text": f"{number} " * 99}) + "\n" for number in range(9)))
@@ -374,7 +376,9 @@ def test_changed_data_are_refused_unless_the_checkpoint_is_older_than_the_check(
 
     made = loading()
     made.save(1)
-    made.states["dataloader"].resumes_files = False  # as it was saved before
+    loader = made.states["dataloader"]
+    state = loader.state_dict
+    loader.state_dict = lambda: {name: value for name, value in state().items() if name != "files"}
     made.save(2)
     with text.open("a") as file:
         file.write('{"text": "more"}\n')

@@ -1,4 +1,4 @@
-"""Async2BW with everything that torchtitan can put around it, against a plain loop on one process.
+"""Async2BW with torchtitan's other features, against a plain loop on one process.
 
 Checkpoints and a validation lie within each run, and its microbatches have different numbers of valid labels.
 """
@@ -68,7 +68,7 @@ MUON_LAYOUTS = [
 
 
 @pytest.mark.parametrize(("ranks", "shares", "delay", "flags"), MUON_LAYOUTS)
-def test_muon_on_shards_is_muon_on_one_process(
+def test_muon_on_shards_equals_muon_on_one_process(
     runs: Trainers, tmp_path: Path, ranks: int, shares: int, delay: int, flags: tuple[object, ...]
 ) -> None:
     # The loop's Muon is written out in float64, on whole matrices. Error feedback is configured always, and
@@ -116,7 +116,7 @@ def assert_uneven(looped: Looped) -> None:
 
 
 @pytest.mark.slow
-def test_validation_in_between_changes_nothing(runs: Trainers, tmp_path: Path) -> None:
+def test_validation_does_not_change_training(runs: Trainers, tmp_path: Path) -> None:
     undisturbed = runs(2, arguments(tmp_path / "without", "tiny_llama", "--validator.no-enable"))
     validated = runs(2, arguments(tmp_path / "with", "tiny_llama", "--validator.freq", 1))
     for one, other in zip(undisturbed, validated, strict=True):

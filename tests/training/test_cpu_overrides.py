@@ -1,4 +1,4 @@
-"""Attention on CPU, against torch's own, whose forward computes there what it does on GPUs."""
+"""Attention on CPU, against torch's own forward."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import AuxRequest, and_masks, create_bloc
 from torchtitan.models.common import attention
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 
-from titan_async.training.cpu_overrides import (
+from titan_async.training.models.cpu_overrides import (
     DenseFlexAttention,
     DenseVarlenAttention,
     _create_attention_mask,

@@ -1,4 +1,4 @@
-"""Data that do not fit the run, or are too little for it, are one sentence, before any process starts."""
+"""Data that do not fit the run, or are too few for it, are refused before any process starts."""
 
 import dataclasses
 import json
@@ -14,8 +14,8 @@ from tests.data.conftest import jsonl_writer
 from titan_async.data import TextSource, prepare_tokens, shakespeare_tokenizer_folder
 from titan_async.errors import UserError
 from titan_async.recipes.debug import debug
-from titan_async.training import preflight
-from titan_async.training.data import TextDataLoader
+from titan_async.training.dataloader import TextDataLoader
+from titan_async.training.preflight.check import check
 from titan_async.training.trainer import AsyncTrainer
 
 
@@ -48,13 +48,13 @@ def config(folder: Path, tokenizer: Path | None = None, **fields: object) -> Asy
 
 def message(config: AsyncTrainer.Config) -> str:
     with pytest.raises(UserError) as caught:
-        preflight.check(config, world_size=2)
+        check(config, world_size=2)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_what_fits_is_accepted(made: Path) -> None:
-    preflight.check(config(made), world_size=2)
+    check(config(made), world_size=2)
 
 
 def other_tokenizer(folder: Path, change: Callable[[Path], object]) -> Path:
@@ -62,7 +62,7 @@ def other_tokenizer(folder: Path, change: Callable[[Path], object]) -> Path:
     return folder / "tokenizer"
 
 
-def test_another_tokenizer(made: Path, tmp_path: Path) -> None:
+def test_token_files_of_another_tokenizer(made: Path, tmp_path: Path) -> None:
     def change(folder: Path) -> None:
         content = json.loads((folder / "tokenizer.json").read_text())
         content["model"]["merges"].pop()
@@ -73,7 +73,7 @@ def test_another_tokenizer(made: Path, tmp_path: Path) -> None:
     assert "make the files anew" in said
 
 
-def test_other_marks(made: Path, tmp_path: Path) -> None:
+def test_token_files_with_other_bos_and_eos_tokens(made: Path, tmp_path: Path) -> None:
     tokenizer = other_tokenizer(tmp_path, lambda folder: (folder / "tokenizer_config.json").unlink())
     assert "with the tokens 0 and 0, but the tokenizer_config.json in" in message(config(made, tokenizer))
 
@@ -111,7 +111,7 @@ def test_a_tokenizer_whose_configuration_adds_entries_counts_with_them(made: Pat
         (lambda folder: shutil.rmtree(folder), "holds no token files: make them with tools/prepare_data.py"),
     ],
 )
-def test_files_that_are_not_whole(copy: Path, damage: Callable[[Path], object], part: str) -> None:
+def test_incomplete_token_files(copy: Path, damage: Callable[[Path], object], part: str) -> None:
     damage(copy)
     assert part in message(config(copy))
 
@@ -161,7 +161,7 @@ def texts(tmp_path: Path) -> Callable[..., AsyncTrainer.Config]:
 def accepts(config: AsyncTrainer.Config, shards: int = 1) -> bool:
     config.parallelism.data_parallel_shard_degree = shards
     try:
-        preflight.check(config, world_size=2 * shards)
+        check(config, world_size=2 * shards)
     except UserError as error:
         said = str(error)
     else:
@@ -233,12 +233,12 @@ def test_token_files_for_more_ranks_than_documents(made: Path) -> None:
     few.parallelism.data_parallel_shard_degree = 128
     few.dataloader = dataclasses.replace(loader, validation_fraction=0.0)
     with pytest.raises(UserError, match="sequences of 256 tokens that are needed for each of 128"):
-        preflight.check(few, world_size=256)
+        check(few, world_size=256)
     few.parallelism.data_parallel_shard_degree = 8
-    preflight.check(few, world_size=16)
+    check(few, world_size=16)
 
 
-def test_a_tokenizer_of_other_files_is_looked_at_too(texts: Callable[..., AsyncTrainer.Config]) -> None:
+def test_a_tokenizer_of_other_files_is_checked_too(texts: Callable[..., AsyncTrainer.Config]) -> None:
     made = texts([1000])
     folder = Path(made.hf_assets_path)
     (folder / "tokenizer.json").unlink()

@@ -1,4 +1,4 @@
-"""The average of the weights: by its formula, saved, resumed, and not there unless asked for."""
+"""The moving average of the weights: its formula, saved and resumed, off by default."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def keys_of(folder: Path, step: int) -> set[str]:
         slow(2, "muon_llama", (), id="Muon"),
     ],
 )
-def test_it_is_the_formula_over_the_updates_that_were_made(
+def test_the_average_follows_its_formula_without_skipped_updates(
     runs: Trainers, tmp_path: Path, ranks: int, recipe: str, flags: tuple
 ) -> None:
     results = runs(ranks, arguments(tmp_path, recipe, *flags, *SECTION), keep_weights)
@@ -105,7 +105,7 @@ def test_one_stage_alone(runs: Trainers, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_resuming_changes_no_bit_of_it(runs: Trainers, tmp_path: Path) -> None:
+def test_the_average_resumes_bit_for_bit(runs: Trainers, tmp_path: Path) -> None:
     runs(2, arguments(tmp_path / "whole", "tiny_llama", *SECTION))
     runs(2, arguments(tmp_path / "halves", "tiny_llama", *SECTION, "--training.steps", 3, *SCHEDULE))
     runs(2, arguments(tmp_path / "halves", "tiny_llama", *SECTION))
@@ -114,7 +114,7 @@ def test_resuming_changes_no_bit_of_it(runs: Trainers, tmp_path: Path) -> None:
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def test_it_goes_on_at_other_degrees_and_starts_where_there_was_none(runs: Trainers, tmp_path: Path) -> None:
+def test_the_average_resumes_at_other_degrees_or_starts(runs: Trainers, tmp_path: Path) -> None:
     flags = ("--training.steps", 3, *SCHEDULE, "--checkpoint.interval", 3)
     runs(2, arguments(tmp_path, "tiny_llama", *flags))
     assert not any("ema" in key for key in keys_of(tmp_path, 3)), "off by default"
@@ -145,7 +145,7 @@ def test_it_goes_on_at_other_degrees_and_starts_where_there_was_none(runs: Train
 
 
 @pytest.mark.parametrize("decay", ["1.0", "-0.1", "nan"])
-def test_a_decay_that_makes_no_average_is_refused(decay: str) -> None:
+def test_a_decay_out_of_range_is_refused(decay: str) -> None:
     with pytest.raises(UserError) as caught:
         resolve([str(RECIPE), "--ema.decay", decay])
     sentence = "set it to a number from 0, which keeps no average, to below 1, such as 0.999"

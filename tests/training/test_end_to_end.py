@@ -1,4 +1,4 @@
-"""Whole runs of `titan-async train` on the shipped recipe file, as a user sees them.
+"""Complete runs of `titan-async train` with the shipped recipe file.
 
 The first one, and one under torchrun, start interpreters as a user's command does; the processes of the
 others are forks.
@@ -91,7 +91,7 @@ def test_the_recipe_learns_more_than_the_frequencies_of_tokens(tmp_path: Path) -
     assert run.losses[-1] < run.losses[0] - 2
 
 
-def test_every_line_comes_from_one_rank(first: Run) -> None:
+def test_only_rank_0_prints(first: Run) -> None:
     lines = first.out.splitlines()
     assert first.steps == [1, 10, 20]
     steps = [line for line in lines if line.startswith("step ")]
@@ -106,7 +106,7 @@ def test_every_line_comes_from_one_rank(first: Run) -> None:
     assert re.fullmatch(rf"trained {STEPS} steps in \d+:\d\d: [\d,]+ tokens/s, [\d.]+ s/step", lines[-4])
 
 
-def test_the_files_of_the_run_are_where_it_says(first: Run, folder: Path) -> None:
+def test_the_files_of_the_run_are_where_the_summary_says(first: Run, folder: Path) -> None:
     assert first.out.splitlines()[-2:] == ["files of the run: run", "checkpoints: run/checkpoint"]
     steps = sorted(path.name for path in (folder / "run/checkpoint").iterdir())
     assert steps == ["step-10", "step-20"]
@@ -114,7 +114,7 @@ def test_the_files_of_the_run_are_where_it_says(first: Run, folder: Path) -> Non
         assert (folder / "run/checkpoint" / step / ".metadata").is_file()
 
 
-def test_the_same_command_with_more_steps_goes_on(first: Run, folder: Path) -> None:
+def test_the_same_command_with_more_steps_resumes(first: Run, folder: Path) -> None:
     flags = ("--training.steps", STEPS + 5, *FIRST, "--metrics.log_freq", 1, "--validator.no-enable")
     more = train(folder, *flags, recipe=RECIPE)
     assert (more.status, more.err) == (0, "")
@@ -189,7 +189,7 @@ def test_compiled_stages_learn(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_killed_stage_ends_the_run_and_is_named(tmp_path: Path) -> None:
+def test_a_killed_stage_ends_the_run_and_is_reported(tmp_path: Path) -> None:
     launcher = start(tmp_path, "--training.steps", 100_000, "--metrics.log_freq", 1)
     try:
         for line in launcher.stdout:
@@ -230,7 +230,7 @@ def failing() -> AsyncTrainer.Config:
 """
 
 
-def test_the_rank_that_raises_is_named_and_the_others_are_silent(tmp_path: Path) -> None:
+def test_only_the_rank_that_raises_is_reported(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN_RECIPE)
     (tmp_path / "own.toml").write_text('recipe = "failing"\n')
     run = train(tmp_path, "--module", "own", "--metrics.log_freq", 1, recipe="own.toml")
@@ -244,7 +244,7 @@ def test_the_rank_that_raises_is_named_and_the_others_are_silent(tmp_path: Path)
     assert run.err.count("Traceback") == 1
 
 
-def test_gradients_that_are_no_numbers_stop_the_run(tmp_path: Path) -> None:
+def test_non_finite_gradients_stop_the_run(tmp_path: Path) -> None:
     rates = ("--optimizer.muon.lr", 1e20, "--optimizer.adamw.lr", 1e20, "--max_skipped_updates", 4)
     run = train(tmp_path, "--training.steps", 30, "--metrics.log_freq", 1, "--validator.no-enable", *rates)
     assert run.status == 2
@@ -294,9 +294,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_mistake_under_torchrun_is_one_line_of_ours(
-    tmp_path: Path, flag: str, value: str, line: str
-) -> None:
+def test_a_users_mistake_under_torchrun_is_one_line(tmp_path: Path, flag: str, value: str, line: str) -> None:
     done = forks.run(torchrun(flag, value), cwd=tmp_path, env=environment())
     assert done.returncode != 0
     assert (done.stdout + done.stderr).count(line) == 1
@@ -304,7 +302,7 @@ def test_a_mistake_under_torchrun_is_one_line_of_ours(
     assert not re.search(r'File ".*titan_async/training/', done.stderr)
 
 
-def test_data_that_ends_early_is_saved_and_told(tmp_path: Path) -> None:
+def test_the_end_of_the_data_saves_and_is_reported(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("Shall I compare thee to a summer's day? " * 1500)
     run = train(
         tmp_path, "--dataloader.dataset_path", "short.txt", "--dataloader.no-infinite",
@@ -316,7 +314,7 @@ def test_data_that_ends_early_is_saved_and_told(tmp_path: Path) -> None:
     assert f"trained {said} steps" in run.out
 
 
-def test_the_run_leaves_the_times_of_its_stages(first: Run, folder: Path) -> None:
+def test_a_run_writes_the_times_of_its_stages(first: Run, folder: Path) -> None:
     record = json.loads((folder / "run/measured.json").read_text(encoding="utf-8"))
     numbers = [record[key] for key in ("pp", "microbatches", "microbatch_size", "seq_len")]
     assert numbers == [2, 4, 2, 64]

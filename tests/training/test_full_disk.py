@@ -1,4 +1,4 @@
-"""A disk that is full costs a run's lines, its record and its measured times, and never the run."""
+"""A full disk loses a run's output, recording and measured times, but does not end the run."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ import torch.distributed as dist
 
 from titan_async.errors import UserError
 from titan_async.monitor.journal import Journal, journal_path
-from titan_async.training import preflight, stage_times
+from titan_async.training.preflight.check import _check_folders
+from titan_async.training.telemetry import stage_times
 
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 
 SPEAKER = """
 import sys
 from titan_async.training import worker
-from titan_async.training.reporter import Reporter
+from titan_async.training.telemetry.reporter import Reporter
 
 def train(argv, until_end):
-    reporter = Reporter(speaks=True, steps=3)
+    reporter = Reporter(is_logging_rank=True, steps=3)
     for number in range(3):
-        reporter.say("a line " * 100)
+        reporter.log("a line " * 100)
     return 0
 
 worker._train = train
@@ -35,7 +36,7 @@ sys.exit(worker.main([]))
 """
 
 
-def test_lines_that_find_no_room(tmp_path: Path) -> None:
+def test_lines_to_a_full_disk(tmp_path: Path) -> None:
     # Python then flushes once more, at its end.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:
@@ -49,7 +50,7 @@ def test_lines_that_find_no_room(tmp_path: Path) -> None:
     )
 
 
-def test_a_journal_that_finds_no_room(tmp_path: Path) -> None:
+def test_a_journal_on_a_full_disk(tmp_path: Path) -> None:
     journal_path(tmp_path).symlink_to("/dev/full")
     journal = Journal(tmp_path)
     journal.write("log", text="a line")
@@ -57,7 +58,7 @@ def test_a_journal_that_finds_no_room(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_times_that_find_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stage_times_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 1)
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
     monkeypatch.setattr(
@@ -68,20 +69,20 @@ def test_times_that_find_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     config = SimpleNamespace(dump_folder=str(tmp_path / "run"), parallelism=parallelism, training=training)
     mesh = SimpleNamespace(get_group=lambda: None)
     dims = SimpleNamespace(get_mesh=lambda name: mesh, pp=1, dp_replicate=1, dp_shard=1, tp=1, ep=1)
-    timer = stage_times.StageTimer([], torch.device("cpu"))
     warnings: list[str] = []
+    timer = stage_times.StageTimer([], torch.device("cpu"), warn=warnings.append)
 
-    stage_times.write_measured(timer, config, dims, warnings.append)
+    timer.write(config, dims)
     file = tmp_path / "run" / stage_times.MEASURED_FILE
     assert json.loads(file.read_text())["microbatches"] == 4 and not warnings
 
     file.with_name(f".{file.name}.partial").symlink_to("/dev/full")
-    stage_times.write_measured(timer, config, dims, warnings.append)
+    timer.write(config, dims)
     [warning] = warnings
     assert warning.startswith(f"cannot write the stages' times to {file}: ")
 
 
-def test_checkpoints_that_cannot_be_written_are_known_at_the_start(tmp_path: Path) -> None:
+def test_a_checkpoint_folder_that_is_not_writable_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").touch()
     checkpoint = SimpleNamespace(
         enable=True, load_only=False, folder="checkpoint/mine", load_step=-1, initial_load_path=None
@@ -89,9 +90,9 @@ def test_checkpoints_that_cannot_be_written_are_known_at_the_start(tmp_path: Pat
     config = SimpleNamespace(dump_folder=str(tmp_path), checkpoint=checkpoint)
     folder = tmp_path / "checkpoint/mine"
     with pytest.raises(UserError, match=rf"^cannot write to the folder {folder}: .*--checkpoint\.folder$"):
-        preflight._check_folders(config)
+        _check_folders(config)
     checkpoint.load_only = True
-    preflight._check_folders(config)
+    _check_folders(config)
     checkpoint.load_only, checkpoint.folder = False, "elsewhere/mine"
-    preflight._check_folders(config)
+    _check_folders(config)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]

@@ -1,4 +1,4 @@
-"""The host does not wait for the device within a step: shown on a stand-in for one."""
+"""The host does not synchronize with the device within a step: tested with a simulated device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def watch(trainer: Any, trained: Trained) -> None:
     ("schedule", "optimizer"),
     [("Async2BW", "muon"), ("1F1B", "adamw"), slow("Async2BW", "adamw"), slow("1F1B", "muon")],
 )
-def test_no_step_of_a_dense_model_waits(
+def test_no_step_of_a_dense_model_synchronizes(
     runs: Trainers, tmp_path: Path, schedule: str, optimizer: str
 ) -> None:
     flags = (

@@ -1,4 +1,4 @@
-"""All ranks are killed in the middle of a save: the one before serves, and what is left is not in the way."""
+"""All ranks are killed during a save: the run resumes from the previous checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.support.selection import slow
 from tests.support.training import RECIPE, processes_of, start, train
 from tests.support.waiting import has_ended, until
-from titan_async.training.checkpoint import complete_steps
+from titan_async.training.checkpoint.folders import complete_steps
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -60,7 +60,7 @@ def kill_during_a_save(folder: Path, *flags: object) -> None:
 
 
 @pytest.mark.parametrize("mode", [slow("disabled"), "async"])
-def test_a_save_that_was_killed(tmp_path: Path, mode: str) -> None:
+def test_a_killed_save(tmp_path: Path, mode: str) -> None:
     checkpoints = tmp_path / "run/checkpoint"
     kill_during_a_save(tmp_path, "--checkpoint.async_mode", mode)
     saved, broken = complete_steps(checkpoints), half_written(checkpoints)

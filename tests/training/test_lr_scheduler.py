@@ -1,4 +1,4 @@
-"""The warm-up is a share of the steps, unless it is given as a number of them."""
+"""The warm-up is a share of the steps, unless a number of steps is given."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from titan_async.config.recipe_file import resolve, resolve_recipe
-from titan_async.training.lr_scheduler import AsyncLRSchedulers
+from titan_async.training.optimizer.config import AsyncLRSchedulers
 
 
 def factors(config: AsyncLRSchedulers.Config, steps: int) -> list[float]:
@@ -55,7 +55,7 @@ def test_a_recipe_follows_the_steps(tmp_path: Path) -> None:
     assert config.lr_scheduler.resolved_warmup_steps(config.training.steps) == 20
 
 
-def test_a_number_of_steps_rules(tmp_path: Path) -> None:
+def test_a_number_of_steps_overrides_the_ratio(tmp_path: Path) -> None:
     file = tmp_path / "x.toml"
     file.write_text('include = "debug_cpu.toml"\n[lr_scheduler]\nwarmup_steps = 7\n')
     for flags, warmup in [((), 7), (("--lr_scheduler.warmup_steps", "8"), 8)]:

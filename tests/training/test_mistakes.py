@@ -1,4 +1,4 @@
-"""Mistakes of the user, made with the recipe file that the project ships: one line that names cause and mend.
+"""Mistakes of users, with a shipped recipe file: one line that names the cause and the fix.
 
 The launcher finds almost all of them before it starts a process; `tests/cli` and `tests/data` have more
 cases of recipe files and of data. The few that need a worker come last.
@@ -401,12 +401,12 @@ ALLOWED = [
     "['layers.2','layers.3','layers.4','layers.5','norm','lm_head']]",
     "--parallelism.tensor_parallel_degree 2 --parallelism.no-enable_sequence_parallel --training.seq_len 255",
     "--compile.enable --compile.backend eager --compile.components=",
-    "--override.imports titan_async.training.cpu_overrides.dense_attention",
+    "--override.imports titan_async.training.models.cpu_overrides.dense_attention",
 ]
 
 
 @pytest.mark.parametrize("flags", ALLOWED)
-def test_no_mistake(mistake: Callable[..., str], flags: str) -> None:
+def test_valid_flags_are_accepted(mistake: Callable[..., str], flags: str) -> None:
     with pytest.raises(AssertionError, match="^processes were started$"):
         mistake(str(RECIPE), *flags.split())
 
@@ -448,14 +448,14 @@ def saved(step: int, *, completely: bool = True) -> None:
         (folder / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
 
 
-def test_load_step_names_the_steps_that_there_are(mistake: Callable[..., str]) -> None:
+def test_load_step_lists_the_existing_steps(mistake: Callable[..., str]) -> None:
     for step in (20, 100):
         saved(step)
     line = mistake(str(RECIPE), "--checkpoint.load_step", "7")
     assert_says(line, ["checkpoint.load_step is 7", "there are steps 20, 100"])
 
 
-def test_a_half_written_checkpoint_is_none(mistake: Callable[..., str]) -> None:
+def test_an_incomplete_checkpoint_does_not_count(mistake: Callable[..., str]) -> None:
     saved(20)
     saved(320, completely=False)
     line = mistake(str(RECIPE), "--checkpoint.load_step", "320")
@@ -494,7 +494,7 @@ def test_a_dry_run_under_torchrun_counts_its_processes(
     assert_says(mistake(str(RECIPE), "--dry-run"), ["3 processes were started", "multiply to 2"])
 
 
-def test_a_dry_run_leaves_nothing_behind(
+def test_a_dry_run_writes_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Mixtures of experts under Async2BW: weights, routers' biases and token counts of the recurrence.
+"""Mixtures of experts under Async2BW: weights, routers' biases and token counts follow the recurrence.
 
 The bias follows the counts as the weights follow the gradient: batch b counts at weights and biases of
 version max(b-1, 0), and its counts move the bias once, with its gradient.
@@ -134,7 +134,7 @@ def counts_of(results: list[Trained], stages: int) -> list[dict[str, torch.Tenso
 
 
 @pytest.mark.slow
-def test_validation_in_between_leaves_biases_and_counts_alone(runs: Trainers, tmp_path: Path) -> None:
+def test_validation_does_not_change_biases_and_counts(runs: Trainers, tmp_path: Path) -> None:
     undisturbed = runs(2, arguments(tmp_path / "without", "tiny_moe", "--validator.no-enable"))
     validated = runs(2, arguments(tmp_path / "with", "tiny_moe", "--validator.freq", 1))
     for one, other in zip(undisturbed, validated, strict=True):
@@ -147,7 +147,7 @@ def test_validation_in_between_leaves_biases_and_counts_alone(runs: Trainers, tm
     ("ranks", "flags"),
     [pytest.param(2, (), id="2 stages"), slow(4, (*EXPERT_PARALLEL, OVERLAP), id="EP, overlapped pairs")],
 )
-def test_resuming_changes_nothing(
+def test_resuming_does_not_change_training(
     runs: Trainers, tmp_path: Path, ranks: int, flags: tuple[object, ...]
 ) -> None:
     flags = (*flags, "--lr_scheduler.total_steps", 4, "--optimizer.name", "adamw", "--training.steps")

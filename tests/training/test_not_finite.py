@@ -1,4 +1,4 @@
-"""A run that skips updates says where the first bad value is; a batch without labels makes none."""
+"""A run that skips updates reports the first non-finite value; a batch without labels has none."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ GRADIENT = ", first in the gradient of layers.3 on stage 1 (rank 1)"
         slow(spoil_gradients, "1F1B", GRADIENT),
     ],
 )
-def test_the_place_is_named_once_a_whole_batch_was_looked_at(
+def test_the_first_non_finite_value_is_reported_once_a_whole_batch_was_checked(
     runs: Trainers, tmp_path: Path, spoil: Any, schedule: str, where: str
 ) -> None:
     # A checkpoint in between lets a batch be drained.

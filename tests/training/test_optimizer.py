@@ -1,4 +1,4 @@
-"""`AsyncOptimizers`: who updates which parameter, and how."""
+"""`AsyncOptimizers`: which optimizer updates which parameter, with which options."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_error_feedback_is_compiled_around_adamw_alone(
 
 
 @pytest.mark.parametrize("setting", ["enable = false", "strength = 0.0"])
-def test_error_feedback_that_is_off_is_nowhere(setting: str, tmp_path: Path) -> None:
+def test_error_feedback_that_is_off_has_no_state(setting: str, tmp_path: Path) -> None:
     optimizers = build(f"[optimizer.error_feedback]\n{setting}", tmp_path, Stage()).optimizers
     assert [type(optimizer) for optimizer in optimizers] == [Muon, torch.optim.AdamW]
     assert optimizers[0].param_groups[0]["error_feedback"] == 0
@@ -324,7 +324,7 @@ def test_reading_the_state_before_the_first_step_changes_nothing(tmp_path: Path)
         assert torch.equal(parameter, asked.get_parameter(name)), name
 
 
-def test_a_skipped_step_shows(tmp_path: Path) -> None:
+def test_a_skipped_step_is_reported(tmp_path: Path) -> None:
     stage = Stage()
     optimizers = build("", tmp_path, stage)
     assert not optimizers.step_was_skipped
@@ -388,7 +388,7 @@ def test_all_optimizers_are_conditional_on_the_device_or_none(tmp_path: Path) ->
         (r"wq\.weight", "split_sizes = [5]", "split_sizes [5] add up to 5, but dimension -2"),
     ],
 )
-def test_what_muon_refuses_is_a_mistake(pattern: str, settings: str, sentence: str, tmp_path: Path) -> None:
+def test_an_error_of_muon_is_a_user_error(pattern: str, settings: str, sentence: str, tmp_path: Path) -> None:
     text = f"""
         [[optimizer.param_groups]]
         pattern = '{pattern}'

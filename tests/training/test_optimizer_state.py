@@ -1,4 +1,4 @@
-"""Checkpoints of `AsyncOptimizers` hold all state, whichever form of error feedback has written them."""
+"""Checkpoints of `AsyncOptimizers` hold all state, with each form of error feedback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torchtitan.components.optimizer import LRSchedulersContainer
 
 from tests.training.test_optimizer import Stage, build, train_a_step, unwrapped
 from titan_async.optim import ErrorFeedback, Muon
-from titan_async.training.optimizer import AsyncOptimizers
+from titan_async.training.checkpoint.checkpointer import existing_state
+from titan_async.training.optimizer.container import AsyncOptimizers
 
 FEEDBACKS = {
     "update": "",
@@ -43,8 +44,7 @@ def written_and_read(optimizers: AsyncOptimizers, folder: Path, into: AsyncOptim
     """Save and load by torch.distributed.checkpoint, as the checkpointer does it."""
     dcp.save({"optimizer": optimizers.state_dict()}, checkpoint_id=folder, no_dist=True)
     keys = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    into.saved = {key.removeprefix("optimizer.") for key in keys}
-    state = {"optimizer": into.state_dict()}
+    state = existing_state({"optimizer": into}, keys)
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     into.load_state_dict(state["optimizer"])
 
@@ -94,7 +94,7 @@ FORMS: dict[str, Callable[..., AsyncOptimizers]] = {"wrapped": build_wrapped, "i
 
 @pytest.mark.parametrize("level", ["update", "gradient"])
 @pytest.mark.parametrize(("saving", "loading"), [("wrapped", "inside"), ("inside", "wrapped")])
-def test_either_form_of_error_feedback_loads_the_other(
+def test_each_form_of_error_feedback_loads_the_other(
     saving: str, loading: str, level: str, tmp_path: Path
 ) -> None:
     unbroken, resumed, loaded = both(FORMS[saving], FORMS[loading], FEEDBACKS[level], tmp_path)
@@ -104,7 +104,7 @@ def test_either_form_of_error_feedback_loads_the_other(
 
 
 @pytest.mark.parametrize(("saved", "now"), [("off", "update"), ("update", "off"), ("gradient", "update")])
-def test_error_feedback_is_this_runs_own(saved: str, now: str, tmp_path: Path) -> None:
+def test_error_feedback_options_are_those_of_the_run(saved: str, now: str, tmp_path: Path) -> None:
     # A synchronous run may go on delayed, and the other way round; nothing is corrected by what is not there.
     first, second, alone = Stage(), Stage(), Stage()
     optimizers = build(FEEDBACKS[saved], tmp_path, first)
@@ -189,7 +189,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_options_are_those_of_the_recipe_and_what_differs_is_known(name: str, tmp_path: Path) -> None:
+def test_options_are_those_of_the_recipe_and_changes_are_reported(name: str, tmp_path: Path) -> None:
     then, now, changed = CHANGES[name]
     first, fresh = Stage(), Stage()
     optimizers, loaded, unloaded = (

@@ -1,4 +1,4 @@
-"""How torchtitan's mixtures of experts come to hand over, and where a backward of a pair runs."""
+"""Overlapped pairs of torchtitan's mixtures of experts: where they switch, and where the backward runs."""
 
 import dataclasses
 import signal
@@ -17,9 +17,9 @@ from torchtitan.models.common.config_utils import make_token_dispatcher_config
 from tests.support.recipes import tiny_llama, tiny_moe
 from tests.support.selection import slow
 from tests.support.training import start, train
-from titan_async.training import overlap
-from titan_async.training.pipeline_config import PipelineConfig
-from titan_async.training.start_notes import start_notes
+from titan_async.training.pipeline import overlap
+from titan_async.training.pipeline.schedule import PipelineConfig
+from titan_async.training.preflight.notes import start_notes
 
 EXPERT_PARALLEL = {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2}
 
@@ -34,7 +34,7 @@ def configured(recipe: Any = tiny_moe, on: bool = True, checkpointing: Any = Non
     )
 
 
-def test_dispatchers_hand_over_and_what_they_bring_is_saved() -> None:
+def test_dispatchers_switch_in_the_all_to_all_whose_output_is_saved() -> None:
     config = configured(checkpointing=SelectiveAC.Config(preserve_rng_state=False))
     adapted = overlap.adapt_config(config)
     assert overlap.adapt_config(adapted).override == adapted.override
@@ -51,7 +51,7 @@ def test_dispatchers_hand_over_and_what_they_bring_is_saved() -> None:
     assert saved == SelectiveAC(SelectiveAC.Config()).get_save_ops() | {own}
 
 
-def test_full_checkpointing_stays_as_it_is() -> None:
+def test_full_activation_checkpointing_is_unchanged() -> None:
     adapted = overlap.adapt_config(configured(checkpointing=FullAC.Config()))
     apply_overrides(adapted.override, adapted)
     assert type(adapted.activation_checkpoint) is FullAC.Config
@@ -85,7 +85,7 @@ def deep_ep() -> Any:
         (deep_ep, {}, ["hides nothing", "DeepEPTokenDispatcher does not hand over", "turn it off"]),
     ],
 )
-def test_a_start_says_where_pairs_hide_nothing(
+def test_a_start_note_says_where_overlap_hides_nothing(
     recipe: Any, options: dict[str, Any], parts: list[str] | None
 ) -> None:
     config = configured(recipe, **options)
@@ -94,7 +94,7 @@ def test_a_start_says_where_pairs_hide_nothing(
     assert all(part in notes[0] for part in parts or [])
 
 
-def test_a_backward_in_another_thread_runs_in_the_context_of_training() -> None:
+def test_a_backward_in_another_thread_runs_in_the_train_context() -> None:
     place = threading.local()
     place.mesh = "of the main thread"
 
@@ -127,7 +127,7 @@ FAILING = """
 import os
 
 from tests.support.recipes import tiny_moe
-from titan_async.training.cpu_overrides import LoopGroupedExperts
+from titan_async.training.models.cpu_overrides import LoopGroupedExperts
 from titan_async.training.trainer import AsyncTrainer
 
 forward, train_step, calls, steps = LoopGroupedExperts.forward, AsyncTrainer.train_step, [], []

@@ -35,10 +35,10 @@ from tests.support.training import train
 from tests.training.test_optimizer import Stage, config_of, train_a_step, unwrapped
 from titan_async.errors import UserError
 from titan_async.optim import ErrorFeedback
-from titan_async.training.optimizer import AsyncOptimizers
-from titan_async.training.optimizer_config import HIDDEN_MATRICES
-from titan_async.training.optimizer_preflight import check_optimizer
-from titan_async.training.optimizer_trial import state_elements, try_out
+from titan_async.training.optimizer.config import HIDDEN_MATRICES
+from titan_async.training.optimizer.container import AsyncOptimizers
+from titan_async.training.optimizer.trial import state_elements, try_out
+from titan_async.training.preflight.optimizer import check_optimizer
 
 
 def section(tmp_path: Path, *calls: tuple[type, dict[str, Any]], text: str = "") -> AsyncOptimizers.Config:
@@ -93,7 +93,7 @@ def test_the_options_of_two_groups_of_one_class_are_each_its_own(tmp_path: Path)
     assert optimizers.learning_rates() == {"lr/Averaged/0": 0.5, "lr/Averaged/1": 0.25}
 
 
-def test_a_name_that_is_taken_gets_its_module_before_it(tmp_path: Path) -> None:
+def test_a_name_that_is_taken_is_prefixed_by_its_module(tmp_path: Path) -> None:
     class AdamW(Averaged):
         pass
 
@@ -107,7 +107,7 @@ def test_a_name_that_is_taken_gets_its_module_before_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cls", [Averaged, Normed, torch.optim.NAdam])
 @pytest.mark.parametrize("feedback", ["", "[optimizer.error_feedback]\nenable = false"])
-def test_it_moves_parameters_as_it_does_alone_and_is_corrected(
+def test_it_updates_parameters_as_it_does_alone_and_is_corrected(
     cls: type, feedback: str, tmp_path: Path
 ) -> None:
     stage, alone = Stage(), Stage()
@@ -135,7 +135,7 @@ def test_an_update_after_an_idle_step_is_not_corrected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "cls", [Averaged, Normed, Idle, torch.optim.RAdam, torch.optim.Adafactor, "SOAP", "Adan"]
 )
-def test_a_checkpoint_resumes_it_exactly(cls: Any, tmp_path: Path) -> None:
+def test_it_resumes_bit_for_bit(cls: Any, tmp_path: Path) -> None:
     if isinstance(cls, str):
         cls = getattr(pytest.importorskip("pytorch_optimizer"), cls)
     config = section(tmp_path, (cls, {"lr": 0.05}))
@@ -225,7 +225,7 @@ def test_the_traits_of_optimizers_are_found() -> None:
     assert state_elements(Averaged, {}, (30, 20)) == {"sums.0": 600, "sums.1.last": 600}
 
 
-def test_trying_an_optimizer_draws_no_number_of_the_run() -> None:
+def test_a_trial_does_not_change_the_random_state() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
     try_out(Averaged, {"lr": 0.123}, [2])
@@ -247,7 +247,7 @@ def test_trying_an_optimizer_draws_no_number_of_the_run() -> None:
         (Averaged, {"lr": "fast"}, "optimizer_kwargs.lr must be a number"),
     ],
 )
-def test_what_cannot_train_is_refused_before_it_does(
+def test_an_optimizer_that_cannot_train_is_refused(
     cls: type, options: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     config = section(tmp_path, (cls, options))
@@ -261,7 +261,7 @@ def test_what_cannot_train_is_refused_before_it_does(
         check_optimizer(config, model)
 
 
-def test_what_is_no_optimizer_or_no_plain_option_is_refused(tmp_path: Path) -> None:
+def test_no_optimizer_class_and_no_plain_option_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="takes a class of optimizers"):
         section(tmp_path, (nn.Linear, {}))
     with pytest.raises(UserError, match="the option name of Averaged is a builtin"):
@@ -351,7 +351,7 @@ def step_sharded(model: nn.Module, plain: nn.Module, optimizers: Any, seed: int)
 
 
 @pytest.mark.parametrize("name", ["Averaged", "Normed", "SOAP"])
-def test_shards_are_updated_as_whole_parameters_are(name: str, pools: Pools, tmp_path: Path) -> None:
+def test_shards_are_updated_as_full_parameters(name: str, pools: Pools, tmp_path: Path) -> None:
     if name == "SOAP":
         pytest.importorskip("pytorch_optimizer")
     for rank in range(2):
@@ -378,7 +378,7 @@ def test_soap_has_a_section_and_takes_the_matrices(tmp_path: Path) -> None:
         check_optimizer(config, Stage(), is_divided=True)
 
 
-def test_soap_without_its_package_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_soap_without_its_package_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
     config = config_of('[optimizer]\nname = "soap"', tmp_path)
     with (
@@ -389,7 +389,7 @@ def test_soap_without_its_package_is_one_sentence(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_soap_trains_on_shards_and_goes_on_exactly(tmp_path: Path) -> None:
+def test_soap_trains_on_shards_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     pytest.importorskip("pytorch_optimizer")
     flags = ("--optimizer.name", "soap", "--optimizer.soap.precondition_frequency", 2,
              "--parallelism.data_parallel_shard_degree", 2, "--lr_scheduler.total_steps", 6,

@@ -1,4 +1,4 @@
-"""SIGTERM, as schedulers send it, and Ctrl-C: all ranks stop after the same step, save, and end."""
+"""After SIGTERM or Ctrl-C all ranks stop after the same step, save, and exit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.processes import Pools, WorkerPool
 from tests.support.selection import slow
 from tests.support.training import command, environment, processes_of, start, train
 from tests.support.waiting import until
-from titan_async.training.preemption import SAME_PRESS_SECONDS
+from titan_async.training.process.preemption import SAME_PRESS_SECONDS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -42,7 +42,7 @@ def agree(
     rank: int, group: object, asked: dict[int, tuple[int, str, signal.Signals]], steps: int
 ) -> list[signal.Signals | None]:
     """What `end_step` says in each step, with `asked` naming step, place and number of a rank's signal."""
-    from titan_async.training.preemption import Preemption
+    from titan_async.training.process.preemption import Preemption
 
     preemption = Preemption()
     preemption.listen()
@@ -87,7 +87,7 @@ def test_all_ranks_stop_after_the_same_step(
 
 def ask_at_every_instruction(rank: int, group: object) -> list[signal.Signals | None]:
     """What a step answers if it begins after SIGTERM, and SIGINT comes after so many of its instructions."""
-    from titan_async.training.preemption import Preemption
+    from titan_async.training.process.preemption import Preemption
 
     preemption = Preemption()
     preemption._launcher = "one that says what is to be said"
@@ -98,12 +98,12 @@ def ask_at_every_instruction(rank: int, group: object) -> list[signal.Signals | 
         frame.f_trace_opcodes = True
         count += event == "opcode"
         if event == "opcode" and count == len(answers):
-            preemption._ask(INT, frame)
+            preemption._on_signal(INT, frame)
         return trace
 
     while count >= len(answers) - 1:
-        preemption._heard, count = {}, 0
-        preemption._ask(TERM, None)
+        preemption._received, count = {}, 0
+        preemption._on_signal(TERM, None)
         sys.settrace(trace)
         try:
             preemption.begin_step()
@@ -119,7 +119,7 @@ def test_a_signal_may_come_at_any_instruction_of_a_step(pools: Pools) -> None:
 
 
 def wait_in_vain(rank: int, group: object, given_up: Path) -> str:
-    from titan_async.training.preemption import Preemption
+    from titan_async.training.process.preemption import Preemption
 
     preemption = Preemption()
     preemption.set_timeout(timedelta(seconds=1))
@@ -133,7 +133,7 @@ def wait_in_vain(rank: int, group: object, given_up: Path) -> str:
     return str(caught.value)
 
 
-def test_no_step_waits_longer_for_a_rank_than_it_is_told(pool: WorkerPool, tmp_path: Path) -> None:
+def test_the_wait_for_a_rank_has_a_timeout(pool: WorkerPool, tmp_path: Path) -> None:
     error, _ = pool.run(2, wait_in_vain, tmp_path / "given up")
     assert "Timed out waiting 1000ms" in error
 
@@ -143,7 +143,7 @@ def test_without_our_launcher_a_process_ends_at_its_second_signal(second: signal
     program = (
         "import signal, sys, time\n"
         "import torch.distributed as dist\n"
-        "from titan_async.training.preemption import Preemption\n"
+        "from titan_async.training.process.preemption import Preemption\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
         "preemption = Preemption()\n"
         "preemption.listen()\n"
@@ -161,10 +161,10 @@ def test_without_our_launcher_a_process_ends_at_its_second_signal(second: signal
     assert (done.returncode, done.stdout, done.stderr) == (-second, "SIGINT\n", f"{STOPPING}\n")
 
 
-def test_only_its_parent_ends_a_data_worker() -> None:
+def test_only_the_parent_can_terminate_a_data_worker() -> None:
     program = (
         "import os, signal, subprocess, sys, time\n"
-        "from titan_async.training.preemption import shield_data_worker\n"
+        "from titan_async.training.process.preemption import shield_data_worker\n"
         "asks, answers = os.pipe(), os.pipe()\n"
         "child = os.fork()\n"
         "if not child:\n"
@@ -225,7 +225,7 @@ def assert_resumable(folder: Path, step: int) -> None:
     assert any(key.startswith("optimizer.") for key in keys)
 
 
-def test_sigterm_to_the_launcher_saves_and_the_resumed_run_is_the_undisturbed_one(
+def test_sigterm_to_the_launcher_saves_and_the_run_resumes_bit_for_bit(
     tmp_path: Path,
 ) -> None:
     run = start(tmp_path, *FLAGS)
@@ -292,7 +292,7 @@ def test_ctrl_c_saves(tmp_path: Path, begin: Callable[[Path], tuple]) -> None:
     assert_resumable(tmp_path, stopped_at(out, INT))
 
 
-def test_a_second_ctrl_c_ends_at_once_and_leaves_no_half_checkpoint(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_ends_at_once_without_an_incomplete_checkpoint(tmp_path: Path) -> None:
     terminal, other_end = pty.openpty()
     run = start(tmp_path, *FLAGS, "--checkpoint.interval", 10, terminal=other_end)
     read_until(terminal, "step  11/500")
@@ -346,7 +346,7 @@ def test_a_signal_to_torchrun(number: signal.Signals, tmp_path: Path) -> None:
     assert_resumable(tmp_path, stopped_at(out, number))
 
 
-def test_sigterm_without_checkpoints_stops_and_says_that_nothing_was_saved(tmp_path: Path) -> None:
+def test_sigterm_without_checkpoints_stops_and_reports_that_nothing_was_saved(tmp_path: Path) -> None:
     run = start(tmp_path, *FLAGS, "--checkpoint.no-enable")
     wait_for_step(run, 3)
     run.send_signal(signal.SIGTERM)

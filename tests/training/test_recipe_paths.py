@@ -1,4 +1,4 @@
-"""Where a recipe file is looked for: at its path, and then, by a bare name, among the project's."""
+"""A recipe file is searched at its path, and then, by a bare name, among the project's."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def tables(path: str) -> list[object]:
     return [table for _, table in read_recipe_file(path).tables]
 
 
-def test_a_bare_name_is_one_of_ours_unless_there_is_such_a_file() -> None:
+def test_a_bare_name_is_a_project_recipe_unless_the_file_exists() -> None:
     assert read_recipe_file(OURS).path == str(recipe_files()[OURS])
     Path(OURS).write_text('recipe = "mine"\n')
     found = read_recipe_file(OURS)
     assert (found.path, found.recipe) == (OURS, "mine")
 
 
-def test_an_include_by_a_bare_name_is_one_of_ours_unless_there_is_such_a_file() -> None:
+def test_an_include_by_a_bare_name_is_a_project_recipe_unless_the_file_exists() -> None:
     Path("folder").mkdir()
     Path("folder/mine.toml").write_text(f'include = "{OURS}"\ntraining.seq_len = 64\n')
     assert tables("folder/mine.toml") == [*tables(OURS), {"training": {"seq_len": 64}}]
@@ -46,13 +46,13 @@ def test_a_file_may_have_the_name_of_the_one_it_includes_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("path", [f"toml_configs/{OURS}", "debug_gpu.toml", "debug_cpu", "debug"])
-def test_a_path_that_is_almost_one_of_ours(path: str) -> None:
+def test_a_path_similar_to_a_project_recipe(path: str) -> None:
     with pytest.raises(UserError) as error:
         read_recipe_file(path)
     assert str(error.value) == f"{path}: no such file; did you mean {OURS}, which comes with titan_async?"
 
 
-def test_a_path_that_is_not() -> None:
+def test_a_path_that_does_not_exist() -> None:
     with pytest.raises(UserError) as error:
         read_recipe_file("mine.toml")
     assert str(error.value) == "mine.toml: no such file"

@@ -1,4 +1,4 @@
-"""The project's recipes and recipe files are what they say: sizes, tokens, stages, optimizers, twins."""
+"""The project's recipes and recipe files: sizes, tokens, stages, optimizers, synchronous twins."""
 
 import importlib
 import re
@@ -15,10 +15,10 @@ from torch import nn
 from titan_async.config.recipe_file import resolve, resolve_recipe
 from titan_async.config.recipe_list import list_recipes
 from titan_async.data import shakespeare_tokenizer_folder
-from titan_async.training import preflight
 from titan_async.training._titan_internals import keep_modules, split_layers
-from titan_async.training.hf_architecture import describe
-from titan_async.training.optimizer_config import match_group
+from titan_async.training.models.hf_architecture import describe
+from titan_async.training.optimizer.config import match_group
+from titan_async.training.preflight.check import check
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -249,7 +249,7 @@ def test_recipe_files_pass_all_checks(
     config = resolve([str(path), *gpus, *flags, "--dump_folder", str(tmp_path)])
     parallelism = config.parallelism
     degrees = parallelism.pipeline_parallel_degree, abs(parallelism.data_parallel_shard_degree)
-    preflight.check(config, world_size=world or prod(degrees))
+    check(config, world_size=world or prod(degrees))
 
 
 @pytest.mark.parametrize("name", ["dense_135m", "dense_360m", "smollm2_135m", "smollm2_360m"])
@@ -258,7 +258,7 @@ def test_small_dense_models_take_eight_gpus_as_they_are(
 ) -> None:
     monkeypatch.chdir(ROOT)
     config = resolve([f"toml_configs/{name}.toml", *OFFLINE, "--dump_folder", str(tmp_path)])
-    preflight.check(config, world_size=8)
+    check(config, world_size=8)
 
 
 @pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
@@ -296,7 +296,7 @@ def rounded(value: float) -> str:
     return f"{float(f'{value / unit:.3g}'):g} {letter}"
 
 
-def test_the_table_in_the_readme_is_true() -> None:
+def test_the_table_in_the_readme_is_correct() -> None:
     rows = re.findall(r"^\| `(\w+)\.toml` \|(.*?)\|(.*?)\|(.*?)\|.*\|$", README, re.MULTILINE)
     assert [row[0] for row in rows] == [
         f"{name}_cpu" if name.startswith("debug") else name for name in PROMISED

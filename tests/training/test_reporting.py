@@ -1,4 +1,4 @@
-"""What a run says: the lines of the reporter, and the entropy with which it compares the validation loss."""
+"""The output of a run: the lines of the reporter, and the unigram entropy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torchtitan.components.loss import IGNORE_INDEX
 
 from titan_async.monitor.formatting import format_duration
-from titan_async.training import reporter as reporter_module
-from titan_async.training.reporter import Reporter, StepReport
+from titan_async.training.telemetry import reporter as reporter_module
+from titan_async.training.telemetry.reporter import Reporter, StepReport
 from titan_async.training.validator import AsyncValidator
 
 
@@ -53,7 +53,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_lines_without_a_terminal(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    reporter = Reporter(speaks=True, steps=300)
+    reporter = Reporter(is_logging_rank=True, steps=300)
     reporter.start(0)
     clock.now += 2
     reporter.advance(1)
@@ -61,7 +61,7 @@ def test_lines_without_a_terminal(clock: Clock, capsys: pytest.CaptureFixture[st
     clock.now += 20
     reporter.advance(11)  # a step is reported when the next one has been launched
     reporter.step(StepReport(10, 7.1939, 1.3118, 34_720.6, 0.0098432))
-    reporter.say("files of the run: [bold]/a very/" + "long/" * 40)
+    reporter.log("files of the run: [bold]/a very/" + "long/" * 40)
     reporter.stop()
     reporter.stop()
     # No escape sequence, no bar, no line broken at a width, no markup; remaining from this run's own pace.
@@ -74,35 +74,33 @@ def test_lines_without_a_terminal(clock: Clock, capsys: pytest.CaptureFixture[st
     )
 
 
-def test_a_resumed_run_counts_time_from_where_it_goes_on(
-    clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
-    reporter = Reporter(speaks=True, steps=120)
+def test_a_resumed_run_measures_time_from_its_start(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    reporter = Reporter(is_logging_rank=True, steps=120)
     reporter.start(100)
     clock.now += 10
     reporter.step(StepReport(110, 5.0, 1.0, 10.0, 1e-3))
     assert capsys.readouterr().out.rstrip().endswith("elapsed 0:10  remaining 0:10")
 
 
-def test_other_ranks_say_nothing(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    reporter = Reporter(speaks=False, steps=3)
+def test_other_ranks_print_nothing(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    reporter = Reporter(is_logging_rank=False, steps=3)
     reporter.start(0)
     reporter.advance(1)
     reporter.step(StepReport(1, 5.0, 1.0, 10.0, 1e-3))
-    reporter.say("anything")
+    reporter.log("anything")
     reporter.stop()
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_terminal_has_a_bar_that_goes_away(
+def test_a_terminal_has_a_temporary_progress_bar(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes any stream for a terminal
     monkeypatch.setenv("TERM", "xterm")
-    reporter = Reporter(speaks=True, steps=30)
+    reporter = Reporter(is_logging_rank=True, steps=30)
     reporter.start(0)
     reporter.advance(15)
-    reporter.say("a line above the bar")
+    reporter.log("a line above the bar")
     reporter.stop()
     out = capsys.readouterr().out
     assert "a line above the bar" in out and "15/30" in out

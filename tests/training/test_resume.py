@@ -1,4 +1,4 @@
-"""A run that stops and goes on in new processes is, bit for bit, the run that never stopped."""
+"""A run that is resumed in new processes is bit for bit equal to an uninterrupted one."""
 
 import os
 import shutil
@@ -50,7 +50,9 @@ def train(rank, group, folder, steps, flags, *, slow_writes=0.0, held_writes=Fal
         ]
     )  # fmt: skip
     trainer = config.build()
-    trainer.resumes_random_state = random_state
+    if not random_state:
+        state = trainer.train_state.state_dict
+        trainer.train_state.state_dict = lambda: {k: v for k, v in state().items() if k != "random_state"}
     step, write, run = trainer.train_step, SealingWriter.write_data, trainer.forward_backward_step
     wait, in_flight, into_whole, calls = trainer.checkpointer.maybe_wait_for_staging, [], [False], []
     stepped = threading.Event()
@@ -203,7 +205,7 @@ def test_resuming_in_new_processes_changes_nothing(
     ("ranks", "flags"), [(2, ()), slow(4, SHARDED, id="2 stages on 2 shards each"), slow(2, PLAIN)]
 )
 @pytest.mark.parametrize("steps", ["6", "4", slow("3")])
-def test_a_synchronous_start_goes_on_from_before_and_after_its_end(
+def test_a_synchronous_start_resumes_before_and_after_its_end(
     runs: Runs,
     whole: Callable[..., tuple[Path, Trained]],
     tmp_path: Path,
@@ -219,7 +221,7 @@ def test_a_synchronous_start_goes_on_from_before_and_after_its_end(
 
 
 @pytest.mark.parametrize("mode", [slow("disabled"), "async"])
-def test_a_checkpoint_of_a_step_in_between_holds_that_step(
+def test_an_async_save_holds_its_step_while_training_continues(
     runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path, mode: str
 ) -> None:
     # The files are written while training goes on, long after the weights of step 4 have gone.
@@ -232,7 +234,7 @@ def test_a_checkpoint_of_a_step_in_between_holds_that_step(
     assert_same(resumed, whole(2)[1], "model", "state")
 
 
-def test_what_is_written_over_stops_being_a_checkpoint_first(
+def test_an_overwritten_checkpoint_is_invalidated_first(
     runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path
 ) -> None:
     # Else whoever is killed in the middle leaves a checkpoint of old and new files that looks whole.
@@ -245,7 +247,7 @@ def test_what_is_written_over_stops_being_a_checkpoint_first(
 
 
 @pytest.mark.parametrize("schedule", [(), slow(SYNCHRONOUS)], ids=["delayed", "synchronous"])
-def test_a_checkpoint_goes_on_at_another_number_of_stages(
+def test_a_checkpoint_resumes_at_another_number_of_stages(
     runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path, schedule: tuple
 ) -> None:
     flags = (*schedule, *PLAIN)
@@ -255,7 +257,7 @@ def test_a_checkpoint_goes_on_at_another_number_of_stages(
 
 
 @pytest.mark.parametrize("ranks", [1, slow(4)])
-def test_all_state_arrives_at_another_number_of_stages(
+def test_all_state_is_loaded_at_another_number_of_stages(
     runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path, ranks: int
 ) -> None:
     folder, _ = whole(2)
@@ -271,7 +273,7 @@ def test_all_state_arrives_at_another_number_of_stages(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_shards_goes_on_without_them(
+def test_a_sharded_checkpoint_resumes_without_sharding(
     runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path
 ) -> None:
     sharded = (*SHARDED, *PLAIN)
@@ -292,7 +294,7 @@ def test_a_checkpoint_of_shards_goes_on_without_them(
     assert difference(further[2, ()], there) > 1e-4
 
 
-def test_a_synchronous_start_may_go_on_delayed(
+def test_a_synchronous_run_resumes_delayed(
     runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path
 ) -> None:
     flags = (*SYNCHRONOUS, *PLAIN)
@@ -311,7 +313,7 @@ def test_a_synchronous_start_may_go_on_delayed(
 
 
 @pytest.mark.slow
-def test_a_delayed_start_may_go_on_synchronously(
+def test_a_delayed_run_resumes_synchronously(
     runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path
 ) -> None:
     folder, undisturbed = whole(2, *PLAIN)
@@ -321,7 +323,7 @@ def test_a_delayed_start_may_go_on_synchronously(
     assert difference(pipelined, undisturbed) > 1e-4
 
 
-def test_a_checkpoint_without_random_state_goes_on(
+def test_a_checkpoint_without_random_state_resumes(
     runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path
 ) -> None:
     runs(2, tmp_path, 4, random_state=False)

@@ -1,4 +1,4 @@
-"""What real runs leave in their folder: spans of every rank, a journal, and scalars that agree with them."""
+"""What runs record in their folder: spans of every rank, a journal, and consistent scalars."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def of(records: np.ndarray, *kinds: Kind) -> np.ndarray:
     return records[np.isin(records["kind"], kinds)]
 
 
-def test_each_run_has_a_record_of_its_own(recorded: Recorded) -> None:
+def test_each_run_has_its_own_record(recorded: Recorded) -> None:
     first, second = map(read_info, runs_in(recorded.folder))
     assert (first.schedule, first.first_step, first.steps) == ("Async2BW", 0, 8)
     assert (second.schedule, second.first_step, second.steps) == ("1F1B", 8, 12)
@@ -82,7 +82,7 @@ def test_the_spans_of_a_delayed_run(recorded: Recorded, rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_garbage_collection_is_no_gap(recorded: Recorded, rank: int) -> None:
+def test_garbage_collection_is_recorded(recorded: Recorded, rank: int) -> None:
     records = records_of(runs_in(recorded.folder)[0], rank)
     collections, steps = of(records, Kind.GARBAGE_COLLECTION), of(records, Kind.STEP)
     assert collections["batch"].tolist() == [3, 6] and set(collections["depth"]) == {0}
@@ -109,7 +109,7 @@ def test_spans_lie_within_their_step_and_beside_each_other(recorded: Recorded, r
     assert ((steps["batch"][owner] - inner["batch"])[in_step] <= 1).all()
 
 
-def test_messages_are_waited_for_until_they_were_sent(recorded: Recorded) -> None:
+def test_a_wait_ends_after_the_message_was_sent(recorded: Recorded) -> None:
     folder = runs_in(recorded.folder)[0]
     first, last = records_of(folder, 0), records_of(folder, 1)
     sent, waited = of(first, Kind.FORWARD), of(last, Kind.RECEIVE)
@@ -134,7 +134,7 @@ def test_the_spans_of_torchs_own_schedule(recorded: Recorded, rank: int) -> None
         assert order == [2, 2, 3, 2, 3, 2, 3, 3]
 
 
-def test_the_journal_says_what_the_terminal_says(recorded: Recorded) -> None:
+def test_the_journal_has_the_lines_of_the_terminal(recorded: Recorded) -> None:
     entries = JournalReader(runs_in(recorded.folder)[0]).new_entries()
     of_kind = lambda kind: [entry for entry in entries if entry["kind"] == kind]  # noqa: E731
     assert [entry["text"] for entry in of_kind("log")] == recorded.delayed.out.splitlines()
@@ -228,7 +228,7 @@ def test_one_stage_records_whole_passes(tmp_path: Path) -> None:
         assert spans["microbatch"].tolist() == [0, 1] * 3
 
 
-def test_a_run_goes_on_without_its_record(tmp_path: Path) -> None:
+def test_a_run_continues_if_recording_fails(tmp_path: Path) -> None:
     """A folder that cannot be made is a line on stderr; a model that cannot be exported one on stdout."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "events").write_text("no folder")
@@ -246,17 +246,18 @@ def test_a_run_goes_on_without_its_record(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "events").is_file()
 
 
-def test_one_key_turns_it_off(tmp_path: Path) -> None:
+def test_no_events_turns_recording_off(tmp_path: Path) -> None:
     from titan_async.config.recipe_file import resolve
 
     config = resolve([str(RECIPE), "--monitor.no-events", "--dump_folder", str(tmp_path)])
     ensure_device()
-    from titan_async.training.record_run import record
+    from titan_async.training.telemetry.recording import Recording
 
-    recording, passing = record(SimpleNamespace(config=config, parallel_dims=None), first_step=0)
-    with passing(0, 0), recording.span(Kind.STEP, 1):
+    recording, trainer = Recording(), SimpleNamespace(config=config)
+    recording.before_first_step(trainer)
+    with recording.record_pass(0, 0), recording.span(Kind.STEP, 1):
         pass
     recording.end_interval(1)
     assert recording.utilization() == {}
-    recording.close("finished")
+    recording.after_training(trainer, "finished")
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""A gradient that is not finite on one stage updates none, and leaves no trace in the other updates."""
+"""A non-finite gradient on one stage skips the update of all, and does not affect other updates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.trainer_loop import (
 from tests.support.training import RECIPE, train
 from titan_async.cli import main
 from titan_async.errors import UserError
-from titan_async.training.skipped_updates import SkippedUpdates
+from titan_async.training.telemetry.not_finite import SkippedUpdates
 
 
 def poison_two_batches(trainer: Any, trained: Trained) -> None:
@@ -87,7 +87,7 @@ def spoil_a_gradient(trainer: Any, trained: Trained) -> None:
     trainer.optimizers.register_step_pre_hook(spoil)
 
 
-def test_what_muon_finds_not_finite_counts_once_where_it_is_known(runs: Trainers, tmp_path: Path) -> None:
+def test_a_non_finite_gradient_found_by_muon_counts_once_on_its_rank(runs: Trainers, tmp_path: Path) -> None:
     argv = arguments(tmp_path, "muon_llama", "--validator.no-enable", "--checkpoint.interval", 6)
     first, last = runs(2, argv, spoil_a_gradient)
     assert [rank.extra["seen"].total for rank in (first, last)] == [0, 1]
@@ -95,14 +95,14 @@ def test_what_muon_finds_not_finite_counts_once_where_it_is_known(runs: Trainers
     assert all(value.isfinite().all() for value in (*last.after.values(), *last.state.values()))
 
 
-def test_counting() -> None:
-    skipped, said = SkippedUpdates(most_in_a_row=3), []
+def test_skipped_updates_are_counted() -> None:
+    skipped, said = SkippedUpdates(max_in_a_row=3), []
     for step, finite in enumerate([False, False, True, False, False], start=1):
-        skipped.note(finite, step, "", said.append)
+        skipped.count(finite, step, "", said.append)
     assert (skipped.total, skipped.in_a_row) == (4, 2)
     assert [line[:6] for line in said] == ["step 1", "step 2", "step 4", "step 5"]
     with pytest.raises(UserError, match="not finite 3 times in a row up to step 6: lower the learning rate"):
-        skipped.note(False, 6, "", said.append)
+        skipped.count(False, 6, "", said.append)
 
 
 def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
     assert run.steps == [1, 2, 3, 4, 5, 6]
 
 
-def test_no_skipped_update_at_all_is_too_few(
+def test_max_skipped_updates_of_0_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

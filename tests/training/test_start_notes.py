@@ -1,4 +1,4 @@
-"""What a run says at its start about a configuration that trains, but perhaps not as expected."""
+"""Warnings at the start of a run about a configuration that may not train as expected."""
 
 from pathlib import Path
 
@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.training import RECIPE, ROOT
 from titan_async.config.recipe_file import resolve
-from titan_async.training.preflight import build_on_meta
-from titan_async.training.start_notes import start_notes
+from titan_async.training.preflight.check import build_on_meta
+from titan_async.training.preflight.notes import start_notes
 
 ONE_STAGE = ("--parallelism.pipeline_parallel_degree", "1")
 SYNCHRONOUS = ("--parallelism.pipeline_parallel_schedule", "1F1B")
@@ -28,7 +28,7 @@ def notes(*flags: str, recipe: Path = RECIPE, was_delayed: bool | None = None) -
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "toml_configs").glob("*.toml")), ids=lambda path: path.stem)
-def test_the_recipe_files_need_no_word(path: Path) -> None:
+def test_the_recipe_files_need_no_note(path: Path) -> None:
     assert notes(recipe=path) == []
 
 
@@ -48,13 +48,15 @@ def test_one_stage_has_no_delay() -> None:
         (SYNCHRONOUS, False, None),
     ],
 )
-def test_a_run_that_goes_on_differently(flags: tuple[str, ...], was_delayed: bool, part: str | None) -> None:
+def test_a_run_that_resumes_with_another_delay(
+    flags: tuple[str, ...], was_delayed: bool, part: str | None
+) -> None:
     found = notes(*flags, was_delayed=was_delayed)
     assert len(found) == (part is not None)
     assert all(part in note for note in found if part)
 
 
-def test_two_stages_that_go_on_one() -> None:
+def test_two_stages_that_resume_on_one() -> None:
     first, second = notes(*ONE_STAGE, was_delayed=True)
     assert first.startswith("one stage: no delay, no feedback")
     assert second.startswith("the checkpoint's run had a delay, this one has none")
@@ -77,7 +79,7 @@ def test_adamw_without_feedback(off: tuple[str, ...]) -> None:
         ([("^layers.0", "Adam"), (".*", "SGD")], 1),
     ],
 )
-def test_groups_are_looked_at_one_by_one(groups: list[tuple[str, str]], told: int, tmp_path: Path) -> None:
+def test_groups_are_checked_one_by_one(groups: list[tuple[str, str]], told: int, tmp_path: Path) -> None:
     file = tmp_path / "x.toml"
     file.write_text('include = "debug_cpu.toml"\n' + "".join(GROUP.format(*group) for group in groups))
     assert len(notes(*WITHOUT, recipe=file)) == told

@@ -16,7 +16,7 @@ from titan_async.config.recipe_file import resolve
 from titan_async.monitor.events import RankReader
 from titan_async.monitor.run_folder import read_info, runs_in
 from titan_async.pipelining.recording import BACKWARD_KINDS, Kind
-from titan_async.training.pipeline_config import PipelineConfig
+from titan_async.training.pipeline.schedule import PipelineConfig
 
 STEPS = "--pipeline.synchronous_steps"
 SHARDED = ("--parallelism.data_parallel_shard_degree", 2)
@@ -25,8 +25,8 @@ SHARDED = ("--parallelism.data_parallel_shard_degree", 2)
 def listen(trainer: Any, trained: Trained) -> None:
     """What is said, and the figures of the pipeline at each logged step."""
     said, figures = trained.extra.setdefault("said", []), trained.extra.setdefault("figures", [])
-    say, log = trainer.reporter.say, trainer.metrics_processor.log
-    trainer.reporter.say = lambda line: (said.append(line), say(line))[1]
+    say, log = trainer.reporter.log, trainer.metrics_processor.log
+    trainer.reporter.log = lambda line: (said.append(line), say(line))[1]
 
     def logged(*args: Any, **kwargs: Any) -> None:
         figures.append(kwargs["extra_metrics"])
@@ -57,7 +57,7 @@ def test_it_follows_the_loop_and_feedback_begins_after_it(three: tuple) -> None:
     assert results[0].norms == pytest.approx(norms, rel=1e-4)
 
 
-def test_it_says_so(three: tuple) -> None:
+def test_it_is_reported(three: tuple) -> None:
     _, (first, *_), folder = three
     assert first.extra["said"][0].endswith(
         "on 2 stages under Async2BW, synchronous up to step 3, for 6 steps"
@@ -73,7 +73,7 @@ def test_it_says_so(three: tuple) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_its_steps_finish_their_batches(three: tuple, rank: int) -> None:
+def test_synchronous_steps_finish_their_batches(three: tuple, rank: int) -> None:
     """All of a batch lies in its own step, and reads the weights of all updates before."""
     _, _, folder = three
     records = RankReader(runs_in(folder)[0], rank).new_records()
@@ -131,7 +131,7 @@ def test_a_number_or_a_share_of_the_steps(fields: dict[str, Any], steps: int, re
     assert PipelineConfig(**fields).resolved_synchronous_steps(steps) == resolved
 
 
-def test_flags_and_files_spell_it_as_the_warm_up(tmp_path: Path) -> None:
+def test_flags_and_files_set_it(tmp_path: Path) -> None:
     file = tmp_path / "x.toml"
     file.write_text('include = "debug_cpu.toml"\n[pipeline]\nsynchronous_steps = 7\n')
     assert resolve([str(file)]).pipeline.resolved_synchronous_steps(100) == 7

@@ -1,4 +1,4 @@
-"""Fails loudly when torchtitan or torch changes what the training layer reaches into."""
+"""Fails if torch or torchtitan changes private names that the training layer uses."""
 
 import inspect
 
@@ -10,7 +10,7 @@ from titan_async.config.device import ensure_device
 ensure_device()
 
 
-def test_the_private_names_are_there():
+def test_the_private_names_exist():
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.distributed.pipeline_parallel import _build_pipeline_schedule, _split_module
@@ -44,7 +44,7 @@ def test_the_dense_mask_on_cpu_is_that_of_torch(kind):
     from torch.nn.attention.flex_attention import and_masks, create_mask
     from torchtitan.models.common import attention
 
-    from titan_async.training.cpu_overrides import _create_attention_mask
+    from titan_async.training.models.cpu_overrides import _create_attention_mask
 
     positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 0, 1, 2, 3]])
     mask_mod = {
@@ -69,7 +69,7 @@ def test_the_cpu_overrides_hook_what_they_replace():
     from torchtitan.models.common.moe import GroupedExperts
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
-    from titan_async.training import cpu_overrides
+    from titan_async.training.models import cpu_overrides
 
     assert decoder.create_attention_mask is cpu_overrides._create_attention_mask
     assert "create_attention_mask(" in inspect.getsource(decoder)
@@ -79,14 +79,14 @@ def test_the_cpu_overrides_hook_what_they_replace():
     assert "attention_masks" in inspect.signature(FlexAttention.forward).parameters
 
 
-def test_fsdp_is_left_out_where_it_does_nothing():
+def test_fsdp_is_not_applied_to_a_single_rank():
     from torch import nn
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.config import TrainingConfig
     from torchtitan.distributed import fsdp
 
     from titan_async.training._titan_internals import without_fsdp
-    from titan_async.training.pipeline import needs_fsdp
+    from titan_async.training.pipeline.schedule import needs_fsdp
 
     assert "fully_shard(model, **fsdp_config)" in inspect.getsource(fsdp.apply_fsdp_to_decoder)
     with without_fsdp():

@@ -1,4 +1,4 @@
-"""AsyncTrainer, whole, against a plain loop on one process over the same batches.
+"""`AsyncTrainer` against a plain loop on one process over the same batches.
 
 It checks that the trainer clips by the whole model's norm, moves the learning rate, normalizes the loss,
 drains for validation and checkpoints without changing the trajectory, and applies the last gradient.

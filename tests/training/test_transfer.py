@@ -1,4 +1,4 @@
-"""Copies between host and device, with stand-ins for streams, events and pinned memory."""
+"""Copies between host and device, with simulated streams, events and pinned memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_async.training.transfer import HostCopy, Later, Upload
+from titan_async.training.transfer import Deferred, HostCopy, Upload
 
 DEVICE = torch.device("meta")
 
@@ -53,7 +53,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def test_a_batch_is_copied_from_pinned_memory_beside_the_stream_that_computes(notes: list[Any]) -> None:
+def test_a_batch_is_copied_from_pinned_memory_on_another_stream(notes: list[Any]) -> None:
     groups = [[({"input": torch.ones(2), "positions": torch.ones(2)}, torch.ones(2))]]
     (((fields, labels),),), tokens = Upload(DEVICE)(groups, torch.tensor(2))
     assert {each.device for each in (*fields.values(), labels, tokens)} == {DEVICE}
@@ -71,9 +71,7 @@ class OnDevice(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
-def test_a_value_is_read_as_it_was_once_its_copy_is_there(
-    notes: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_holds_the_value_at_its_creation(notes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     class Event:
         def __init__(self, kind: str) -> None: ...
 
@@ -103,8 +101,8 @@ def test_a_value_is_read_as_it_was_once_its_copy_is_there(
     assert float(read.read()) == 2 and notes[3:] == ["synchronized"]
 
 
-def test_what_comes_later_comes_in_order() -> None:
-    later, done = Later(), []
+def test_deferred_actions_run_in_order() -> None:
+    later, done = Deferred(), []
     for step in (1, 1, 2, 3):
         later.add(step, lambda step=step: done.append(step))  # type: ignore[misc]
     later.run(before=2)

@@ -1,4 +1,4 @@
-"""transformers loads what the recipes' models train, and computes the same logits."""
+"""transformers loads the recipes' models, and computes the same logits."""
 
 import json
 from pathlib import Path

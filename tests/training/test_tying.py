@@ -1,4 +1,4 @@
-"""A tied weight on two stages is the one weight of a single process: as it trains, and as it is stored."""
+"""A tied weight on two stages trains and is saved as the one weight of a single process."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from tests.support.trainer_loop import (
 from titan_async.checkpoint.distributed import SavedTensors
 from titan_async.checkpoint.safetensors_files import SafetensorsFolder
 from titan_async.errors import UserError
-from titan_async.training import preflight
 from titan_async.training._titan_internals import keep_modules
-from titan_async.training.layout_preflight import check_layout
-from titan_async.training.not_finite import Search
-from titan_async.training.optimizer import AsyncOptimizers
-from titan_async.training.tying import EMBEDDING, HEAD, store_once, untied
+from titan_async.training.models.tying import EMBEDDING, HEAD, store_once, untied
+from titan_async.training.optimizer.container import AsyncOptimizers
+from titan_async.training.preflight.check import build_on_meta
+from titan_async.training.preflight.layout import check_layout
+from titan_async.training.telemetry.not_finite import NonFiniteSearch
 
 P = "--parallelism."
 STAGES = f"{P}pipeline_parallel_degree"
@@ -121,7 +121,7 @@ OPTIMIZERS = pytest.mark.parametrize("optimizer", ["muon", slow("lion")])
 
 
 @OPTIMIZERS
-def test_both_stages_keep_the_same_of_it(run: Callable[[str], Run], optimizer: str) -> None:
+def test_both_stages_keep_equal_copies(run: Callable[[str], Run], optimizer: str) -> None:
     _, (first, last) = run(optimizer)
     of_one_model(first.after | last.after)
     kept = [key for key in first.state if EMBEDDING in key]
@@ -135,7 +135,7 @@ def test_both_stages_keep_the_same_of_it(run: Callable[[str], Run], optimizer: s
 
 
 @OPTIMIZERS
-def test_a_checkpoint_has_it_once(run: Callable[[str], Run], optimizer: str) -> None:
+def test_a_checkpoint_has_the_tied_weight_once(run: Callable[[str], Run], optimizer: str) -> None:
     folder, (first, _) = run(optimizer)
     saved = SavedTensors(folder / "checkpoint/step-6")
     assert not any("lm_head" in key for key in saved.tensors)
@@ -158,7 +158,7 @@ SIX = ("--lr_scheduler.total_steps", 6)
 
 
 @pytest.mark.parametrize("ranks", [1, slow(4)])
-def test_all_of_it_arrives_at_another_number_of_stages(
+def test_the_tied_weight_is_loaded_at_another_number_of_stages(
     run: Callable[[str], Run], runs: Trainers, tmp_path: Path, ranks: int
 ) -> None:
     folder, _ = run("muon")
@@ -179,7 +179,7 @@ def test_all_of_it_arrives_at_another_number_of_stages(
 
 
 @pytest.mark.slow
-def test_training_goes_on_alike_at_another_number_of_stages(runs: Trainers, tmp_path: Path) -> None:
+def test_training_resumes_at_another_number_of_stages(runs: Trainers, tmp_path: Path) -> None:
     """By SGD, which does not amplify rounding."""
     whole_run = runs(2, arguments(tmp_path / "2", "tied_llama", *AVERAGE))
     wanted = of_one_model(merged([r.after for r in whole_run]))
@@ -225,7 +225,7 @@ def ends() -> tuple[nn.Module, nn.Module]:
     return parts[0], parts[1]
 
 
-def test_it_starts_as_the_weight_of_a_single_process_does(ends: tuple[nn.Module, nn.Module]) -> None:
+def test_it_is_initialized_as_on_a_single_process(ends: tuple[nn.Module, nn.Module]) -> None:
     """Which torchtitan initializes as the head; an embedding of its own would have unit variance."""
     alone = tied_llama().model_spec.model.build()
     with torch.no_grad():
@@ -271,7 +271,7 @@ def test_one_pattern_gives_both_copies_the_same_updates(
         assert torch.equal(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key], key
 
 
-def test_parts_are_loaded_by_the_name_of_the_embedding(ends: tuple[nn.Module, nn.Module]) -> None:
+def test_stages_load_the_weight_by_the_name_of_the_embedding(ends: tuple[nn.Module, nn.Module]) -> None:
     first, last = ends
     for part in ends:
         state = {name: torch.randn_like(value) for name, value in part.state_dict().items()}
@@ -281,7 +281,7 @@ def test_parts_are_loaded_by_the_name_of_the_embedding(ends: tuple[nn.Module, nn
     assert not torch.equal(first.tok_embeddings.weight, last.lm_head.weight)
 
 
-def test_a_model_on_one_stage_is_stored_alike() -> None:
+def test_a_model_on_one_stage_is_saved_alike() -> None:
     spec = tied_llama().model_spec
     model = spec.model.build()
     store_once(model)
@@ -292,11 +292,13 @@ def test_a_model_on_one_stage_is_stored_alike() -> None:
 
 
 @pytest.mark.usefixtures("group_of_one")
-def test_a_bad_gradient_is_looked_for_where_a_backward_meets_it(ends: tuple[nn.Module, nn.Module]) -> None:
+def test_a_non_finite_gradient_is_located_in_the_order_of_the_backward(
+    ends: tuple[nn.Module, nn.Module],
+) -> None:
     """Which is not the head, though its gradient has the embedding's part in it."""
-    search = Search(enumerate(ends))
+    search = NonFiniteSearch(enumerate(ends))
     search.begin_batch()
-    search.look_at_gradients()
+    search.check_gradients()
     assert search.end_update(finite=False) == ""
     search.begin_batch()
     for part in ends:
@@ -304,7 +306,7 @@ def test_a_bad_gradient_is_looked_for_where_a_backward_meets_it(ends: tuple[nn.M
             parameter.grad = torch.zeros_like(parameter)
     for tensor in (ends[0].layers["1"].attention.wo, ends[0].tok_embeddings, ends[1].lm_head):
         tensor.weight.grad[0, 0] = torch.nan
-    search.look_at_gradients()
+    search.check_gradients()
     assert search.end_update(finite=False) == (
         ", first in the gradient of layers.1.attention.wo.weight on stage 0 (rank 0)"
     )
@@ -323,13 +325,13 @@ class Lopsided(Llama3Model):
             )
 
 
-def test_what_would_pull_the_copies_apart_is_refused() -> None:
+def test_what_would_make_the_copies_differ_is_refused() -> None:
     config = tied_llama()
-    preflight.build_on_meta(config)
+    build_on_meta(config)
     lopsided = derive(config.model_spec.model, Lopsided.Config)
     spec = dataclasses.replace(config.model_spec, model=lopsided)
     with pytest.raises(UserError, match="are one weight, which tensor parallelism would divide in two ways"):
-        preflight.build_on_meta(dataclasses.replace(config, model_spec=spec))
+        build_on_meta(dataclasses.replace(config, model_spec=spec))
     theirs = OptimizersContainer.Config(param_groups=[])
     with pytest.raises(UserError, match="may update each in a way of its own"):
         check_layout(dataclasses.replace(config, optimizer=theirs), world_size=2)

@@ -1,4 +1,4 @@
-"""A run that resumes goes on with its run of Weights & Biases, by a module that stands for wandb."""
+"""A resumed run continues its Weights & Biases run: tested with a fake wandb module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titan_async.config.device import ensure_device
 
 ensure_device()
 
-from titan_async.training.metrics import AsyncMetrics  # noqa: E402
+from titan_async.training.telemetry.metrics import AsyncMetrics  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 
@@ -53,7 +53,7 @@ def save(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("all_ranks", [False, True])
-def test_a_run_that_resumes_keeps_its_id(begun: list, tmp_path: Path, all_ranks: bool) -> None:
+def test_a_resumed_run_keeps_its_id(begun: list, tmp_path: Path, all_ranks: bool) -> None:
     folders = tmp_path / "a", tmp_path / "b"
     for folder in folders:
         start(folder, save_for_all_ranks=all_ranks)
@@ -68,7 +68,9 @@ def test_a_run_that_resumes_keeps_its_id(begun: list, tmp_path: Path, all_ranks:
     assert {resumes for _, resumes in begun} == {"allow"}
 
 
-def test_the_users_own_choice_counts(begun: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_of_the_user_take_precedence(
+    begun: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
     start(tmp_path)
     save(tmp_path)

@@ -1,4 +1,4 @@
-"""What a training process says beside its steps, in this one."""
+"""Output and environment of a training process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from titan_async.errors import UserError
 from titan_async.training import worker
-from titan_async.training.reporter import Reporter
+from titan_async.training.telemetry.reporter import Reporter
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def loggers() -> Iterator[None]:
         ("0", "info", True, True),
     ],
 )
-def test_warnings_of_our_own_are_shown_once(
+def test_warnings_of_the_project_are_printed_once(
     rank: str, wanted: str | None, own: bool, others: bool, loggers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", rank)
@@ -56,7 +56,9 @@ def test_warnings_of_our_own_are_shown_once(
         ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "None max_split_size_mb:64"),
     ],
 )
-def test_segments_expand_unless_the_user_says_how(own: dict[str, str], found: str) -> None:
+def test_expandable_segments_unless_the_user_configures_the_allocator(
+    own: dict[str, str], found: str
+) -> None:
     program = """
 import os, sys
 from titan_async.training import worker
@@ -79,7 +81,7 @@ sys.exit(worker.main([]))
     ("enable", "load_only", "said"),
     [(True, False, None), (False, False, "no-enable"), (True, True, "load_only")],
 )
-def test_a_seed_checkpoint_is_announced(
+def test_a_seed_checkpoint_is_reported(
     enable: bool, load_only: bool, said: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = []
@@ -92,7 +94,7 @@ def test_a_seed_checkpoint_is_announced(
     trainer = SimpleNamespace(
         config=SimpleNamespace(checkpoint=checkpoint, dump_folder=str(tmp_path)),
         checkpointer=SimpleNamespace(save=save),
-        reporter=Reporter(speaks=True, steps=9),
+        reporter=Reporter(is_logging_rank=True, steps=9),
     )
     if said is None:
         worker._save_seed_checkpoint(trainer)

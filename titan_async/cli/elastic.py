@@ -26,8 +26,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.numa.binding import AffinityMode, NumaOptions
 
-from titan_async.training.failures import ERROR_DIR
-from titan_async.training.preemption import SAME_PRESS_SECONDS, STOPPING, ranks_that_stop_cleanly
+from titan_async.training.process.failures import ERROR_DIR
+from titan_async.training.process.preemption import SAME_PRESS_SECONDS, STOPPING, ranks_that_stop_cleanly
 
 __all__ = ["Outcome", "WorkerExit", "run_workers"]
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_async.errors import UserError
-from titan_async.training import failures
+from titan_async.training.process import failures
 
 if TYPE_CHECKING:
     from titan_async.cli.elastic import Outcome
@@ -56,12 +56,13 @@ def train(argv: Sequence[str]) -> int:
     with quiet():
         resolved = resolve_recipe(argv)
 
-    from titan_async.training import preflight, run_lock
-    from titan_async.training.start_notes import start_notes
+    from titan_async.training.preflight.check import check, check_messages
+    from titan_async.training.preflight.notes import start_notes
+    from titan_async.training.process import run_folder
 
     config = resolved.config
     if not resolved.dry_run:
-        run_lock.refuse_locked(config.dump_folder)
+        run_folder.refuse_locked(config.dump_folder)
     if live:
         from titan_async.cli.live import check_recorded
 
@@ -73,9 +74,9 @@ def train(argv: Sequence[str]) -> int:
     else:
         nproc = processes_per_node(config.parallelism, os.environ, 0 if fake else gpus)
         world_size = nproc * (_positive(os.environ, "NNODES") or 1)
-    preflight.check_messages(config)
+    check_messages(config)
     with quiet():
-        model = preflight.check(config, world_size=world_size, make_folder=not resolved.dry_run)
+        model = check(config, world_size=world_size, make_folder=not resolved.dry_run)
     if resolved.dry_run:
         for line in start_notes(config, (name for name, _ in model.named_parameters())):
             print(line, file=sys.stderr)
@@ -88,12 +89,12 @@ def train(argv: Sequence[str]) -> int:
 
     def explain(rank: int, seconds: float) -> str:
         from titan_async.monitor.run_folder import runs_in
-        from titan_async.training.no_answer import name_the_silent
+        from titan_async.training.process.hung_ranks import describe_hung_ranks
 
         runs = runs_in(folder) if config.monitor.events else []
-        return name_the_silent(seconds, rank, runs[-1] if runs else None, config.comm, by_watchdog=True)
+        return describe_hung_ranks(seconds, rank, runs[-1] if runs else None, config.comm, by_watchdog=True)
 
-    with run_lock.announced(folder):
+    with run_folder.announced(folder):
         return launch(nproc, command, watch=folder if live else None, gpus=gpus, explain=explain)
 
 
@@ -324,7 +325,7 @@ def _aborted_by_watchdog(
     ranks = [exit_.rank for exit_ in outcome.exits if exit_.status == -signal.SIGABRT]
     if not ranks:
         return {}
-    from titan_async.training.no_answer import watchdog_failure
+    from titan_async.training.process.hung_ranks import watchdog_failure
 
     found = {rank: watchdog_failure(rank, outcome.stderr.get(rank, ""), explain) for rank in ranks}
     return {rank: failure for rank, failure in found.items() if failure is not None}

@@ -72,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
 
     from titan_async.config.recipe_file import resolve
     from titan_async.rehearsal.narrow import narrowed, prepared, world_size
-    from titan_async.training import preflight
+    from titan_async.training.preflight.check import check
 
     with quiet():
         config = resolve([*line.operands, *line.recipe_flags])
@@ -84,7 +84,7 @@ def run(argv: Sequence[str]) -> int:
         _check_schedule(config)
         with tempfile.TemporaryDirectory() as folder:
             small = narrowed(prepared(config, steps=line.steps, folder=folder), line.width_divisor)
-            preflight.check(small, world_size=world)
+            check(small, world_size=world)
     try:
         return _rehearse(config, world, line.steps, line.width_divisor, line.rank)
     except UserError:
@@ -95,7 +95,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _check_schedule(config: Trainer.Config) -> None:
-    from titan_async.training.balance import count_stages
+    from titan_async.training.pipeline.balance import count_stages
 
     parallelism = config.parallelism
     if count_stages(parallelism) > parallelism.pipeline_parallel_degree:

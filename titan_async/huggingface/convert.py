@@ -17,8 +17,8 @@ from titan_async.huggingface.architecture import KEPT_TYPE
 from titan_async.huggingface.model_card import model_card
 from titan_async.huggingface.saved_model import SavedModel
 from titan_async.huggingface.tokenizer_files import export_tokenizer, special_tokens
-from titan_async.training.hf_architecture import describe
-from titan_async.training.saved_recipe import RECIPE
+from titan_async.training.models.hf_architecture import describe
+from titan_async.training.process.run_folder import RECIPE
 
 __all__ = ["Converted", "convert"]
 

@@ -19,8 +19,8 @@ from titan_async.config.recipe_file import Resolved, resolve_model, resolve_reci
 from titan_async.errors import UserError
 from titan_async.huggingface.architecture import check_same, model_section, read_description
 from titan_async.huggingface.layout import layout_of, read_from, tensors_in
-from titan_async.training.hf_architecture import describe
-from titan_async.training.saved_recipe import RECIPE, recipe_text
+from titan_async.training.models.hf_architecture import describe
+from titan_async.training.process.run_folder import RECIPE, recipe_text
 
 __all__ = ["import_model"]
 

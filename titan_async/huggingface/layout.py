@@ -12,8 +12,8 @@ from torchtitan.trainer import Trainer
 from titan_async.checkpoint.safetensors_files import SafetensorsFolder
 from titan_async.checkpoint.tensors import TensorInfo
 from titan_async.errors import UserError
-from titan_async.training.preflight import build_on_meta
-from titan_async.training.tying import HEAD, is_tied, untied
+from titan_async.training.models.tying import HEAD, is_tied, untied
+from titan_async.training.preflight.check import build_on_meta
 
 __all__ = ["Layout", "layout_of", "read_from", "tensors_in"]
 

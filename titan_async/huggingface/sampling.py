@@ -12,7 +12,7 @@ from titan_async.data import DocumentEncoder
 from titan_async.data.tokenizer import load_tokenizer
 from titan_async.errors import UserError
 from titan_async.huggingface.saved_model import SavedModel
-from titan_async.training import cpu_overrides
+from titan_async.training.models import cpu_overrides
 
 __all__ = ["Vocabulary", "build_model", "sample_tokens"]
 

@@ -16,9 +16,10 @@ from titan_async.checkpoint.tensors import TensorInfo
 from titan_async.config.recipe_file import Resolved, resolve_recipe
 from titan_async.errors import UserError
 from titan_async.huggingface.layout import Layout, layout_of, read_from, tensors_in
-from titan_async.training.checkpoint import EMA_WEIGHTS, NEXT_WEIGHTS, complete_steps
-from titan_async.training.saved_recipe import RECIPE
-from titan_async.training.tying import HEAD
+from titan_async.training.checkpoint.folders import complete_steps
+from titan_async.training.checkpoint.train_state import EMA_WEIGHTS, NEXT_WEIGHTS
+from titan_async.training.models.tying import HEAD
+from titan_async.training.process.run_folder import RECIPE
 
 __all__ = ["WEIGHTS", "SavedModel", "open_saved"]
 

@@ -79,7 +79,7 @@ def is_starting(run_dir: str | Path) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:  # launcher and rank 0 share a lock: see `titan_async.training.run_lock.announced`
+    except BlockingIOError:  # launcher and rank 0 share a lock
         runs = runs_in(run_dir)
         return not runs or has_gone(read_info(runs[-1]))
     except OSError:  # no locks here

@@ -9,8 +9,8 @@ from torchtitan.trainer import Trainer
 from titan_async.pipelining.programs import V_SHAPED, schedule_programs
 from titan_async.pipelining.simulation import Task
 from titan_async.training._titan_internals import split_layers
-from titan_async.training.balance import count_stages
-from titan_async.training.pipeline import (
+from titan_async.training.pipeline.balance import count_stages
+from titan_async.training.pipeline.schedule import (
     ASYNC_SCHEDULE,
     accumulation_of,
     delays_gradients,

@@ -19,7 +19,7 @@ from titan_async.planning.layout import Layout
 from titan_async.planning.parts import trace_parts
 from titan_async.planning.stage_cost import StageCost
 from titan_async.planning.step_time import stage_costs
-from titan_async.training.stage_times import MEASURED_FILE
+from titan_async.training.telemetry.stage_times import MEASURED_FILE
 from titan_async.whole_files import read_json
 
 __all__ = ["AS_ASSUMED", "Calibration", "calibrate"]

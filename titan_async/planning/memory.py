@@ -29,8 +29,8 @@ from titan_async.planning.network import buffer_bytes
 from titan_async.planning.optimizer_memory import Shards, optimizer_bytes, shards_of
 from titan_async.planning.parts import Part, together
 from titan_async.planning.regathers import KEPT_STAGES
-from titan_async.training.ema import keeps_average
-from titan_async.training.pipeline import needs_fsdp
+from titan_async.training.checkpoint.ema import keeps_average
+from titan_async.training.pipeline.schedule import needs_fsdp
 
 __all__ = ["Memory", "memory_of", "usable_memory"]
 

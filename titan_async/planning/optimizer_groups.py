@@ -7,8 +7,8 @@ from torchtitan.components.optimizer import ParamGroupConfig
 from torchtitan.trainer import Trainer
 
 from titan_async.planning.layout import Layout
-from titan_async.training.optimizer import AsyncOptimizers
-from titan_async.training.optimizer_config import match_group
+from titan_async.training.optimizer.config import match_group
+from titan_async.training.optimizer.container import AsyncOptimizers
 
 __all__ = ["feeds_back", "group_of", "groups_of"]
 

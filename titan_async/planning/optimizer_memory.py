@@ -13,9 +13,9 @@ from titan_async.optim.muon_options import DTYPES
 from titan_async.planning.layout import Layout
 from titan_async.planning.optimizer_groups import feeds_back, group_of, groups_of
 from titan_async.planning.parts import Weight
-from titan_async.training.optimizer import AsyncOptimizers
-from titan_async.training.optimizer_config import MuonConfig
-from titan_async.training.optimizer_trial import state_elements, try_out
+from titan_async.training.optimizer.config import MuonConfig
+from titan_async.training.optimizer.container import AsyncOptimizers
+from titan_async.training.optimizer.trial import state_elements, try_out
 
 __all__ = ["Shards", "optimizer_bytes", "shards_of"]
 

@@ -25,9 +25,9 @@ from titan_async.planning import stand_ins
 from titan_async.planning._torch_internals import FLOP_FORMULAS, FakeTensorMode, input_backward
 from titan_async.planning.layout import microbatch_size_of
 from titan_async.planning.live_tensors import StorageTracker
-from titan_async.training import cpu_overrides
-from titan_async.training.model_parts import PartInputs, PartMaker, alike_layers
-from titan_async.training.tying import EMBEDDING, HEAD, is_tied, untied
+from titan_async.training.models import cpu_overrides
+from titan_async.training.models.tying import EMBEDDING, HEAD, is_tied, untied
+from titan_async.training.pipeline.model_parts import PartInputs, PartMaker, alike_layers
 
 __all__ = ["Part", "Weight", "together", "trace_parts"]
 

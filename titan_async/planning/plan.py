@@ -26,7 +26,7 @@ from titan_async.planning.step_time import (
 )
 from titan_async.planning.suggest import Searcher, Suggestion
 from titan_async.planning.verdict import COMPARED, Verdict, verdict_of
-from titan_async.training.layout_preflight import check_layout
+from titan_async.training.preflight.layout import check_layout
 
 __all__ = ["Overlapped", "Plan", "Planner", "Refused"]
 

@@ -12,8 +12,8 @@ from torchtitan.trainer import Trainer
 
 from titan_async.errors import UserError
 from titan_async.planning.layout import ranks_without_shards, split_of
-from titan_async.training.layout_preflight import check_layout, check_tying, takes_stages
-from titan_async.training.pipeline import ASYNC_SCHEDULE
+from titan_async.training.pipeline.schedule import ASYNC_SCHEDULE
+from titan_async.training.preflight.layout import check_layout, check_tying, takes_stages
 
 __all__ = [
     "Degrees",

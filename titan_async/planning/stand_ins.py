@@ -16,7 +16,7 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.trainer import Trainer
 
 from titan_async.planning._torch_internals import flash_attention, fused_rms_norm
-from titan_async.training.cpu_overrides import LoopGroupedExperts, applying
+from titan_async.training.models.cpu_overrides import LoopGroupedExperts, applying
 
 __all__ = ["causal_attention", "fused_norm", "overrides_of", "spread_experts"]
 

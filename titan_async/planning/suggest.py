@@ -25,7 +25,7 @@ from titan_async.planning.parts import Part
 from titan_async.planning.scale import Degrees, at_degrees, sequences_of
 from titan_async.planning.stage_cost import StageCost
 from titan_async.planning.step_time import StepTime, stage_costs, step_time
-from titan_async.training.pipeline import is_async
+from titan_async.training.pipeline.schedule import is_async
 
 __all__ = ["LEAST_GAIN", "Searcher", "Suggestion"]
 

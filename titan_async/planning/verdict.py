@@ -18,7 +18,7 @@ from titan_async.planning.memory import memory_of
 from titan_async.planning.scale import with_schedule, world_size_of
 from titan_async.planning.step_time import StepTime
 from titan_async.planning.suggest import LEAST_GAIN, Searcher, Suggestion
-from titan_async.training.pipeline import ASYNC_SCHEDULE, is_async
+from titan_async.training.pipeline.schedule import ASYNC_SCHEDULE, is_async
 
 __all__ = ["COMPARED", "Contender", "Outcome", "Verdict", "in_seconds", "verdict_of"]
 

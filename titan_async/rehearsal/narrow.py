@@ -14,8 +14,8 @@ from torchtitan.trainer import Trainer
 
 from titan_async.data import shakespeare_tokenizer_folder
 from titan_async.errors import UserError
-from titan_async.training.data import TextDataLoader
-from titan_async.training.layout_preflight import non_data_parallel_size
+from titan_async.training.dataloader import TextDataLoader
+from titan_async.training.preflight.layout import non_data_parallel_size
 
 __all__ = ["SEQ_LEN", "narrowed", "prepared", "world_size"]
 

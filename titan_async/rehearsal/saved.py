@@ -14,12 +14,17 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.trainer import Trainer
 
 from titan_async.rehearsal.narrow import narrowed, prepared
-from titan_async.training import random_state
-from titan_async.training.checkpoint import EMA_WEIGHTS, NEXT_WEIGHTS, RANDOM_STATE
-from titan_async.training.ema import keeps_average
-from titan_async.training.optimizer import AsyncOptimizers
-from titan_async.training.pipeline import delays_gradients
-from titan_async.training.tying import is_tied, store_once, update_model
+from titan_async.training.checkpoint.ema import keeps_average
+from titan_async.training.checkpoint.train_state import (
+    EMA_WEIGHTS,
+    NEXT_WEIGHTS,
+    RANDOM_STATE,
+    layout_key,
+    random_state,
+)
+from titan_async.training.models.tying import is_tied, store_once, update_model
+from titan_async.training.optimizer.container import feedback_if_delayed
+from titan_async.training.pipeline.schedule import delays_gradients
 
 __all__ = ["Entries", "check_plans", "entries_of", "expected_entries", "plan_of"]
 
@@ -57,10 +62,7 @@ def expected_entries(config: Trainer.Config, world: int, *, divisor: int) -> Ent
     if is_tied(config.model_spec.model):
         store_once(model)
     delayed = delays_gradients(config.parallelism)
-    optimizer = config.optimizer
-    if isinstance(optimizer, AsyncOptimizers.Config) and not delayed:
-        optimizer = optimizer.without_feedback()
-    optimizers = optimizer.build(model_parts=[model])
+    optimizers = feedback_if_delayed(config.optimizer, delayed).build(model_parts=[model])
     weights = model.state_dict()
     trainer = {"step": 0, "ntokens_seen": 0}
     if delayed:
@@ -70,9 +72,7 @@ def expected_entries(config: Trainer.Config, world: int, *, divisor: int) -> Ent
         trainer[EMA_WEIGHTS] = dict(model.named_parameters())
     dims = ParallelDims.from_config(config.parallelism, world)
     device = torch.device("cpu")
-    trainer[RANDOM_STATE] = {
-        random_state.layout_key(dims, rank, device): random_state.capture(device) for rank in range(world)
-    }
+    trainer[RANDOM_STATE] = {layout_key(dims, rank, device): random_state(device) for rank in range(world)}
     data = {f"dp_rank_{rank}": "" for rank in range(dims.dp_replicate * dims.dp_shard)}
     whole = {
         **weights,

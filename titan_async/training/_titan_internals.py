@@ -1,4 +1,4 @@
-"""Everything that the training layer uses of torchtitan's and torch's private names.
+"""All private names of torch and torchtitan that the training layer uses.
 
 `tests/training/test_titan_internals.py` fails when one of them is gone.
 """
@@ -29,15 +29,15 @@ __all__ = [
     "saves_at",
     "split_layers",
     "stages_of",
-    "telling_waits",
     "unmanaged",
     "without_fsdp",
     "wrap_initializers",
+    "wrap_waits",
 ]
 
 
 class ScheduleParts(NamedTuple):
-    """What `pipeline_llm` puts into the schedule that it builds."""
+    """The arguments with which `pipeline_llm` builds a schedule."""
 
     stage: _PipelineStageBase
     n_microbatches: int
@@ -45,7 +45,7 @@ class ScheduleParts(NamedTuple):
 
 
 def parts_of(schedule: PipelineScheduleSingle) -> ScheduleParts:
-    """The stage, the number of microbatches and the loss function of a schedule of one stage."""
+    """The arguments of a schedule of one stage."""
     return ScheduleParts(schedule._stage, schedule._n_microbatches, schedule._loss_fn)
 
 
@@ -56,10 +56,10 @@ def stages_of(schedule: _PipelineSchedule) -> list[_PipelineStageBase]:
     return list(schedule._stages)
 
 
-def telling_waits(around: Callable[[Callable[[], None]], None]) -> None:
-    """Let torch's schedules call `around` for each of their waits for messages, with what waits.
+def wrap_waits(around: Callable[[Callable[[], None]], None]) -> None:
+    """Let all of torch's schedules in this process call `around` with the function of each wait for messages.
 
-    For all schedules of this process, until the next call.
+    Until the next call.
     """
     schedules._wait_batch_p2p = lambda works: around(partial(_wait_batch_p2p, works))
 
@@ -75,7 +75,7 @@ def split_layers(num_stages: int, num_layers: int, first_less: int, last_less: i
 
 
 def keep_modules(model: nn.Module, names: list[str]) -> nn.Module:
-    """A copy of a decoder on the meta device with these modules only, as torchtitan makes it for a stage."""
+    """A copy of a decoder on the meta device with these modules only, as torchtitan builds it for a stage."""
     return _split_module(model, names)
 
 
@@ -86,19 +86,19 @@ def leave_head_to(loss: ChunkedLossWrapper, part: nn.Module) -> None:
 
 
 def unmanaged(head: nn.Module) -> Any:
-    """An output projection for a chunked loss, which then leaves FSDP around it alone.
+    """An output projection for a chunked loss, which then does not manage FSDP around it.
 
-    The loss would gather, reduce and free its weights for each microbatch; a pipeline that holds weights of
-    several versions does so for a batch.
+    The loss would gather, reduce and free its weights for each microbatch; a pipeline that stashes several
+    weight versions does so for each batch.
     """
     return partial(head)
 
 
 @contextmanager
 def without_fsdp() -> Iterator[None]:
-    """Let torchtitan's `parallelize_fn` of any decoder leave FSDP out.
+    """Let torchtitan's `parallelize_fn` of any decoder not apply FSDP.
 
-    torchtitan applies it for its mixed precision, over a single rank too.
+    torchtitan applies it to a single rank too, for its mixed precision.
     """
     applied = fsdp.fully_shard
     fsdp.fully_shard = lambda module, **options: module

@@ -1,4 +1,4 @@
-"""Makes an `AsyncTrainer.Config` of torchtitan's `Trainer.Config`, so that its recipes train as they are."""
+"""Converts torchtitan's `Trainer.Config` to an `AsyncTrainer.Config`, so that its recipes train unchanged."""
 
 import dataclasses
 from typing import Any
@@ -11,10 +11,10 @@ from torchtitan.config import derive
 from torchtitan.trainer import Trainer
 
 from titan_async.errors import UserError
-from titan_async.training.checkpoint import AsyncCheckpointer
-from titan_async.training.lr_scheduler import AsyncLRSchedulers
-from titan_async.training.metrics import AsyncMetrics
-from titan_async.training.optimizer import AsyncOptimizers
+from titan_async.training.checkpoint.checkpointer import AsyncCheckpointer
+from titan_async.training.optimizer.config import AsyncLRSchedulers
+from titan_async.training.optimizer.container import AsyncOptimizers
+from titan_async.training.telemetry.metrics import AsyncMetrics
 from titan_async.training.trainer import AsyncTrainer
 from titan_async.training.validator import AsyncValidator
 
@@ -27,20 +27,18 @@ _OURS = {
     CheckpointManager.Config: AsyncCheckpointer.Config,
     Validator.Config: AsyncValidator.Config,
 }
-"""What takes the place of torchtitan's own sections, with their settings: error feedback, losses of all
-stages, checkpoints of a pipeline that is full. Subclasses are their user's, and stay."""
+"""Replacements of torchtitan's own sections, which keep their settings. Subclasses of users are kept."""
 
 
 def adopt(config: Any, *, recipe: str) -> AsyncTrainer.Config:
-    """The configuration that trains what `config` says, under Async2BW too.
+    """A configuration with the same settings, which trains under Async2BW too.
 
     Args:
-        config: what a recipe function has returned; not changed. An `AsyncTrainer.Config` is returned as
-            it is.
+        config: of a recipe function; not changed. An `AsyncTrainer.Config` is returned as it is.
         recipe: the function's name, for messages.
 
     Raises:
-        UserError: it is no `Trainer.Config`, or one of another trainer.
+        UserError: it is no `Trainer.Config`, or that of another trainer.
     """
     if isinstance(config, AsyncTrainer.Config):
         return config

@@ -1,13 +1,10 @@
-"""torchtitan's trainer, for a pipeline that delivers each gradient one batch late and never drains.
+"""torchtitan's trainer, for a pipeline that delivers each gradient one batch late and is never flushed.
 
-With a synchronous schedule, or one stage, the same trainer trains as torchtitan does: a gradient is then
-ready after every batch.
+With a synchronous schedule, or one stage, it trains as torchtitan does: a gradient is complete after each
+batch. Everything around a step that does not change its result is a `Callback`.
 """
 
-import dataclasses
-import math
 import signal
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +15,6 @@ import torch
 import torch.distributed as dist
 import tyro
 from torchtitan.components.checkpointer import BaseCheckpointManager
-from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.dataloader import BaseDataLoader, DataloaderExhaustedError
 from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper
 from torchtitan.components.metrics import MetricsProcessor
@@ -29,40 +25,35 @@ from torchtitan.tools.utils import GarbageCollection
 from torchtitan.trainer import Trainer
 
 from titan_async.pipelining.recording import Kind
-from titan_async.training import cpu, overlap, random_state
 from titan_async.training._titan_internals import stages_of, unmanaged
-from titan_async.training.balance import balance_model_spec
-from titan_async.training.checkpoint import (
-    EMA_WEIGHTS,
-    NEXT_WEIGHTS,
-    RANDOM_STATE,
-    AsyncCheckpointer,
-    save_for_resuming,
+from titan_async.training.callbacks import Callback, EndReason, StepResult, Update
+from titan_async.training.checkpoint.checkpointer import AsyncCheckpointer, save_for_resuming
+from titan_async.training.checkpoint.ema import EmaConfig, WeightAverage
+from titan_async.training.checkpoint.train_state import TrainState
+from titan_async.training.dataloader import TextDataLoader, plain_worker_errors
+from titan_async.training.models.hf_architecture import export_warning
+from titan_async.training.optimizer.config import AsyncLRSchedulers
+from titan_async.training.optimizer.container import AsyncOptimizers, drop_token_counts, skip_on_device
+from titan_async.training.pipeline.overlap import enter_in_backward
+from titan_async.training.pipeline.schedule import (
+    PipelineConfig,
+    check_supported,
+    delays_gradients,
+    overlaps,
+    synchronous_steps,
 )
-from titan_async.training.data import TextDataLoader, plain_worker_errors
-from titan_async.training.ema import EmaConfig, WeightAverage
-from titan_async.training.hf_architecture import export_warning
-from titan_async.training.lr_scheduler import AsyncLRSchedulers
-from titan_async.training.metrics import AsyncMetrics
-from titan_async.training.monitor_config import MonitorConfig
-from titan_async.training.not_finite import Search
-from titan_async.training.optimizer import AsyncOptimizers, drop_token_counts
-from titan_async.training.pipeline import adapt_model_spec, check_supported, delays_gradients, overlaps
-from titan_async.training.pipeline_config import PipelineConfig
-from titan_async.training.preemption import PreemptedError, Preemption
-from titan_async.training.record_run import record
-from titan_async.training.recording import Recording
-from titan_async.training.reporter import Reporter
-from titan_async.training.skipped_updates import SkippedUpdates
-from titan_async.training.stage_spans import Passing, no_spans
-from titan_async.training.stage_times import StageTimer, write_measured
-from titan_async.training.start_notes import start_notes
-from titan_async.training.step_figures import Trained, take_figures
-from titan_async.training.summary import summarize
-from titan_async.training.transfer import HostCopy, Later, Microbatch, Upload
-from titan_async.training.tying import as_held, as_stored
+from titan_async.training.prepare import prepare_config
+from titan_async.training.process.preemption import PreemptedError, Preemption
+from titan_async.training.process.timeouts import WaitLimits, pauses_after, set_all_timeouts
+from titan_async.training.telemetry.metrics import AsyncMetrics
+from titan_async.training.telemetry.not_finite import GradientCheck, NonFiniteSearch, SkippedUpdates
+from titan_async.training.telemetry.recording import MonitorConfig, Recorded, Recording
+from titan_async.training.telemetry.reporter import Reporter
+from titan_async.training.telemetry.run_report import RunReport
+from titan_async.training.telemetry.stage_times import StageTimer
+from titan_async.training.telemetry.step_metrics import StepMetrics
+from titan_async.training.transfer import Deferred, HostCopy, Microbatch, Upload
 from titan_async.training.validator import AsyncValidator
-from titan_async.training.wait_limits import WaitLimits, pauses_after, set_all_timeouts
 
 __all__ = ["AsyncTrainer"]
 
@@ -96,65 +87,59 @@ class AsyncTrainer(Trainer):
                 check_supported(self)
 
     def __init__(self, config: Config) -> None:
-        self.delayed = delays_gradients(config.parallelism)
-        self._export_warning = export_warning(config)
-        config = overlap.adapt_config(cpu.adapt_config(config))
-        model_spec = balance_model_spec(config.model_spec, config.pipeline)
-        model_spec = adapt_model_spec(model_spec, config.parallelism, config.pipeline)
-        config = dataclasses.replace(config, model_spec=model_spec)
-        if isinstance(config.optimizer, AsyncOptimizers.Config) and not self.delayed:
-            config.optimizer = config.optimizer.without_feedback()
+        warning = export_warning(config)
+        config = prepare_config(config)
         super().__init__(config)
+        self.delayed = delays_gradients(config.parallelism)
+        self.synchronous_steps = synchronous_steps(config)
         if self.delayed and self.pp_has_last_stage and isinstance(self.loss_fn, ChunkedLossWrapper):
             self.loss_fn.set_lm_head(unmanaged(self.model_parts[-1].lm_head))
-        self.grad_norm: float | None = None
-        """Of the latest update that the host knows of."""
-        self._later, self._upload = Later(), Upload(self.device)
-        self.skipped = SkippedUpdates(config.max_skipped_updates)
-        self.resumes_delay = True
-        """Whether the training state includes the weights of the next batch; see `AsyncCheckpointer`."""
-        self.resumes_random_state = True
-        """Whether it includes the generators' states; see `AsyncCheckpointer`."""
-        self.resumes_average = True
-        """Whether it includes the average of the weights; see `AsyncCheckpointer`."""
-        self.was_delayed: bool | None = None
-        """Whether the run of the checkpoint had a delay; None without one. See `AsyncCheckpointer`."""
-        steps = config.training.steps
-        self.synchronous_steps = config.pipeline.resolved_synchronous_steps(steps) if self.delayed else 0
-        self.average = WeightAverage(self.model_parts, config.ema.decay) if config.ema.decay else None
-        self.random_key = random_state.layout_key(self.parallel_dims, dist.get_rank(), self.device)
-        pipelined = self.parallel_dims.pp_enabled
-        stages = stages_of(self.pp_schedule) if pipelined else []
-        paired = overlaps(config)
-        if paired:
-            overlap.enter_in_backward(stages[0], self.train_context)
-        # The forward and the backward of a pair take their time together.
-        self.stage_timer = StageTimer(stages, self.device) if pipelined and not paired else None
-        self.search = Search(
-            [(stage.stage_index, stage.submod) for stage in stages] or enumerate(self.model_parts)
-        )
+        stages = stages_of(self.pp_schedule) if self.parallel_dims.pp_enabled else []
+        if overlaps(config):
+            enter_in_backward(stages[0], self.train_context)
+
+        self._deferred, self._upload = Deferred(), Upload(self.device)
         self.preemption = Preemption()
         set_timeouts = partial(set_all_timeouts, dims=self.parallel_dims, preemption=self.preemption)
         self.wait_limits = WaitLimits(config.comm, set_timeouts)
-        self.recording = Recording()
-        self._passing: Passing = no_spans
+        self.reporter = Reporter(is_logging_rank=dist.get_rank() == 0, steps=config.training.steps)
+        self.recording = Recording(self.reporter)
         self.gc_handler.collect = self._collect_garbage
-        self.reporter = Reporter(speaks=dist.get_rank() == 0, steps=config.training.steps)
-        if isinstance(self.metrics_processor, AsyncMetrics):
-            self.metrics_processor.reporter = self.reporter
-            self.metrics_processor.has_last_stage = self.has_last_stage
-        if isinstance(self.checkpointer, AsyncCheckpointer):
-            self.checkpointer.reporter = self.reporter
-        if config.validator.enable and isinstance(self.validator, AsyncValidator):
-            self.validator.last_step = config.training.steps
 
-    @property
-    def has_last_stage(self) -> bool:
-        """Whether this rank knows losses."""
-        return not self.parallel_dims.pp_enabled or self.pp_has_last_stage
+        self.average = WeightAverage(self.model_parts, config.ema.decay) if config.ema.decay else None
+        self.train_state = TrainState(
+            self.model_parts[0],
+            self.pp_schedule if self.delayed else None,
+            self.average,
+            self.parallel_dims,
+            self.device,
+        )
+        self.skipped = SkippedUpdates(config.max_skipped_updates)
+        search = NonFiniteSearch(
+            [(stage.stage_index, stage.submod) for stage in stages] or enumerate(self.model_parts)
+        )
+        gradients = GradientCheck(self.skipped, search, self._deferred, self.reporter)
+        # The forward and the backward of a pair take their time together.
+        timed = stages if not overlaps(config) else []
+        self.stage_timer = StageTimer(timed, self.device, self.reporter.warn) if timed else None
+        validator = self.validator if config.validator.enable else None
+        components = (self.optimizers, self.metrics_processor, self.checkpointer, validator)
+        for component in components:
+            if isinstance(component, Recorded):
+                component.reporter, component.recording = self.reporter, self.recording
+        callbacks = (
+            *components,
+            self.recording,
+            RunReport(self.reporter, warning),
+            self.average,
+            gradients,
+            StepMetrics(self.recording, gradients, self._deferred, self.preemption.group),
+            self.stage_timer,
+        )
+        self.callbacks = [callback for callback in callbacks if isinstance(callback, Callback)]
 
     def train(self) -> None:
-        """Train up to `training.steps`, resuming from the latest checkpoint, and say what came out.
+        """Train up to `training.steps`, resuming from the latest checkpoint, and print a summary.
 
         After SIGTERM or Ctrl-C all ranks stop after the same step and save.
 
@@ -163,36 +148,36 @@ class AsyncTrainer(Trainer):
         """
         self._first_step: int | None = None
         self._data_ended = False
-        start, reason = time.perf_counter(), "failed"
+        reason: EndReason = "failed"
+        for callback in self.callbacks:
+            callback.before_training(self)
         try:
             with plain_worker_errors():
                 super().train()
             if self._data_ended:
                 self._save_at_the_end_of_data()
-            self.reporter.stop()
-            summarize(self, self._first_step, time.perf_counter() - start)
             reason = "finished"
         except PreemptedError as stopped:
             reason = "stopped"
             self._save_after(stopped.request)
         finally:
-            self.reporter.stop()
-            self.recording.close(reason)
+            for callback in reversed(self.callbacks):
+                callback.after_training(self, reason)
 
     def train_step(self, data_iterator: Iterator[Microbatch]) -> None:
-        """One batch, and the update from whichever batch's gradient it completes."""
+        """Train on one batch, and update with whichever batch's gradient is complete then."""
         if self._first_step is None:
             self._first_step = self.step - 1
             self._start()
             self.preemption.listen()
         self.wait_limits.begin(pauses_after(self))
         with self.recording.span(Kind.STEP, self.step):
-            trained = self._train_on_batch(data_iterator)
+            result = self._train_on_batch(data_iterator)
         self.reporter.advance(self.step)
-        self._later.run(before=self.step)
+        self._deferred.run(before=self.step)
+        for callback in self.callbacks:
+            callback.after_step(self, result)
         last_step = self.step == self.config.training.steps
-        if self.metrics_processor.should_log(self.step) or last_step:
-            self._later.add(self.step, take_figures(self, trained))
         if pauses_after(self) or last_step:
             self._settle()
         if self.step == self._first_step + 1:
@@ -201,11 +186,13 @@ class AsyncTrainer(Trainer):
         if request and not last_step:
             raise PreemptedError(request)
 
-    def _train_on_batch(self, data_iterator: Iterator[Microbatch]) -> Trained:
-        """One step without its report."""
+    def _start(self) -> None:
+        for callback in self.callbacks:
+            callback.before_first_step(self)
+
+    def _train_on_batch(self, data_iterator: Iterator[Microbatch]) -> StepResult:
         config, dims = self.config, self.parallel_dims
         self.optimizers.zero_grad(set_to_none=config.training.disable_cuda_graphs)
-        rates = self._learning_rates()
         try:
             with self.recording.span(Kind.DATA, self.step):
                 groups, local_valid_tokens = self._next_batch(data_iterator)
@@ -217,49 +204,43 @@ class AsyncTrainer(Trainer):
         groups, global_valid_tokens = self._upload(groups, local_valid_tokens)
         if dims.dp_enabled:
             global_valid_tokens = dist_utils.dist_sum_tensor(global_valid_tokens, dims.get_mesh("batch"))
-        # The loss of a batch without any label that counts is 0, and not 0 / 0.
+        # The loss of a batch without a valid label is 0, and not 0 / 0.
         global_valid_tokens = global_valid_tokens.clamp(min=1)
 
         if self.delayed:
             # The weights of the next batch, which a checkpoint holds too, are valid until now.
             self.checkpointer.maybe_wait_for_staging()
-            self._delay_updates(self.step > self.synchronous_steps)
-        self.search.begin_batch()
+            self._set_delay(self.step > self.synchronous_steps)
+        for callback in self.callbacks:
+            callback.before_batch(self)
         loss = torch.zeros(1, device=self.device)
         for number, microbatches in enumerate(groups):
-            with self._passing(self.step - 1 - self._first_step, number * len(microbatches)):
+            with self.recording.record_pass(self.step - 1 - self._first_step, number * len(microbatches)):
                 loss += self._run(microbatches, global_valid_tokens).detach()
-        if self.average is not None:
-            self.average.begin()  # after the schedule's first batch, which makes copies of tied weights equal
-        if self._gradient_ready:
+        if not self.delayed or self.pp_schedule.gradient_ready:
             self._update()
-        if self.stage_timer is not None:
-            self.stage_timer.end_step()
+        for callback in self.callbacks:
+            callback.after_batch(self)
         if pauses_after(self):  # for which the pipeline must be empty
             self._drain_and_update()
-        return Trained(loss, valid_tokens, global_valid_tokens, rates)
+        return StepResult(loss, valid_tokens, global_valid_tokens)
 
-    def _delay_updates(self, late: bool) -> None:
-        """Delay the updates of the next batch or not, with error feedback or paused."""
-        if late and self.step == self.synchronous_steps + 1 > 1:
+    def _set_delay(self, delayed: bool) -> None:
+        """Let the next batch's update be delayed, or not."""
+        if delayed and self.step == self.synchronous_steps + 1 > 1:
             line = f"step {self.step}: the synchronous start is over, updates are delayed from here on"
-            self._later.add(self.step, partial(self.reporter.say, line))
-        self.pp_schedule.delay_updates = late
-        if isinstance(self.optimizers, AsyncOptimizers):
-            self.optimizers.pause_feedback(not late)
-
-    @property
-    def _gradient_ready(self) -> bool:
-        return not self.delayed or self.pp_schedule.gradient_ready
+            self._deferred.add(self.step, partial(self.reporter.log, line))
+        self.pp_schedule.delay_updates = delayed
 
     def _next_batch(self, data_iterator: Iterator[Microbatch]) -> tuple[list[list[Microbatch]], torch.Tensor]:
+        """The microbatches of each pass, and how many labels are valid."""
         valid_tokens = torch.zeros((), dtype=torch.int64)
         groups = []
         for _ in range(self.gradient_accumulation_steps):
             groups.append([next(data_iterator) for _ in range(self.num_pipeline_parallel_microbatches)])
             valid_tokens += sum((labels != IGNORE_INDEX).sum() for _, labels in groups[-1])
         if self.delayed:
-            # A pipeline that never drains accumulates by more microbatches, not by more passes.
+            # A pipeline that is never flushed accumulates over more microbatches, not over more passes.
             groups = [[microbatch for group in groups for microbatch in group]]
         return groups, valid_tokens
 
@@ -279,7 +260,7 @@ class AsyncTrainer(Trainer):
         label_mbs: list[torch.Tensor],
         global_valid_tokens: torch.Tensor,
     ) -> torch.Tensor:
-        """As torchtitan's, but for the loss of ranks that know none: -1, copied, waits for the device."""
+        """As torchtitan's, which copies a loss of -1 on ranks without the last stage: that synchronizes."""
         ready = [self.post_dataloading_process(*each) for each in zip(input_dict_mbs, label_mbs, strict=True)]
         losses: list[torch.Tensor] | None = [] if self.pp_has_last_stage else None
         with self.train_context():
@@ -298,32 +279,24 @@ class AsyncTrainer(Trainer):
     def _update(self) -> None:
         """Update, unless the gradient is not finite: decided on the device, if all optimizers can."""
         with self.recording.span(Kind.CLIP, self.step):
-            self.search.look_at_gradients()
+            for callback in self.callbacks:
+                callback.before_clip(self)
             norm = self._clip()
         copy, skip = HostCopy(norm), ~norm.isfinite()
-        optimizers = self.optimizers
-        on_device = isinstance(optimizers, AsyncOptimizers) and optimizers.set_found_inf(skip.float())
+        on_device = skip_on_device(self.optimizers, skip)
         self.checkpointer.maybe_wait_for_staging()
         if on_device or not skip:
             with self.recording.span(Kind.OPTIMIZER, self.step):
-                optimizers.step()
+                self.optimizers.step()
         else:
             drop_token_counts(module for part in self.model_parts for module in part.modules())
-        # Only what changes gradients in between, such as a hook, makes Muon find one that is not finite.
-        made = on_device or not getattr(optimizers, "step_was_skipped", False)
-        if self.average is not None and made:
-            self.average.update(skip)
-        self._later.add(self.step, partial(self._note_update, self.step, copy, made))
+        found_finite = on_device or not getattr(self.optimizers, "step_was_skipped", False)
+        for callback in self.callbacks:
+            callback.after_update(self, Update(copy, skip, found_finite))
         self.lr_schedulers.step()
 
-    def _note_update(self, step: int, norm: HostCopy, made: bool) -> None:
-        """Count an update, now that the host knows whether its gradient was finite."""
-        self.grad_norm = float(norm.read())
-        finite = math.isfinite(self.grad_norm)
-        self.skipped.note(finite and made, step, self.search.end_update(finite), self.reporter.warn)
-
     def _clip(self) -> torch.Tensor:
-        """Clip the gradient of the whole model; its norm, which is finite if the gradient is."""
+        """Clip the gradient of the whole model. Returns its norm, which is finite if the gradient is."""
         max_norm = self.config.training.max_norm
         if self.delayed:
             return self.pp_schedule.clip_grad_norm_(max_norm)
@@ -343,10 +316,10 @@ class AsyncTrainer(Trainer):
                 self.optimizers.zero_grad()
 
     def _settle(self) -> None:
-        """Do what waits for the device: before a pause, or the end."""
-        self._later.run()
-        if self.stage_timer is not None and self.stage_timer.is_due():
-            write_measured(self.stage_timer, self.config, self.parallel_dims, self.reporter.warn)
+        """Do what synchronizes with the device, before a pause."""
+        self._deferred.run()
+        for callback in self.callbacks:
+            callback.before_pause(self)
 
     def _save_at_the_end_of_data(self) -> None:
         self.step -= 1  # the one for which there was no batch
@@ -354,7 +327,7 @@ class AsyncTrainer(Trainer):
         self._drain_and_update()
         self._settle()
         self.checkpointer.save(self.step, last_step=True)
-        self.reporter.say(
+        self.reporter.log(
             f"the data ended after step {self.step} of {self.config.training.steps}; give more text, or set "
             "dataloader.infinite"
         )
@@ -366,74 +339,24 @@ class AsyncTrainer(Trainer):
         name = "Ctrl-C" if request == signal.SIGINT else request.name
         steps, checkpoint = self.config.training.steps, self.config.checkpoint
         if not save_for_resuming(self.checkpointer, self.step):
-            self.reporter.say(
+            self.reporter.log(
                 f"{name}: stopped after step {self.step} of {steps} without saving, because of "
                 f"checkpoint.{'load_only' if checkpoint.enable else 'no-enable'}"
             )
             raise PreemptedError(request)
         folder = Path(self.config.dump_folder) / checkpoint.folder
-        self.reporter.say(
+        self.reporter.log(
             f"{name}: saved step {self.step} of {steps} in {folder}; resume with the same command"
         )
 
-    def _learning_rates(self) -> dict[str, float]:
-        if isinstance(self.optimizers, AsyncOptimizers):
-            return self.optimizers.learning_rates()
-        return self.lr_schedulers.get_metrics()
-
     def _collect_garbage(self, reason: str, generation: int = 1) -> None:
-        """In the place of torchtitan's function of the same arguments, which it calls between steps."""
+        """Replaces torchtitan's function of the same arguments, which it calls between steps."""
         with self.recording.span(Kind.GARBAGE_COLLECTION, self.step):
             GarbageCollection.collect(reason, generation)
 
-    def _start(self) -> None:
-        self.recording, self._passing = record(self, first_step=self._first_step or 0)
-        self.reporter.journal = self.recording.journal
-        for part in (self.metrics_processor, self.checkpointer, getattr(self, "validator", None)):
-            if isinstance(part, AsyncMetrics | AsyncCheckpointer | AsyncValidator):
-                part.recording = self.recording
-        resumed = f", resumed at step {self._first_step}" if self._first_step else ""
-        stages = self.config.parallelism.pipeline_parallel_degree
-        how = f"{stages} stages under {self.config.parallelism.pipeline_parallel_schedule}"
-        if self.synchronous_steps > (self._first_step or 0):
-            how += f", synchronous up to step {self.synchronous_steps},"
-        spec = self.config.model_spec
-        self.reporter.say(
-            f"training {spec.name} {spec.flavor} on {how if stages > 1 else 'one stage'}"
-            f" for {self.config.training.steps} steps{resumed}"
-        )
-        if self._export_warning:
-            self.reporter.warn(self._export_warning)
-        names = [canonical_fqn(name) for part in self.model_parts for name, _ in part.named_parameters()]
-        notes = start_notes(self.config, names, was_delayed=self.was_delayed)
-        if isinstance(self.optimizers, AsyncOptimizers):
-            notes += self.optimizers.notes()
-        for note in notes:
-            self.reporter.warn(note)
-        self.reporter.start(self._first_step or 0)
-
     def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        if self.delayed and self.resumes_delay:
-            state[NEXT_WEIGHTS] = as_stored(self.model_parts[0], self.pp_schedule.state_dict())
-        if self.average is not None and self.resumes_average:
-            state[EMA_WEIGHTS] = self.average.state_dict()
-        if self.resumes_random_state:
-            state[RANDOM_STATE] = {self.random_key: random_state.capture(self.device)}
-        return state
+        return super().state_dict() | self.train_state.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        if self.delayed and NEXT_WEIGHTS in state_dict:
-            self.pp_schedule.load_state_dict(as_held(self.model_parts[0], dict(state_dict[NEXT_WEIGHTS])))
-        if self.average is not None and EMA_WEIGHTS in state_dict:
-            self.average.load_state_dict(state_dict[EMA_WEIGHTS])
-        if RANDOM_STATE in state_dict:
-            random_state.restore(state_dict[RANDOM_STATE][self.random_key], self.device)
-        self.resumes_delay = self.resumes_random_state = self.resumes_average = True
-
-    @property
-    def sequences_per_step(self) -> int:
-        """Of a batch, over all data-parallel ranks."""
-        degree = self.parallel_dims.get_mesh("batch").size() if self.parallel_dims.dp_enabled else 1
-        return self.config.training.local_batch_size * self.gradient_accumulation_steps * degree
+        self.train_state.load_state_dict(state_dict)

@@ -1,8 +1,8 @@
-"""Copies between host and device for which the host does not wait.
+"""Copies between host and device without a synchronization.
 
-On an accelerator the host launches work and is ahead of the device. A value that it waits for, a norm to
-branch on or a loss to print, lets the device run dry. So it reads values of a step after it has launched the
-next one: they have arrived then, and the device still has that step to compute. The CPU does the same.
+On an accelerator the host launches work ahead of the device. If it waits for a value, such as a norm to
+branch on or a loss to print, the device becomes idle. So it reads the values of a step after it has launched
+the next one: they have arrived then, and the device still computes that step. The CPU does the same.
 """
 
 from collections import deque
@@ -12,14 +12,14 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopy", "Later", "Microbatch", "Upload"]
+__all__ = ["Deferred", "HostCopy", "Microbatch", "Upload"]
 
 Microbatch = tuple[dict[str, Tensor], Tensor]
 """Inputs by name, and labels."""
 
 
 class HostCopy:
-    """What a tensor holds now, for the host to read later."""
+    """A copy of a tensor's present values, for the host to read later."""
 
     def __init__(self, tensor: Tensor) -> None:
         on_device = tensor.device.type != "cpu"
@@ -31,27 +31,27 @@ class HostCopy:
             self._copied.record(torch.accelerator.current_stream(tensor.device))
 
     def read(self) -> Tensor:
-        """The values, on the host. Waits for the work that was launched before the copy, and for no other."""
+        """The values, on the host. Waits for the work that was launched before the copy, and no other."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._copy
 
 
-class Later:
-    """What is to be done with values of a step once they are on the host, in order.
+class Deferred:
+    """Actions on values of a step, run in order once these are on the host.
 
-    Reading those of the step before also keeps the host from being more than a step ahead of the device.
+    Reading the values of the previous step also keeps the host at most a step ahead of the device.
     """
 
     def __init__(self) -> None:
         self._actions: deque[tuple[int, Callable[[], None]]] = deque()
 
     def add(self, step: int, action: Callable[[], None]) -> None:
-        """Do `action`, which belongs to `step`, later."""
+        """Defer `action`, which belongs to `step`."""
         self._actions.append((step, action))
 
     def run(self, before: int | None = None) -> None:
-        """Do now what belongs to steps before `before`, by default all."""
+        """Run the actions of steps before `before`, by default all."""
         while self._actions and (before is None or self._actions[0][0] < before):
             self._actions.popleft()[1]()
 
@@ -60,10 +60,10 @@ class Upload:
     """Copies batches to a device from pinned memory, on a stream of its own.
 
     A batch is copied when it is read, just before its step is launched. The device is then still busy with
-    the step before, so the copy is ahead of its use, and nothing is read ahead of what a checkpoint says.
+    the previous step, so the copy overlaps with it, and no data are read ahead of a checkpoint's position.
 
     Args:
-        device: on a CPU, batches are taken as they are.
+        device: on a CPU nothing is copied.
     """
 
     def __init__(self, device: torch.device) -> None:

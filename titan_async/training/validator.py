@@ -1,4 +1,4 @@
-"""torchtitan's validator, which also validates at the last step and knows how hard the text is."""
+"""torchtitan's validator, which also validates at the last step and computes the unigram entropy."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,17 +9,19 @@ from torch import nn
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import Validator
+from torchtitan.trainer import Trainer
 
 from titan_async.data import unigram_entropy
 from titan_async.pipelining.recording import Kind
-from titan_async.training.data import TextDataLoader
-from titan_async.training.recording import Recording
+from titan_async.training.callbacks import Callback
+from titan_async.training.dataloader import TextDataLoader
+from titan_async.training.telemetry.recording import Recorded
 
 __all__ = ["AsyncValidator"]
 
 
-class AsyncValidator(Validator):
-    """Evaluates the newest weights. The pipeline must be empty: the trainer drains it first."""
+class AsyncValidator(Validator, Recorded, Callback):
+    """Evaluates the newest weights. The pipeline must be empty, so the trainer drains it first."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Validator.Config):
@@ -28,10 +30,12 @@ class AsyncValidator(Validator):
         )
         """DataLoader configuration for validation"""
 
-    recording: Recording = Recording()
-
     last_step: int | None = None
     """A step after which to validate, whatever `freq` says."""
+
+    def before_first_step(self, trainer: Trainer) -> None:
+        """Note the last step."""
+        self.last_step = trainer.config.training.steps
 
     def should_validate(self, step: int) -> bool:
         return step % self.config.freq == 0 or step == self.last_step
@@ -49,9 +53,9 @@ class AsyncValidator(Validator):
         return super().post_dataloading_process(input_dict, labels, model_parts)
 
     def unigram_entropy(self) -> float:
-        """Entropy in nats of the tokens that this rank last validated on, each drawn by its frequency.
+        """The unigram entropy in nats of the tokens of this rank's last validation.
 
-        The loss of the best model without any context. NaN before the first validation.
+        It is the loss of the best model without any context. NaN before the first validation.
         """
         counts = getattr(self, "_counts", None)
         if counts is None:

@@ -1,11 +1,12 @@
 """One training process: `python -m titan_async.training.worker RECIPE.toml [flags]`, started by the launcher.
 
-Errors leave in three ways. A mistake of the user is one sentence, printed by the launcher for all ranks, and
-so is it that another rank does not answer. Any other exception is printed here, with its traceback, before
-this process's connections close; the ranks that fail because it is gone stay silent. What NCCL's watchdog
-writes to stderr when it aborts this process, the launcher reads there. The exit status is 0, 2
-for a mistake, 128 plus the signal's number after a SIGTERM or Ctrl-C for which nothing could be saved, 1
-otherwise. Without a launcher of ours, which itself ends with 130 then, it is 130 after a Ctrl-C in any case.
+A user's mistake, and a rank that hangs, are one sentence, which the launcher prints once for all ranks. Any
+other exception is printed here with its traceback, before this process closes its connections; ranks that
+fail because of that print nothing. If NCCL's watchdog aborts this process, the launcher reads its message
+from stderr.
+
+The exit status is 0; 2 for a user's mistake; 128 plus the signal's number after a SIGTERM or Ctrl-C without a
+save; 1 otherwise. Without our launcher it is 130 after any Ctrl-C.
 """
 
 import contextlib
@@ -19,35 +20,25 @@ import warnings
 from collections.abc import Sequence
 
 from titan_async.errors import UserError
-from titan_async.training import failures
+from titan_async.training.process import failures
+from titan_async.training.process.library_errors import is_lost_connection, timeout_of
 
 __all__ = ["check_restarts", "main"]
-
-_LOST_PEER = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Socket closed",
-    "Connection refused",
-    "failed to connect",
-    "NCCL communicator was aborted",
-    "remote process exited",
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train this rank's part of the run and return the exit status."""
     failures.end_with_launcher()
-    _let_segments_expand()
+    _enable_expandable_segments()
     try:
         with contextlib.ExitStack() as until_end:
-            until_end.callback(_give_up_lost_output)
+            until_end.callback(_discard_unwritten_output)
             return _train(list(sys.argv[1:] if argv is None else argv), until_end)
     except UserError as error:
         if not failures.report_failure("user", str(error)):
-            _say_once(str(error))
+            _print_once(str(error))
         return 2
-    except failures.NoAnswerError as error:
+    except failures.HungRankError as error:
         if not failures.report_failure("no_answer", str(error)):
             print(error, file=sys.stderr, flush=True)
         return 1
@@ -55,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        if _lost_a_peer(error):
+        if is_lost_connection(error):
             failures.report_failure("lost_peer", f"lost its connection to another rank ({text[:200]})")
             return 1
         traceback.print_exc()
@@ -64,26 +55,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _let_segments_expand() -> None:
-    """Keep an accelerator's memory from falling to pieces, unless the user has set how it is allocated.
+def _enable_expandable_segments() -> None:
+    """Avoid fragmentation of an accelerator's memory, unless the user has configured the allocator.
 
-    Before torch is imported, which reads it then.
+    Torch reads the variable when it is imported.
     """
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     if not any(name in os.environ for name in names):
         os.environ[names[0]] = "expandable_segments:True"
 
 
-def _say_once(sentence: str) -> None:
-    """Print a sentence that all ranks have, without a launcher of ours that would print it for them."""
+def _print_once(sentence: str) -> None:
+    """Print a sentence that all ranks have, on rank 0: there is no launcher of ours to print it."""
     if os.environ.get("RANK", "0") == "0":
         print(" ".join(sentence.split()), file=sys.stderr, flush=True)
     else:
-        time.sleep(10)  # torchrun stops all ranks as soon as one ends: rank 0 must have spoken by then
+        time.sleep(10)  # torchrun stops all ranks as soon as one ends: rank 0 must have printed it
 
 
-def _give_up_lost_output() -> None:
-    """Keep what a full disk has not taken from becoming the exit status."""
+def _discard_unwritten_output() -> None:
+    """Keep output that a full disk has not taken from changing the exit status."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -97,28 +88,28 @@ def _train(argv: list[str], until_end: contextlib.ExitStack) -> int:
 
     resolved = resolve_recipe(argv)
     config = resolved.config
-    _quiet()  # once more: some imports set up logging of their own
+    _quiet()  # again: some imports configure logging
     if failures.ERROR_DIR not in os.environ:
         check_restarts()
-        # Under torchrun nobody has looked at the configuration yet.
-        from titan_async.training import preflight
+        # Under torchrun the configuration was not checked yet.
+        from titan_async.training.preflight.check import check, check_messages
 
-        preflight.check_messages(config)
-        preflight.check(config, world_size=int(os.environ["WORLD_SIZE"]))
+        check_messages(config)
+        check(config, world_size=int(os.environ["WORLD_SIZE"]))
         if config.comm.mode == "fake_backend":
             os.environ.setdefault("NGPU", os.environ["WORLD_SIZE"])
     if os.environ.get("RANK", "0") == "0":
-        from titan_async.training import run_lock, saved_recipe
+        from titan_async.training.process import run_folder
 
-        until_end.enter_context(run_lock.locked(config.dump_folder))
-        saved_recipe.write_recipe(resolved)
+        until_end.enter_context(run_folder.locked(config.dump_folder))
+        run_folder.write_recipe(resolved)
 
     import torch.distributed as dist
     from torch.distributed.checkpoint.api import CheckpointException
     from torchtitan.observability import structured_logger
 
-    from titan_async.training.no_answer import name_the_silent, seconds_waited
-    from titan_async.training.preemption import PreemptedError
+    from titan_async.training.process.hung_ranks import describe_hung_ranks
+    from titan_async.training.process.preemption import PreemptedError
 
     structured_logger.init_structured_logger(
         source="training", output_dir=config.dump_folder, enable=config.debug.enable_structured_logging
@@ -140,12 +131,12 @@ def _train(argv: list[str], until_end: contextlib.ExitStack) -> int:
             raise
         raise mistake from error
     except Exception as error:
-        seconds = seconds_waited(error)
+        seconds = timeout_of(error)
         if seconds is None:
             raise
         folder = None if trainer is None else trainer.recording.folder
-        sentence = name_the_silent(seconds, dist.get_rank(), folder, config.comm)
-        raise failures.NoAnswerError(sentence) from error
+        sentence = describe_hung_ranks(seconds, dist.get_rank(), folder, config.comm)
+        raise failures.HungRankError(sentence) from error
     finally:
         if trainer is not None:
             trainer.close()
@@ -161,14 +152,14 @@ def _save_seed_checkpoint(trainer) -> None:
             f"checkpoint.create_seed_checkpoint saves nothing because of checkpoint.{setting}: remove either"
         )
     folder = os.path.join(trainer.config.dump_folder, checkpoint.folder, "step-0")
-    trainer.reporter.say(f"saved the seed checkpoint: {folder}")
+    trainer.reporter.log(f"saved the seed checkpoint: {folder}")
 
 
 def check_restarts() -> None:
     """Refuse a torchrun whose restarts fail.
 
-    It keeps one store for all attempts, in which processes that start again find, now and then, the
-    addresses of those that are gone: they then cannot connect, or wait for ever.
+    It keeps one store for all attempts. Restarted processes sometimes find the addresses of dead ones there,
+    and cannot connect, or hang.
     """
     environ = os.environ
     restarts = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
@@ -180,15 +171,15 @@ def check_restarts() -> None:
 
 
 def _quiet() -> None:
-    """Leave the terminal to the run's own lines: torchtitan logs to the root logger, on every rank."""
-    speaks = os.environ.get("RANK", "0") == "0"
-    level = os.environ.get("TITAN_ASYNC_LOG", "").upper()
+    """Suppress the logs of libraries on the terminal: torchtitan logs to the root logger, on every rank."""
+    is_logging_rank = os.environ.get("RANK", "0") == "0"
+    level = os.environ.get("TITAN_ASYNC_LOG", "").upper() if is_logging_rank else "ERROR"
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger().setLevel((level or logging.ERROR) if speaks else logging.ERROR)
-    logging.getLogger("titan_async").setLevel((level or logging.WARNING) if speaks else logging.ERROR)
+    logging.getLogger().setLevel(level or logging.ERROR)
+    logging.getLogger("titan_async").setLevel(level or logging.WARNING)
     # torchtitan advises to add the last stage's rank to LOG_RANK; here rank 0 prints its loss.
     os.environ.setdefault("LOG_RANK", ",".join(map(str, range(int(os.environ.get("WORLD_SIZE", "1"))))))
-    for message in (  # of the libraries, about the libraries
+    for message in (  # warnings of libraries about libraries
         "'set_vital' is deprecated",
         "To get the last learning rate",
         "DTensor random operators",
@@ -203,17 +194,8 @@ def _quiet() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def _lost_a_peer(error: BaseException) -> bool:
-    chain: list[BaseException] = []
-    following: BaseException | None = error
-    while following is not None and following not in chain:  # a chain may close on itself
-        chain.append(following)
-        following = following.__cause__ or following.__context__
-    return any(sign in str(link) for link in chain for sign in _LOST_PEER)
-
-
 def _checkpoint_mistake(error: Exception, config) -> UserError | None:
-    """The sentence for a checkpoint that does not fit; None for any other error."""
+    """The error for a checkpoint that does not match the recipe; None for any other error."""
     folder = os.path.join(config.dump_folder, config.checkpoint.folder)
     text = str(error)
     if "load_step" in text:

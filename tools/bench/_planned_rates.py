@@ -11,7 +11,7 @@ from titan_async.planning.device_timing import profile_device
 from titan_async.planning.hardware import Cluster
 from titan_async.planning.plan import Planner
 from titan_async.planning.scale import on_own_ranks
-from titan_async.training.stage_times import SKIPPED, STEPS
+from titan_async.training.telemetry.stage_times import SKIPPED, STEPS
 
 __all__ = ["CASES", "Seconds", "compare"]
 

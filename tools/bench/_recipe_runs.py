@@ -22,7 +22,7 @@ ensure_device()  # before anything of torchtitan
 
 from titan_async.config.recipe_file import resolve  # noqa: E402
 from titan_async.planning.live_tensors import peak_of_training  # noqa: E402
-from titan_async.training import stage_times  # noqa: E402
+from titan_async.training.telemetry import stage_times  # noqa: E402
 from titan_async.training.trainer import AsyncTrainer  # noqa: E402
 
 __all__ = ["Case", "run_case"]

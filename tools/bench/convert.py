@@ -39,7 +39,7 @@ def shapes_of(recipe: str) -> dict[str, tuple[int, ...]]:
     """Of the model's weights, by their keys."""
     ensure_device()
     from titan_async.config.recipe_file import resolve
-    from titan_async.training.preflight import build_on_meta
+    from titan_async.training.preflight.check import build_on_meta
 
     return {key: tuple(value.shape) for key, value in build_on_meta(resolve([recipe])).state_dict().items()}
 

@@ -94,7 +94,7 @@ def loaders(text: Path, tokens: Path, seq_len: int, batch_size: int) -> dict[str
     from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
 
     from titan_async.data import shakespeare_tokenizer_folder
-    from titan_async.training.data import TextDataLoader
+    from titan_async.training.dataloader import TextDataLoader
 
     DATASETS["bench"] = DatasetConfig(
         path=str(text),

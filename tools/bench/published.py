@@ -35,7 +35,7 @@ from titan_async.planning.parts import Part, trace_parts
 from titan_async.planning.step_time import stage_costs, step_time
 from titan_async.recipes.debug import debug
 from titan_async.recipes.dense_models import dense_spec, llama
-from titan_async.training.model_parts import alike_layers
+from titan_async.training.pipeline.model_parts import alike_layers
 
 BENCH = Bench(__doc__)
 BENCH.add_argument("--only", dest="name", default="", metavar="TEXT", help="runs whose name contains this")

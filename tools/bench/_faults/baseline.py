@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from _faults.runs import Run, is_same, saved_state, start
-from titan_async.training.checkpoint import complete_steps
+from titan_async.training.checkpoint.folders import complete_steps
 
 __all__ = [
     "FLAGS",

@@ -22,7 +22,7 @@ from _faults.inject_numbers import NORMS
 from _faults.result import Attempt, Result, summarize
 from _faults.runs import MOE_RECIPE, RECIPE, is_same, saved_state, start
 from _faults.watched import Watched
-from titan_async.training.checkpoint import complete_steps
+from titan_async.training.checkpoint.folders import complete_steps
 
 __all__ = ["measure"]
 

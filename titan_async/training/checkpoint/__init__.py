@@ -1,0 +1,1 @@
+"""Checkpoints of a run: what they hold, and how they are saved, loaded and removed."""

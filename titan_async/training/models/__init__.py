@@ -1,0 +1,1 @@
+"""Models: CPU support, tied weights, and the Hugging Face format."""

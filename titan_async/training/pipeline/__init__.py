@@ -1,0 +1,1 @@
+"""How a model is split into pipeline stages, and which schedule runs them."""

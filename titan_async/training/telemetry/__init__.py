@@ -1,0 +1,1 @@
+"""What a run reports: metrics, lines on the terminal, event files, stage times."""
