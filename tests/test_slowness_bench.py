@@ -21,7 +21,7 @@ from tests.support.waiting import MOST_SECONDS
 from titan_async.monitor.events import RECORD
 from titan_async.monitor.spans import RankSpans
 from titan_async.pipelining.actions import Action
-from titan_async.pipelining.messages import Messages
+from titan_async.pipelining.p2p_channels import Messages
 from titan_async.pipelining.recording import Kind
 
 PAIR = FORWARD + BACKWARD

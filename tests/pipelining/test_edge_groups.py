@@ -16,9 +16,9 @@ from torch.distributed.pipelining import PipelineStage
 
 from tests.support.processes import Pools, WorkerPool
 from titan_async import _group_internals
-from titan_async.pipelining import ScheduleAsync2BW, messages
+from titan_async.pipelining import ScheduleAsync2BW, p2p_channels
 from titan_async.pipelining.actions import EARLY, Early
-from titan_async.pipelining.messages import MAX_CTAS, Messages
+from titan_async.pipelining.p2p_channels import MAX_CTAS, Messages
 
 M = 4
 
@@ -49,7 +49,7 @@ def train_bound(rank: int, group: dist.ProcessGroup) -> tuple[list[tuple[int, ..
     """All that makes groups, as if `init_process_group` had been given a device."""
     made: list[tuple[int, ...]] = []
     default, size = distributed_c10d._get_default_group(), group.size()
-    joint_group, count = messages.joint_group, distributed_c10d._world.group_count
+    joint_group, count = p2p_channels.joint_group, distributed_c10d._world.group_count
 
     def noting(ranks: Any, *options: Any) -> dist.ProcessGroup:
         made.append(tuple(sorted(ranks)))
@@ -62,8 +62,8 @@ def train_bound(rank: int, group: dist.ProcessGroup) -> tuple[list[tuple[int, ..
     try:
         with (
             mock.patch.object(distributed_c10d, "_get_split_source", split),
-            mock.patch.object(messages, "joint_group", noting),
-            mock.patch.object(messages, "_lanes", weakref.WeakKeyDictionary()),  # none of another test
+            mock.patch.object(p2p_channels, "joint_group", noting),
+            mock.patch.object(p2p_channels, "_lanes", weakref.WeakKeyDictionary()),  # none of another test
         ):
             schedule = schedule_of(rank, group, tied=True)
             for _ in range(3):
@@ -100,7 +100,7 @@ def threads_that_read(rank: int, group: dist.ProcessGroup) -> tuple[int, int]:
         return sum(name.startswith("gloo_tcp") for name in names)
 
     before = count()
-    with mock.patch.object(messages, "_lanes", weakref.WeakKeyDictionary()):
+    with mock.patch.object(p2p_channels, "_lanes", weakref.WeakKeyDictionary()):
         schedule = schedule_of(rank, group, tied=True)
         for _ in range(3):
             run(schedule, rank, group.size())
@@ -216,7 +216,7 @@ def test_few_thread_blocks_of_nccl_wait_for_a_message(
     monkeypatch.setattr(distributed_c10d, "_get_default_group", lambda: SimpleNamespace(bound_device_id=None))
     monkeypatch.setattr(_group_internals, "_groups", set())
     monkeypatch.setattr(torch, "tensor", lambda *args, **kwargs: None)
-    messages._edge_group(0, 1, torch.device(device))
+    p2p_channels._edge_group(0, 1, torch.device(device))
     (options,) = asked
     if not is_nccl:
         assert options["backend"] is None and options["pg_options"] is None
@@ -242,14 +242,14 @@ def test_which_receives_are_early(
 ) -> None:
     """By default what no order of waits for devices can hang: see `test_rendezvous.py`."""
     channels = Messages(SimpleNamespace(device=torch.device(device)))  # type: ignore[arg-type]
-    channels._lanes = messages._Lanes(upstream_is_near=near)
+    channels._lanes = p2p_channels._Lanes(upstream_is_near=near)
     assert channels.early(choice, lookahead) == early
 
 
 def where_upstream_is(rank: int, group: dist.ProcessGroup) -> bool:
     with (
-        mock.patch.object(messages.socket, "gethostname", return_value=f"host{rank // 2}"),
-        mock.patch.object(messages, "_lanes", weakref.WeakKeyDictionary()),
+        mock.patch.object(p2p_channels.socket, "gethostname", return_value=f"host{rank // 2}"),
+        mock.patch.object(p2p_channels, "_lanes", weakref.WeakKeyDictionary()),
     ):
         schedule = schedule_of(rank, group)
         run(schedule, rank, group.size())

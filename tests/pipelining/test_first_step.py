@@ -21,7 +21,7 @@ from tests.support.waiting import until
 from titan_async import _group_internals as groups
 from titan_async.pipelining import ScheduleAsync2BW, schedule
 from titan_async.pipelining.first_step import infer_eagerly
-from titan_async.pipelining.messages import Messages
+from titan_async.pipelining.p2p_channels import Messages
 
 WIDTH, BATCHES = 4, 4
 

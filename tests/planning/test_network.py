@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.planning import ROUND, make_layout
 from titan_async.errors import UserError
-from titan_async.pipelining.messages import MAX_CTAS
+from titan_async.pipelining.p2p_channels import MAX_CTAS
 from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH, CLUSTERS, LANE_BLOCKS, cluster_of
 from titan_async.planning.network import Group, Network, buffer_bytes
 

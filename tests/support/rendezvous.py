@@ -38,7 +38,7 @@ from titan_async.pipelining.actions import (
     slots,
     step_program,
 )
-from titan_async.pipelining.messages import most_pending
+from titan_async.pipelining.p2p_channels import most_pending
 
 __all__ = ["Program", "Step", "a_lane_each", "one_lane", "overwritten", "programs", "walk"]
 

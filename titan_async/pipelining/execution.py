@@ -24,8 +24,8 @@ from titan_async.pipelining.actions import (
     in_flight,
     slots,
 )
-from titan_async.pipelining.messages import Messages, most_pending
 from titan_async.pipelining.overlap import Overlap
+from titan_async.pipelining.p2p_channels import Messages, most_pending
 from titan_async.pipelining.recording import Kind, NoRecorder, Recorder
 from titan_async.pipelining.versions import Versions
 

@@ -42,8 +42,8 @@ from titan_async.pipelining.actions import (
 from titan_async.pipelining.clipping import Clipper
 from titan_async.pipelining.execution import Batch, Execution, Forward
 from titan_async.pipelining.first_step import infer_eagerly, needs_trial, run_trial
-from titan_async.pipelining.inputs import Shapes, signatures_of
 from titan_async.pipelining.recording import Kind, Recorder
+from titan_async.pipelining.shape_inference import Shapes, signatures_of
 from titan_async.pipelining.side_stream import SideStream
 from titan_async.pipelining.tied_parameters import TiedParameters
 from titan_async.pipelining.versions import Gradient, Versions

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from titan_async._group_internals import joint_group
 from titan_async.local_tensors import local_part
 from titan_async.pipelining._torch_internals import group_of, reshard
-from titan_async.pipelining.messages import wait_for_stage
+from titan_async.pipelining.p2p_channels import wait_for_stage
 
 __all__ = ["TiedParameters"]
 

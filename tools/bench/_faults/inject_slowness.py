@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from titan_async.pipelining.messages import Messages
+from titan_async.pipelining.p2p_channels import Messages
 
 
 def install(
