@@ -53,9 +53,7 @@ PRIVATE_NAMES_ALLOWED = {
         "_optimizer_state_dict_pre_hooks",
     },
     "optim/lion.py": {"_foreach_add_", "_foreach_mul", "_foreach_mul_", "_foreach_sign_"},
-    "pipelining/clipping.py": {"_PipelineStageBase"},
-    "pipelining/execution.py": {"_PipelineStageBase"},
-    "pipelining/first_step.py": {"_PipelineStageBase"},
+    "pipelining/execution.py": {"_PipelineStageBase", "_foreach_div_"},
     "pipelining/gradient_norm.py": {"_PipelineStageBase", "_foreach_mul_", "_foreach_norm"},
     "pipelining/shape_inference.py": {"_PipelineStageBase"},
     "pipelining/p2p_channels.py": {"_PipelineStageBase"},
@@ -66,7 +64,6 @@ PRIVATE_NAMES_ALLOWED = {
     # What `PipelineScheduleSingle` keeps for its subclasses, and the type of its stage.
     "pipelining/schedule.py": {
         "_PipelineStageBase",
-        "_foreach_div_",
         "_loss_fn",
         "_merge_outputs",
     },

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from titan_async.pipelining import drain_actions, step_actions
 from titan_async.pipelining.actions import (
-    EARLY,
+    ALL_EARLY,
     Action,
-    Early,
+    EarlyReceives,
     Instruction,
     drain_program,
     evaluation_program,
@@ -144,7 +144,7 @@ def test_weights_of_two_batches_are_enough(shape, filled):
                     waiting.remove(which)
 
 
-def programs_of(stage, shape, filled, early=EARLY):
+def programs_of(stage, shape, filled, early=ALL_EARLY):
     """The instructions of each call of a stage and its actions; an evaluation ends them."""
     d, m, lookahead = shape
     for batches in filled:
@@ -155,7 +155,7 @@ def programs_of(stage, shape, filled, early=EARLY):
     yield evaluation_program(stage, d, m, early), [Action("F", 0, i) for i in range(m)]
 
 
-choices = st.builds(Early, st.booleans(), st.booleans())
+choices = st.builds(EarlyReceives, st.booleans(), st.booleans())
 
 
 @given(shapes(), fillings, choices)

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.support.processes import Pools
-from titan_async.pipelining import all_to_all, all_to_all_single
+from titan_async.pipelining import all_to_all_single, overlap
 
 SENT = {
     "even": [[2, 2], [2, 2]],
@@ -28,7 +28,7 @@ def count_hand_overs() -> list[int]:
     def hand_over() -> None:
         counts[0] += 1
 
-    all_to_all.hand_over = hand_over
+    overlap.hand_over = hand_over
     return counts
 
 
@@ -136,7 +136,7 @@ def test_fake_tensors_hand_nothing_over(monkeypatch: pytest.MonkeyPatch) -> None
     def hand_over() -> None:
         raise AssertionError("a fake tensor handed over")
 
-    monkeypatch.setattr(all_to_all, "hand_over", hand_over)
+    monkeypatch.setattr(overlap, "hand_over", hand_over)
     for device in ("meta", "cpu"):
         with torch._subclasses.FakeTensorMode():
             x = torch.empty(5, 2, device=device, dtype=torch.float16, requires_grad=True)

@@ -83,9 +83,9 @@ def pipeline(rank, group, shape, recompute=False, backend=None, drain_after=(), 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     run = Run(shape, recompute, backend)
-    show = BufferVersions.show
+    activate = BufferVersions.activate
     if hide_versions:
-        BufferVersions.show = lambda self, version: None
+        BufferVersions.activate = lambda self, version: None
     losses, graphs = [], []
     try:
         for batch in range(BATCHES):
@@ -94,7 +94,7 @@ def pipeline(rank, group, shape, recompute=False, backend=None, drain_after=(), 
                 run.drain()
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     finally:
-        BufferVersions.show = show
+        BufferVersions.activate = activate
     return state_of(run.module), losses, graphs
 
 

@@ -166,7 +166,7 @@ def test_overlapped_pairs_are_the_forwards_that_a_backward_follows():
         for task in tasks:
             number = task.batch * m + task.microbatch - w
             if task.kind == "F":
-                assert task.beside == (Task("B", stage, *divmod(number, m)) if number >= 0 else None)
+                assert task.overlapped == (Task("B", stage, *divmod(number, m)) if number >= 0 else None)
     assert str(programs[2][3]) == "F0.2 with B0.1 of stage 2"
 
 

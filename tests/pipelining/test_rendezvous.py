@@ -14,7 +14,7 @@ import torch
 from tests.support.rendezvous import Program, Step, a_lane_each, one_lane, overwritten, programs, walk
 from tests.support.selection import slow
 from titan_async.pipelining import actions
-from titan_async.pipelining.actions import EARLY, Action, Early, in_flight
+from titan_async.pipelining.actions import ALL_EARLY, Action, EarlyReceives, in_flight
 from titan_async.pipelining.overlap import Overlap, hand_over
 
 STAGES = range(1, 9)
@@ -42,8 +42,8 @@ def B(microbatch, batch=0):  # noqa: N802
     return Action("B", batch, microbatch)
 
 
-LATE = Early(False, False)
-ON_GPUS = [LATE, Early(True, False)]
+LATE = EarlyReceives(False, False)
+ON_GPUS = [LATE, EarlyReceives(True, False)]
 """The choices for an edge within a host and between hosts, where a device is waited for."""
 
 
@@ -52,7 +52,8 @@ def mixed(choices):
     return [choices[stage % len(choices)] for stage in range(max(STAGES))]
 
 
-CHOICES = [EARLY, LATE, mixed([EARLY, LATE]), mixed([Early(True, False), Early(False, True)])]
+ACTIVATIONS, GRADIENTS = EarlyReceives(True, False), EarlyReceives(False, True)
+CHOICES = [ALL_EARLY, LATE, mixed([ALL_EARLY, LATE]), mixed([ACTIVATIONS, GRADIENTS])]
 
 
 def few_shapes(d):
@@ -63,7 +64,7 @@ def few_shapes(d):
 @pytest.mark.parametrize("shapes", [some_shapes, slow(shapes, id="all_shapes")])
 @pytest.mark.parametrize("d", STAGES)
 def test_every_shape_ends_with_all_messages_at_their_action_and_no_buffer_overwritten(d, shapes):
-    check_messages_and_buffers(d, shapes(d), EARLY)
+    check_messages_and_buffers(d, shapes(d), ALL_EARLY)
 
 
 def overlapped(shapes, d):
@@ -148,7 +149,7 @@ def test_it_finds_halves_that_begin_in_another_order_on_one_rank():
     assert walk(ranks, replicas=2).fine
     steps = [*ranks[3].steps]
     ranks[3] = dataclasses.replace(ranks[3], steps=steps)
-    pair = next(i for i, step in enumerate(steps) if step.beside)
+    pair = next(i for i, step in enumerate(steps) if step.overlapped)
     assert [str(step) for step in steps[pair + 1 : pair + 3]] == ["exchange B0.0", "exchange F0.1"]
     steps[pair + 1 : pair + 3] = reversed(steps[pair + 1 : pair + 3])
     assert " exchanges with " in walk(ranks, replicas=2).misdelivered[0]
@@ -166,8 +167,8 @@ def test_the_halves_of_a_pair_take_turns_as_in_the_walk(exchanges):
             done.append(("collect", kind, number))
 
     Overlap(torch.device("cpu")).run(lambda: half("F"), lambda: half("B"), Nothing())
-    pair = programs(1, 2, 0, (1,), EARLY, True, exchanges)[0].steps
-    begin = next(i for i, step in enumerate(pair) if step.beside) + 1
+    pair = programs(1, 2, 0, (1,), ALL_EARLY, True, exchanges)[0].steps
+    begin = next(i for i, step in enumerate(pair) if step.overlapped) + 1
     assert done == [(s.kind, s.action.kind, s.number) for s in pair[begin : begin + len(done)]]
 
 
@@ -222,7 +223,7 @@ def test_one_rank_may_wait_for_its_device_anywhere_whichever_receives_are_early(
             assert outcome.fine, (m, lookahead, waiting, outcome)
 
 
-@pytest.mark.parametrize(("lookahead", "early"), [(0, EARLY), (1, LATE)])
+@pytest.mark.parametrize(("lookahead", "early"), [(0, ALL_EARLY), (1, LATE)])
 @pytest.mark.parametrize("d", STAGES[1:])
 def test_two_that_wait_at_once_hang_with_early_receives_at_both_ends_or_lookahead(d, lookahead, early):
     """Why neither is the default on accelerators."""
@@ -230,7 +231,7 @@ def test_two_that_wait_at_once_hang_with_early_receives_at_both_ends_or_lookahea
     assert any("device waits" in blocked.reason for blocked in outcome.blocked), outcome
 
 
-@pytest.mark.parametrize("early", [EARLY, LATE])
+@pytest.mark.parametrize("early", [ALL_EARLY, LATE])
 def test_it_finds_the_first_gradient_received_before_any_forward_was_sent(early):
     """Without a wait for the device that is no deadlock, but the first one then has no end."""
     ranks = programs(3, 5, 0, PLAN, early)
@@ -348,7 +349,7 @@ def test_it_finds_a_limit_on_sends_that_is_too_low_for_the_lookahead():
     ranks = programs(2, 8, 6, PLAN)
     assert walk(ranks).fine
     for program in ranks:
-        program.most_pending = 2
+        program.max_pending_sends = 2
     assert [b.step.kind for b in walk(ranks).blocked] == ["send", "send"]
 
 

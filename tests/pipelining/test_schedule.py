@@ -305,8 +305,8 @@ def memory(rank, group, m):
         schedule.step(*args, **options)
     size = sum(p.untyped_storage().nbytes() for p in stage.submod.parameters())
     storages = {}
-    for weight in schedule._versions._weights._weights:
-        for p in (weight.master, *weight.stand_ins):
+    for weight in schedule._executor.versions.weights._weights:
+        for p in (weight.master, *weight.shadows):
             storages[p.untyped_storage().data_ptr()] = p.untyped_storage().nbytes()
     schedule.drain()
     return sum(storages.values()) / size

@@ -34,7 +34,7 @@ def pool(pools: Pools) -> WorkerPool:
 
 def copies_of(run):
     """Unsharded copies of the stage's weights that are allocated, padding of uneven shards included."""
-    fsdp = run.schedule._versions._weights._fsdp
+    fsdp = run.schedule._executor.versions.weights._fsdp
     one = sum(
         2 * p.padded_sharded_param_size.numel() * p.all_gather_outputs[0].element_size() for p in fsdp._params
     )

@@ -213,8 +213,8 @@ def stepped(programs, timing, tick):
     now = 0
 
     def there(rank, task):
-        kind, stage, batch, i, beside = task
-        if beside:
+        kind, stage, batch, i, overlapped = task
+        if overlapped:
             return all(there(rank, half) for half in task.halves)
         if kind == "U":
             return all(done.get(Task("R", s, batch, 0), 1e9) + timing.norm <= now for s in ranks_of)

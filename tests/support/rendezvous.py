@@ -29,16 +29,16 @@ from typing import Literal, NamedTuple
 
 from titan_async.pipelining import actions
 from titan_async.pipelining.actions import (
-    EARLY,
+    ALL_EARLY,
     Action,
-    Early,
+    EarlyReceives,
     Instruction,
     drain_program,
     evaluation_program,
     slots,
     step_program,
 )
-from titan_async.pipelining.p2p_channels import most_pending
+from titan_async.pipelining.p2p_channels import max_pending_sends
 
 __all__ = ["Program", "Step", "a_lane_each", "one_lane", "overwritten", "programs", "walk"]
 
@@ -74,7 +74,7 @@ class Step(NamedTuple):
     filling: int
     action: Action | None = None
     fused: bool = False  # starts together with the step before
-    beside: Action | None = None  # the backward of an overlapped pair
+    overlapped: Action | None = None  # the backward of an overlapped pair
     number: int = 0
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ class Program:
     steps: list[Step]
     n_microbatches: int
     slots: int
-    most_pending: int
+    max_pending_sends: int
 
 
 def programs(
@@ -96,7 +96,7 @@ def programs(
     m: int,
     lookahead: int,
     plan: Iterable[int],
-    early: Sequence[Early] | Early = EARLY,
+    early: Sequence[EarlyReceives] | EarlyReceives = ALL_EARLY,
     overlap: bool = False,
     exchanges: tuple[int, int] = (0, 0),
 ) -> list[Program]:
@@ -104,19 +104,15 @@ def programs(
 
     With so many exchanges of tokens in each forward and in each backward.
     """
-    return [
-        _program(
-            (r, d, m), lookahead, plan, early if isinstance(early, Early) else early[r], overlap, exchanges
-        )
-        for r in range(d)
-    ]
+    of_rank = [early] * d if isinstance(early, EarlyReceives) else early
+    return [_program((r, d, m), lookahead, plan, of_rank[r], overlap, exchanges) for r in range(d)]
 
 
 def _program(
     shape: tuple[int, int, int],
     lookahead: int,
     plan: Iterable[int],
-    early: Early,
+    early: EarlyReceives,
     overlap: bool,
     exchanges: tuple[int, int],
 ) -> Program:
@@ -136,15 +132,15 @@ def _program(
             )
             steps += _with_collectives(program, filling, batches - 1, stage == d - 1, tail)
         steps.append(Step("close", filling))
-    return Program(steps, m, slots(stage, d, lookahead, early, overlap), most_pending(tail))
+    return Program(steps, m, slots(stage, d, lookahead, early, overlap), max_pending_sends(tail))
 
 
 def _steps(instructions: list[Instruction], filling: int, exchanges: tuple[int, int]) -> list[Step]:
     steps = []
-    for kind, action, beside in instructions:
-        steps.append(Step(kind, filling, action, beside=beside))
+    for kind, action, overlapped in instructions:
+        steps.append(Step(kind, filling, action, overlapped=overlapped))
         if kind == "compute":
-            halves = [_turns(half, filling, exchanges) for half in (beside, action) if half]
+            halves = [_turns(half, filling, exchanges) for half in (overlapped, action) if half]
             steps += [step for turns in zip_longest(*halves, fillvalue=[]) for turn in turns for step in turn]
     return steps
 
@@ -376,7 +372,7 @@ class _Process:
                     yield from self._until_done(transfer, step, f"the device waits for {transfer}")
                 self._started.clear()
             if step.kind == "compute":
-                self.clock += COST[step.action.kind] + (COST["B"] if step.beside else 0)
+                self.clock += COST[step.action.kind] + (COST["B"] if step.overlapped else 0)
             elif step.kind == "exchange":
                 self._exchanging.append(self._join(("experts", self._stage), self._network.replicas, step))
             elif step.kind == "collect":
@@ -433,7 +429,7 @@ class _Process:
     def _post(self, steps: list[Step]) -> Iterator[Blocked]:
         sends = [step for step in steps if step.kind == "send"]
         for kind, count in Counter(step.action.kind for step in sends).items():
-            yield from self._until_sending(self._program.most_pending - count, kind, steps[0])
+            yield from self._until_sending(self._program.max_pending_sends - count, kind, steps[0])
         transfers = [_transfer(self._rank, step, self.clock) for step in steps]
         for step, transfer in zip(steps, transfers, strict=True):
             if step.kind == "send":
@@ -482,7 +478,8 @@ def overwritten(program: Program) -> list[str]:
     A buffer is taken when its receive is posted, or by the forward where nothing is received, and free again
     after the microbatch's backward; in an evaluation, after its forward. A rank's own order decides this.
     """
-    trained = {s.filling for s in program.steps if s.kind == "compute" and (s.action.kind == "B" or s.beside)}
+    computed = [step for step in program.steps if step.kind == "compute"]
+    trained = {step.filling for step in computed if step.action.kind == "B" or step.overlapped}
     held: dict[tuple[str, int], Step] = {}
     found = []
     for step in program.steps:
@@ -493,7 +490,7 @@ def overwritten(program: Program) -> list[str]:
             holder = held.setdefault((kind, slot), step)
             if (holder.filling, holder.action) != (step.filling, step.action):
                 found.append(f"{step} of filling {step.filling} over {holder.action} of {holder.filling}")
-        done = step.action if kind == "B" or step.filling not in trained else step.beside
+        done = step.action if kind == "B" or step.filling not in trained else step.overlapped
         if step.kind == "compute" and done:
             for direction in "FB":
                 held.pop((direction, _slot(program, done)), None)

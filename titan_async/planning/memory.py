@@ -252,7 +252,7 @@ class _Account:
             stage = self._stages[task.stage]
             for half in task.halves:
                 getattr(self, f"_{half.kind}")(half, stage)
-                if task.beside is not None:  # what the forward needs for a while is there during the backward
+                if task.overlapped is not None:  # the forward's temporary tensors are held
                     sign = 1 if half.kind == "F" else -1
                     self._live["temporary"] += sign * (stage.forward_peak - stage.activations)
 

@@ -8,7 +8,7 @@ from typing import Any
 from torchtitan.trainer import Trainer
 
 from titan_async.errors import UserError
-from titan_async.pipelining.actions import least_microbatches
+from titan_async.pipelining.actions import min_microbatches
 from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH, Cluster
 from titan_async.planning.interruptions import Interruptions, interruptions_of
 from titan_async.planning.layout import Layout, layout_of, microbatch_size_of
@@ -281,7 +281,7 @@ class Planner:
         found: dict[bool, Overlapped] = {}
         if not layout.delayed or not any(cost.exchange[0] for cost in costs):
             return found
-        least = least_microbatches(layout.pp, layout.lookahead, overlap=True)
+        least = min_microbatches(layout.pp, layout.lookahead, overlap=True)
         for overlap in (False, True)[: 1 + (layout.microbatches >= least)]:
             time, of_ranks = own, memory
             if overlap != layout.overlap:

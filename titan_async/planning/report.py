@@ -6,7 +6,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from titan_async.pipelining.actions import least_microbatches
+from titan_async.pipelining.actions import min_microbatches
 from titan_async.planning.interruptions import NODE_SAVES, RESTART_SECONDS
 from titan_async.planning.network import Network
 from titan_async.planning.plan import Plan, Refused
@@ -111,7 +111,7 @@ def _overlap(plan: Plan) -> list[str]:
     travel = max(sum(cost.exchange) / (cost.forward + cost.backward) for cost in plan.costs)
     line = f"overlapped pairs: experts' tokens travel {where}, {travel:.0%} of the time of a microbatch"
     if True not in plan.by_overlap:
-        least = least_microbatches(layout.pp, layout.lookahead, overlap=True)
+        least = min_microbatches(layout.pp, layout.lookahead, overlap=True)
         return [line, f"  pipeline.overlap needs at least {least} microbatches here"]
     words = [
         f"{in_seconds(entry.step_seconds)} a step and {entry.most_memory / 1e9:.1f} GB"

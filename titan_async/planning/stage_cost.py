@@ -11,9 +11,9 @@ processors from it.
 Once a pass, of which Async2BW makes one a batch, weights are gathered and gradients reduced. Under "1F1B"
 and "GPipe" FSDP gathers a part's weights while the part before it computes its first forward, so that only
 what is longer than that is waited for; under Async2BW, and under torch's schedules of several stages, a stage
-has all its weights before it begins, and only a rank's first stage waits; `regathers.py` has what ranks of
-four stages or more gather again. Reductions are waited for under all schedules: none overlaps them with a
-backward.
+has all its weights before it begins, and only a rank's first stage waits; `step_time.py` adds
+what ranks of four stages or more gather again. Reductions are waited for under all schedules: none overlaps
+them with a backward.
 
 Without a pipeline FSDP gathers weights in each forward, and again in each backward if it has freed them, and
 reduces in each backward, over replicas too, all of it while the part computes: the longer of the two counts.
@@ -23,12 +23,12 @@ the loss waits for; its backward gathers it once more. Under torch's schedules t
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.models.common.token_dispatcher import DeepEPTokenDispatcher, HybridEPTokenDispatcher
 from torchtitan.trainer import Trainer
 
-from titan_async.pipelining.simulation import Half, pair_seconds
 from titan_async.planning.hardware import (
     EXPERT_IMBALANCE,
     TENSOR_HIDDEN,
@@ -40,10 +40,37 @@ from titan_async.planning.network import Network
 from titan_async.planning.parts import Part, together
 from titan_async.planning.update_cost import update_cost
 
-__all__ = ["Collectives", "StageCost", "message_bytes", "stage_cost"]
+__all__ = ["Collectives", "Half", "StageCost", "message_bytes", "pair_seconds", "stage_cost"]
 
 _REDUCED_BYTES = 4
 _OVERLAPPED_GATHERS = ("1F1B", "GPipe", "Async2BW")
+
+
+class Half(NamedTuple):
+    """A forward or a backward, when it runs alone."""
+
+    seconds: float
+    exchange: float
+    """Seconds of them in all-to-alls between experts, without computation."""
+    hand_overs: int
+    """The number of all-to-alls."""
+
+
+def pair_seconds(forward: Half, backward: Half) -> float:
+    """The time of an overlapped pair, if all-to-alls and the computations between them are equally long.
+
+    Each half computes during the other's all-to-alls, one at a time. The backward has the first turn, and
+    starts its first all-to-all before any computation; the forward ends with one. Surplus all-to-alls of one
+    half are not overlapped.
+    """
+    rounds = min(forward.hand_overs, backward.hand_overs)
+    if not rounds:
+        return forward.seconds + backward.seconds
+    hidden = 0.0
+    for one, other in ((forward, backward), (backward, forward)):
+        computed = (one.seconds - one.exchange) / one.hand_overs
+        hidden += min(computed, other.exchange / other.hand_overs)
+    return forward.seconds + backward.seconds - rounds * hidden
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
 from titan_async.pipelining import ScheduleAsync2BW
-from titan_async.pipelining.actions import least_microbatches
+from titan_async.pipelining.actions import min_microbatches
 from titan_async.training import cpu
 from titan_async.training._titan_internals import parts_of, without_fsdp
 from titan_async.training.pipeline_config import PipelineConfig
@@ -71,7 +71,7 @@ def check_microbatches(config: Trainer.Config, accumulation: int) -> None:
             f"{stages * size}"
         )
     overlap, lookahead = config.pipeline.overlap, config.pipeline.lookahead
-    least = least_microbatches(stages, overlap=overlap)
+    least = min_microbatches(stages, overlap=overlap)
     if microbatches < least:
         raise ValueError(
             f"pipeline.overlap over {stages} stages (parallelism.pipeline_parallel_degree) needs at least "

@@ -19,9 +19,9 @@ from tests.support.processes import Pools, WorkerPool
 from tests.support.sharded import shard
 from tests.support.waiting import until
 from titan_async import _group_internals as groups
-from titan_async.pipelining import ScheduleAsync2BW, schedule
-from titan_async.pipelining.first_step import infer_eagerly
-from titan_async.pipelining.p2p_channels import Messages
+from titan_async.pipelining import ScheduleAsync2BW, shape_inference
+from titan_async.pipelining.p2p_channels import P2PChannels
+from titan_async.pipelining.shape_inference import infer_eagerly
 
 WIDTH, BATCHES = 4, 4
 
@@ -39,7 +39,7 @@ def compile_side_by_side(rank: int, group: Any, folder: Path) -> tuple[int, list
     """
     torch._dynamo.reset()
     compiled: list[int] = []
-    posted = mock.Mock(wraps=Messages._start)
+    posted = mock.Mock(wraps=P2PChannels._start)
 
     def wait_for_the_others(graph: Any, inputs: Any) -> Any:
         compiled.append(posted.call_count)
@@ -54,7 +54,7 @@ def compile_side_by_side(rank: int, group: Any, folder: Path) -> tuple[int, list
     own = ScheduleAsync2BW(stage, group.size(), loss_fn=nn.functional.mse_loss)
     x = torch.randn(2 * group.size(), WIDTH)
     args, target = (x,) if stage.is_first else (), x if stage.is_last else None
-    with mock.patch.object(Messages, "_start", lambda self, *given: posted(self, *given)):
+    with mock.patch.object(P2PChannels, "_start", lambda self, *given: posted(self, *given)):
         for _ in range(2):
             own.step(*args, target=target)
             own.drain()
@@ -153,7 +153,7 @@ def train(
     loss_fn = module.loss if rank else nn.functional.mse_loss
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, foreach=False)
     losses: list[Tensor] = []
-    with mock.patch.object(schedule, "needs_trial", return_value=tries):
+    with mock.patch.object(shape_inference, "needs_warmup", return_value=tries):
         own = ScheduleAsync2BW(stage, 3, loss_fn=loss_fn)
         for parameter in module.parameters():
             parameter.grad = torch.ones_like(parameter)  # what was before counts
