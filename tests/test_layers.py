@@ -75,7 +75,7 @@ PRIVATE_NAMES_ALLOWED = {
     # The type that torchtitan's own functions are annotated with.
     "training/pipeline.py": {"_PipelineSchedule"},
     # The public class lives in a private module.
-    "rehearsal/peers.py": {"_python_dispatch"},
+    "rehearsal/rank.py": {"_python_dispatch"},
 }
 """Private names of torch or torchtitan that a module other than the `_..._internals` ones may use."""
 

@@ -29,11 +29,11 @@ from titan_async.monitor.figures import save, style
 from titan_async.pipelining.actions import min_microbatches
 from titan_async.pipelining.programs import schedule_programs, stages_of_ranks
 from titan_async.pipelining.simulation import Timing, simulate
+from titan_async.planning.config_variants import with_schedule
 from titan_async.planning.hardware import Cluster, cluster_of
 from titan_async.planning.layout import Layout, layout_of
 from titan_async.planning.memory import Memory, memory_of
 from titan_async.planning.plan import Planner
-from titan_async.planning.scale import with_schedule
 from titan_async.planning.step_time import Receives, StepTime
 from titan_async.planning.suggest import LEAST_GAIN
 from titan_async.planning.verdict import in_seconds

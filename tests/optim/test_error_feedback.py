@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from titan_async.optim import ErrorFeedback, Muon, one_pass
-from titan_async.planning.live_tensors import StorageTracker
+from titan_async.planning.storage_tracker import StorageTracker
 
 LEVELS = ["update", "gradient"]
 SHAPES = [(6, 4), (3, 5)]

@@ -67,7 +67,7 @@ def test_it_exchanges_as_the_functional_collective_does(
 
 
 @pytest.mark.slow
-def test_it_does_so_in_inductor_s_code(pools: Pools) -> None:
+def test_inductor_exchanges_as_the_functional_collective_does(pools: Pools) -> None:
     assert_equal(pools(2).run(2, exchanges, SENT["uneven"], "inductor", False))
 
 
@@ -132,7 +132,7 @@ def test_selective_checkpointing_can_save_it(pools: Pools) -> None:
         assert gradients == [[4 * (2.0 + rank) ** 3] * 2] * 2
 
 
-def test_fake_tensors_hand_nothing_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fake_tensors_do_not_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
     def hand_over() -> None:
         raise AssertionError("a fake tensor handed over")
 

@@ -169,7 +169,7 @@ def interrupted(rank, group, shape):
 
 
 @pytest.mark.parametrize("shape", [slow((1, 1)), (4, 1), (2, 2)])
-def test_a_run_goes_on_bitwise_in_a_new_schedule(pool, shape):
+def test_a_run_resumes_bitwise_in_a_new_schedule(pool, shape):
     for (state, losses), (resumed, resumed_losses) in pool.run(shape[0] * shape[1], interrupted, shape):
         assert losses == resumed_losses
         assert all(torch.equal(state[name], resumed[name]) for name in state)

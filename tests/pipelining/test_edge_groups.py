@@ -112,7 +112,7 @@ def threads_that_read(rank: int, group: dist.ProcessGroup) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux lists them")
-def test_groups_of_a_pipeline_need_no_threads_that_read_for_them_alone(pool: WorkerPool) -> None:
+def test_edge_groups_share_the_thread_of_the_default_group(pool: WorkerPool) -> None:
     """Each would wake up every 10 ms."""
     for before, after in pool.run(3, threads_that_read):
         assert after == before > 0
@@ -133,7 +133,7 @@ def distance(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).abs().square().mean()
 
 
-def test_complex_activations_travel(pool: WorkerPool) -> None:
+def test_complex_activations_are_sent(pool: WorkerPool) -> None:
     """No backend knows complex numbers."""
     x = torch.randn(M, 4, dtype=torch.complex64)
     modules = []
@@ -259,5 +259,5 @@ def where_upstream_is(rank: int, group: dist.ProcessGroup) -> bool:
     return edges.previous_on_same_host
 
 
-def test_a_stage_learns_whether_the_one_before_is_on_its_host(pool: WorkerPool) -> None:
+def test_a_stage_detects_whether_the_previous_one_is_on_its_host(pool: WorkerPool) -> None:
     assert pool.run(4, where_upstream_is) == [False, True, False, True]

@@ -258,7 +258,7 @@ def mistakes(rank, group, names):
 
 
 @pytest.mark.parametrize("names", [PLAIN, SHARDED])
-def test_mistakes_are_named(pool, names):
+def test_invalid_calls_are_refused(pool, names):
     """Nothing to clip, clipped twice, accumulated, changed before: each leaves the run as it was."""
     assert all(pool.run(WRAPS[names][0], mistakes, names))
 

@@ -47,7 +47,7 @@ def half(done, name, stops):
         (1, 3, "B0 F0 B1 F1 B2 B3"),
     ],
 )
-def test_halves_take_strict_turns_and_the_longer_one_goes_on_alone(of_forward, of_backward, order):
+def test_halves_take_strict_turns_and_the_longer_one_continues_alone(of_forward, of_backward, order):
     overlap, done = Overlap(CPU), []
     for _ in range(2):
         done.clear()
@@ -59,7 +59,7 @@ def test_handing_over_outside_of_a_pair_does_nothing():
     hand_over()
 
 
-def test_each_half_goes_on_with_what_is_its_own():
+def test_each_half_resumes_with_its_own_state():
     halves, done = RecordedState(), []
     Overlap(CPU).run(half(done, "F", 2), half(done, "B", 1), halves)
     assert halves.entered == [1, 0, 1, 0, 0]  # the last one: the forward's is shown afterwards

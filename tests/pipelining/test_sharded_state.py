@@ -124,7 +124,7 @@ def look_between(run):
     by_hand(run)
 
 
-def test_looking_at_a_module_in_mid_flight_does_not_disturb_it(pool):
+def test_reading_a_module_with_batches_in_flight_has_no_effect(pool):
     """Shards between steps; neither a state_dict nor a forward by hand changes the trajectory."""
     results = pool.run(4, train, shard_each_part, NAMES, between=look_between)
     assert difference(results, 2, oracle(2)) < 1e-12
@@ -168,7 +168,7 @@ def interrupted(rank, group):
     return ends, older
 
 
-def test_a_run_goes_on_bitwise_in_a_new_schedule(pool):
+def test_a_run_resumes_bitwise_in_a_new_schedule(pool):
     """From weights, optimizer state, and the next batch's weights, which are one update older."""
     results = pool.run(4, interrupted)
     for ((weights, losses), (resumed, resumed_losses)), _ in results:

@@ -198,7 +198,7 @@ def test_the_halves_of_a_backward_add_up_to_it():
     assert run.makespan == 3 * 10
 
 
-def test_an_input_gradient_lets_go_of_nothing():
+def test_an_input_gradient_frees_no_activations():
     order = [("F", 0), ("I", 0), ("F", 1), ("W", 0), ("I", 1), ("W", 1)]
     run = simulate([[Task(kind, 0, 0, microbatch) for kind, microbatch in order]], even(1))
     assert run.peak_in_flight() == [2]

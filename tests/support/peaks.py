@@ -12,7 +12,7 @@ def peak_of_a_run(rank: int, group: Any, argv: list[str]) -> int:
 
     ensure_device()
     from titan_async.config.recipe_file import resolve
-    from titan_async.planning.live_tensors import peak_of_training
+    from titan_async.planning.storage_tracker import peak_of_training
 
     os.environ.update(LOCAL_RANK=str(rank), LOG_RANK=",".join(map(str, range(group.size()))))
     _clear_sharding_prop_cache()  # which remembers the meshes of an earlier trainer

@@ -5,8 +5,8 @@ notices would hang there. The walk is a simulation without processes:
 
 - a message is delivered when its send and its receive have both started, in order within its queue (an edge
   of the pipeline in one direction);
-- what a rank does on one lane starts only when all before it on that lane is delivered; one lane a queue is
-  how `Messages` does it, one lane a rank is a single communicator;
+- an operation on a channel starts only when all earlier ones on it are delivered; one channel per queue is
+  how `P2PChannels` does it, one channel a rank is a single communicator;
 - a process stops at a wait until the message is there, and at a send until few enough are under way;
 - an all-reduce, of the norm or of tied parameters, is over when all its ranks have started it;
 - so is an exchange of tokens between the replicas of a stage, which have to start them in the same order; a
@@ -40,7 +40,15 @@ from titan_async.pipelining.actions import (
 )
 from titan_async.pipelining.p2p_channels import max_pending_sends
 
-__all__ = ["Program", "Step", "a_lane_each", "one_lane", "overwritten", "programs", "walk"]
+__all__ = [
+    "Program",
+    "Step",
+    "one_channel_per_direction",
+    "one_channel_per_rank",
+    "overwritten",
+    "programs",
+    "walk",
+]
 
 COST = {"F": 1, "B": 2}
 EVALUATION = 0
@@ -202,19 +210,19 @@ class Outcome(NamedTuple):
         return not (self.blocked or self.misdelivered or self.left)
 
 
-def a_lane_each(rank: int, queue: Queue) -> Hashable:
+def one_channel_per_direction(rank: int, queue: Queue) -> Hashable:
     """Messages of one edge and direction wait for each other and for no other ones."""
     return queue
 
 
-def one_lane(rank: int, queue: Queue) -> Hashable:
+def one_channel_per_rank(rank: int, queue: Queue) -> Hashable:
     """All that a rank sends and receives goes one after another."""
     return None
 
 
 def walk(
     ranks: list[Program],
-    lane: Callable[[int, Queue], Hashable] = a_lane_each,
+    channel: Callable[[int, Queue], Hashable] = one_channel_per_direction,
     sends_block: bool = False,
     device_waits: Callable[[int, Step], bool] = lambda rank, step: False,
     replicas: int = 1,
@@ -223,12 +231,12 @@ def walk(
 
     Args:
         ranks: the programs, of one pipeline after the other.
-        lane: a name for the lane, of those of a rank, that a queue's messages take there.
+        channel: a name for the channel, of those of a rank, that a queue's messages take there.
         sends_block: stop each process at a send until its message is delivered.
         device_waits: whether a rank's process waits for its device before a step.
         replicas: pipelines, whose ranks of a stage exchange tokens.
     """
-    network = _Network(lane, len(ranks), replicas)
+    network = _Network(channel, len(ranks), replicas)
     processes = [_Process(r, program, network, sends_block, device_waits) for r, program in enumerate(ranks)]
     runs = [process.run() for process in processes]
     blocked: dict[int, Blocked] = {}
@@ -262,9 +270,9 @@ class _Transfer:
 
 @dataclass(eq=False)
 class _Batch:
-    """What starts together on a lane."""
+    """What starts together on a channel."""
 
-    lane: "deque[_Batch]"
+    channel: "deque[_Batch]"
     transfers: list[_Transfer] = field(default_factory=list)
     undelivered: int = 0
 
@@ -272,11 +280,11 @@ class _Batch:
 class _Network:
     """What has been posted, has started, and is delivered."""
 
-    def __init__(self, lane: Callable[[int, Queue], Hashable], ranks: int, replicas: int) -> None:
-        self._lane = lane
+    def __init__(self, channel: Callable[[int, Queue], Hashable], ranks: int, replicas: int) -> None:
+        self._channel = channel
         self.ranks, self.replicas, self.stages = ranks, replicas, ranks // replicas
         self._joined: dict[Hashable, list[_Transfer]] = defaultdict(list)
-        self._lanes: dict[Hashable, deque[_Batch]] = defaultdict(deque)
+        self._channels: dict[Hashable, deque[_Batch]] = defaultdict(deque)
         self._started: dict[tuple[int, Queue], deque[_Transfer]] = defaultdict(deque)
         self.awake: set[int] = set()  # ranks whose wait may be over
         self.misdelivered: list[str] = []
@@ -285,13 +293,13 @@ class _Network:
         """Take what starts together at one rank."""
         batches: dict[Hashable, _Batch] = {}
         for transfer in transfers:
-            name = transfer.rank, self._lane(transfer.rank, transfer.queue)
-            transfer.batch = batches.setdefault(name, _Batch(self._lanes[name]))
+            name = transfer.rank, self._channel(transfer.rank, transfer.queue)
+            transfer.batch = batches.setdefault(name, _Batch(self._channels[name]))
             transfer.batch.transfers.append(transfer)
         for batch in batches.values():
             batch.undelivered = len(batch.transfers)
-            batch.lane.append(batch)
-            if batch.lane[0] is batch:
+            batch.channel.append(batch)
+            if batch.channel[0] is batch:
                 self._start(batch, 0)
 
     def join(self, name: Hashable, members: int, transfer: _Transfer) -> None:
@@ -307,8 +315,8 @@ class _Network:
 
     def left(self) -> Iterator[_Transfer]:
         """What has been posted and not delivered."""
-        for lane in self._lanes.values():
-            for batch in lane:
+        for channel in self._channels.values():
+            for batch in channel:
                 yield from (transfer for transfer in batch.transfers if not transfer.done)
 
     def _start(self, batch: _Batch, time: float) -> None:
@@ -337,13 +345,13 @@ class _Network:
         assert batch is not None
         batch.undelivered -= 1
         if not batch.undelivered:
-            batch.lane.popleft()
-            if batch.lane:
-                self._start(batch.lane[0], max(end.time for end in batch.transfers))
+            batch.channel.popleft()
+            if batch.channel:
+                self._start(batch.channel[0], max(end.time for end in batch.transfers))
 
 
 class _Process:
-    """One rank, doing what `ScheduleAsync2BW` and `Messages` would; its methods yield while it is stuck."""
+    """One rank, doing what `ScheduleAsync2BW` and `P2PChannels` do; its methods yield while it waits."""
 
     def __init__(
         self,

@@ -85,9 +85,9 @@ def _plan(line: CommandLine, nodes: int | None, achievable: float | None, mtbf: 
     resolved = resolve_recipe([*line.words, *line.recipe_flags, *short])  # before torchtitan, for CPUs
     config = resolved.config
 
+    from titan_async.planning.config_variants import on_nodes, on_own_ranks, world_size_of
     from titan_async.planning.plan import Planner
     from titan_async.planning.report import print_plan
-    from titan_async.planning.scale import on_nodes, on_own_ranks, world_size_of
 
     if nodes is None:
         # Without GPUs an open shard degree is 1, as for titan-async train.
@@ -99,7 +99,7 @@ def _plan(line: CommandLine, nodes: int | None, achievable: float | None, mtbf: 
     planner = Planner(cluster)
     measured = line.value("measured")
     if measured is not None:
-        from titan_async.planning.measured import calibrate
+        from titan_async.planning.measured_times import calibrate
 
         planner = Planner(cluster, calibrate(config, cluster, measured))
     plan = planner.plan(config, resolved.recipe, suggests="no-suggest" not in line.values, mtbf=mtbf)

@@ -319,17 +319,17 @@ def _around(
     early: EarlyReceives,
     last: Action | None = None,
 ) -> Iterator[Instruction]:
-    from_neighbour, to_neighbour = stage_index > 0, stage_index < num_stages - 1
+    receives, sends = stage_index > 0, stage_index < num_stages - 1
     if action.kind == "B":
-        from_neighbour, to_neighbour = to_neighbour, from_neighbour
-    if from_neighbour:
+        receives, sends = sends, receives
+    if receives:
         following = _following(action, n_microbatches)
         expected = action != last and (action.kind == "B" or following.batch == action.batch)
         if expected and early.of(action.kind):
             yield Instruction("receive", following)
         yield Instruction("wait", action)
     yield Instruction("compute", action)
-    if to_neighbour:
+    if sends:
         yield Instruction("send", action)
     if action.kind == "B" and action.microbatch == n_microbatches - 1:
         yield Instruction("finish", action)  # after its message is sent

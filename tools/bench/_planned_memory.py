@@ -16,7 +16,7 @@ ensure_device()  # before anything of torchtitan
 from titan_async.config.recipe_file import resolve  # noqa: E402
 from titan_async.planning.layout import layout_of  # noqa: E402
 from titan_async.planning.memory import memory_of  # noqa: E402
-from titan_async.planning.parts import trace_parts  # noqa: E402
+from titan_async.planning.traced_parts import trace_parts  # noqa: E402
 
 __all__ = ["CASES", "Case", "Peak", "compare"]
 

@@ -15,11 +15,11 @@ from titan_async.config.device import ensure_device
 ensure_device()  # before anything of torchtitan
 
 from titan_async.config.recipe_file import resolve  # noqa: E402
+from titan_async.planning.config_variants import on_own_ranks  # noqa: E402
 from titan_async.planning.device_profile import calibrated_cluster  # noqa: E402
 from titan_async.planning.device_timing import profile_device  # noqa: E402
 from titan_async.planning.hardware import Cluster  # noqa: E402
 from titan_async.planning.plan import Planner  # noqa: E402
-from titan_async.planning.scale import on_own_ranks  # noqa: E402
 from titan_async.training.stage_times import SKIPPED, STEPS  # noqa: E402
 
 __all__ = ["CASES", "Case", "Seconds", "compare"]
