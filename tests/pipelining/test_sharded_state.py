@@ -38,7 +38,9 @@ def copies_of(run):
     one = sum(
         2 * p.padded_sharded_param_size.numel() * p.all_gather_outputs[0].element_size() for p in fsdp._params
     )
-    return fsdp.unsharded_bytes() / one
+    fsdp._save()  # the active copy
+    outputs = [output for copy in fsdp._copies.values() for param in copy for output in param.outputs]
+    return sum(output.untyped_storage().nbytes() for output in outputs) / one
 
 
 def memory(rank, group, wrap, **model):

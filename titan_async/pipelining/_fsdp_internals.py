@@ -170,16 +170,6 @@ class FsdpParameters:
             param.sharded_param.grad = grad
         return grads
 
-    def unsharded_bytes(self) -> int:
-        """Bytes of all allocated copies."""
-        self._save()
-        return sum(
-            output.untyped_storage().nbytes()
-            for copy in self._copies.values()
-            for unsharded in copy
-            for output in unsharded.outputs
-        )
-
     def _set_gradient_sync(self, enabled: bool) -> None:
         self._root.set_is_last_backward(enabled)
         self._root.set_reshard_after_backward(False)

@@ -106,11 +106,6 @@ class Part:
     backward expert-parallel ranks exchange them, except for a rank's own share of 1/ep."""
 
     @property
-    def backward_flops(self) -> float:
-        """FLOPs from the end of the forward to the gradients."""
-        return self.input_flops + self.weight_flops + self.recompute_flops
-
-    @property
     def dense(self) -> int:
         """Parameters that expert parallelism does not shard."""
         return sum(weight.size for weight in self.weights if not weight.expert)
