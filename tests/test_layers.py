@@ -53,12 +53,10 @@ PRIVATE_NAMES_ALLOWED = {
         "_optimizer_state_dict_pre_hooks",
     },
     "optim/lion.py": {"_foreach_add_", "_foreach_mul", "_foreach_mul_", "_foreach_sign_"},
-    "pipelining/clipping.py": {"_PipelineStageBase"},
-    "pipelining/execution.py": {"_PipelineStageBase"},
-    "pipelining/first_step.py": {"_PipelineStageBase"},
+    "pipelining/execution.py": {"_PipelineStageBase", "_foreach_div_"},
     "pipelining/gradient_norm.py": {"_PipelineStageBase", "_foreach_mul_", "_foreach_norm"},
-    "pipelining/inputs.py": {"_PipelineStageBase"},
-    "pipelining/messages.py": {"_PipelineStageBase"},
+    "pipelining/shape_inference.py": {"_PipelineStageBase"},
+    "pipelining/p2p_channels.py": {"_PipelineStageBase"},
     "pipelining/sharded_versions.py": {"_foreach_copy_"},
     "pipelining/tied_parameters.py": {"_PipelineStageBase"},
     "pipelining/weight_versions.py": {"_foreach_copy_"},
@@ -66,7 +64,6 @@ PRIVATE_NAMES_ALLOWED = {
     # What `PipelineScheduleSingle` keeps for its subclasses, and the type of its stage.
     "pipelining/schedule.py": {
         "_PipelineStageBase",
-        "_foreach_div_",
         "_loss_fn",
         "_merge_outputs",
     },
@@ -78,7 +75,7 @@ PRIVATE_NAMES_ALLOWED = {
     # The type that torchtitan's own functions are annotated with.
     "training/pipeline/schedule.py": {"_PipelineSchedule"},
     # The public class lives in a private module.
-    "rehearsal/peers.py": {"_python_dispatch"},
+    "rehearsal/rank.py": {"_python_dispatch"},
 }
 """Private names of torch or torchtitan that a module other than the `_..._internals` ones may use."""
 

@@ -16,7 +16,7 @@ from tests.support.waiting import MOST_SECONDS
 from titan_async.monitor.events import RECORD
 from titan_async.monitor.spans import RankSpans
 from titan_async.pipelining.actions import Action
-from titan_async.pipelining.messages import Messages
+from titan_async.pipelining.p2p_channels import P2PChannels
 from titan_async.pipelining.recording import Kind
 
 PAIR = FORWARD + BACKWARD
@@ -97,12 +97,12 @@ def test_late_messages_leave_in_their_order_and_hold_up_nobody(
         left.extend((tensor, clock.perf_counter()) for tensor in tensors)
         return [SimpleNamespace(wait=lambda: None) for _ in tensors]
 
-    monkeypatch.setattr(Messages, "_start", send)
+    monkeypatch.setattr(P2PChannels, "_start", send)
     inject_slowness._delay_messages(0.05)
-    messages: Any = SimpleNamespace(_lanes=SimpleNamespace(groups={("send", "F"): object()}))
+    messages: Any = SimpleNamespace(_edges=SimpleNamespace(groups={("send", "F"): object()}))
     works: list[Any] = []
     for name in ("first", "second"):
-        works += Messages._start(messages, "send", Action("F", 0, 0), [name])  # type: ignore[list-item]
+        works += P2PChannels._start(messages, "send", Action("F", 0, 0), [name])  # type: ignore[list-item]
         clock.advance(0.01)
     # The rank has gone on while no time has passed for its messages.
     assert not left

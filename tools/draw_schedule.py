@@ -20,7 +20,7 @@ from titan_async.config.suggestions import unknown_name
 from titan_async.errors import UserError
 from titan_async.monitor.figures import save, style
 from titan_async.monitor.gantt import Box, Chart, draw_charts, tint_of
-from titan_async.pipelining.actions import least_microbatches
+from titan_async.pipelining.actions import min_microbatches
 from titan_async.pipelining.programs import ONE_STAGE, V_SHAPED, schedule_programs, stages_of_ranks
 from titan_async.pipelining.recording import Kind
 from titan_async.pipelining.simulation import COMPUTE, Run, Timing, simulate
@@ -42,7 +42,7 @@ def simulated(schedule: str, arguments: argparse.Namespace, batches: int) -> Run
         raise UserError(unknown_name("the schedule", schedule, SCHEDULES))
     ranks, microbatches, lookahead = arguments.pp, arguments.microbatches, arguments.lookahead
     overlap = arguments.overlap and schedule == "Async2BW"
-    least = least_microbatches(ranks, lookahead, overlap)
+    least = min_microbatches(ranks, lookahead, overlap)
     if schedule == "Async2BW" and microbatches < least:
         raise UserError(
             f"Async2BW on {ranks} stages{f' and a lookahead of {lookahead}' if lookahead else ''}"
@@ -69,9 +69,8 @@ def boxes_of(run: Run) -> list[Box]:
             for half, (kind, stage, batch, microbatch, _) in enumerate(task.halves, 1):
                 if kind in COMPUTE:
                     tint = tint_of(batch, int(stage != first))
-                    boxes.append(
-                        Box(rank, start, end, KINDS[kind], str(microbatch), tint, half if task.beside else 0)
-                    )
+                    half = half if task.overlapped else 0
+                    boxes.append(Box(rank, start, end, KINDS[kind], str(microbatch), tint, half))
     return boxes
 
 

@@ -26,14 +26,14 @@ from matplotlib.figure import Figure
 from torchtitan.trainer import Trainer
 
 from titan_async.monitor.figures import save, style
-from titan_async.pipelining.actions import least_microbatches
+from titan_async.pipelining.actions import min_microbatches
 from titan_async.pipelining.programs import schedule_programs, stages_of_ranks
 from titan_async.pipelining.simulation import Timing, simulate
+from titan_async.planning.config_variants import with_schedule
 from titan_async.planning.hardware import Cluster, cluster_of
 from titan_async.planning.layout import Layout, layout_of
 from titan_async.planning.memory import Memory, memory_of
 from titan_async.planning.plan import Planner
-from titan_async.planning.scale import with_schedule
 from titan_async.planning.step_time import Receives, StepTime
 from titan_async.planning.suggest import LEAST_GAIN
 from titan_async.planning.verdict import in_seconds
@@ -254,7 +254,7 @@ def bubble(schedule: str, stages: int, microbatches: int) -> float | None:
     """Of a step, what ranks idle, where stages are equal, a backward takes two forwards, and messages and
     updates nothing; None where there are too few microbatches."""
     schedule, _, overlapped = schedule.partition(", ")
-    if schedule == "Async2BW" and microbatches < least_microbatches(stages, 0, overlap=bool(overlapped)):
+    if schedule == "Async2BW" and microbatches < min_microbatches(stages, 0, overlap=bool(overlapped)):
         return None
     total = sum(map(len, stages_of_ranks(schedule, stages)))
     batches = 6 if schedule == "Async2BW" else 3  # which takes some to settle

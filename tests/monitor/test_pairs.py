@@ -46,7 +46,7 @@ def test_the_backward_of_a_pair_is_that_of_the_schedule(
         for task in async_programs(stages, microbatches, 4, lookahead, overlap=True)[stage]:
             row = (8 * len(rows), 8 * len(rows) + 5, task.batch + 11, task.microbatch)
             rows.append((*row, max(task.batch - 1, 0), stage, kind_of(task), 1))
-            for half, each in enumerate(task.halves, start=1 if task.beside else 0):
+            for half, each in enumerate(task.halves, start=1 if task.overlapped else 0):
                 wanted.append((each, half, row[:2], max(each.batch - 1, 0)))
         split, halves = split_pairs(np.array(rows, RECORD), shape)
         found = [

@@ -22,7 +22,7 @@ from tests.support.feedback_formulas import (
     zero_in_batch_2,
 )
 from titan_async.optim import ErrorFeedback
-from titan_async.planning.live_tensors import StorageTracker
+from titan_async.planning.storage_tracker import StorageTracker
 
 
 @pytest.mark.parametrize("gradient", [noisy_gradient, gaps, zero_in_batch_2])

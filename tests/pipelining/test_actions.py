@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from titan_async.pipelining import drain_actions, step_actions
 from titan_async.pipelining.actions import (
-    EARLY,
+    ALL_EARLY,
     Action,
-    Early,
+    EarlyReceives,
     Instruction,
     drain_program,
     evaluation_program,
@@ -81,7 +81,7 @@ def test_every_microbatch_goes_forward_once_then_backward_once_in_order(shape, f
 
 
 @given(shapes(), fillings)
-def test_in_flight_are_what_a_stage_may_hold_and_all_are_done_after_a_drain(shape, filled):
+def test_microbatches_in_flight_are_bounded_and_none_remains_after_a_drain(shape, filled):
     """Design notes, section 4: what needs a slot, together with the running microbatch, stays within m."""
     for _, held, done in each_stage(shape, filled):
         now = 0
@@ -94,7 +94,7 @@ def test_in_flight_are_what_a_stage_may_hold_and_all_are_done_after_a_drain(shap
 
 @given(shapes())
 def test_a_stage_holds_at_least_one_more_than_the_next_and_the_last_none(shape):
-    """Or two neighbours wait for each other in every pair. What the first holds beyond d - 1 falls evenly."""
+    """Otherwise two neighbors wait for each other in every pair. Lookahead decreases evenly."""
     d, m, lookahead = shape
     held = [in_flight(stage, d, lookahead) for stage in range(d)]
     assert held[0] == d - 1 + (lookahead if d > 1 else 0) and held[-1] == 0
@@ -103,7 +103,7 @@ def test_a_stage_holds_at_least_one_more_than_the_next_and_the_last_none(shape):
 
 
 @given(shapes())
-def test_slots_are_more_than_what_is_in_flight_and_no_more_than_torch_has(shape):
+def test_slots_exceed_microbatches_in_flight_and_not_those_of_torch(shape):
     """Design notes, section 4: with more slots than microbatches in flight, prefetched receives included.
 
     torch has a receive buffer for each of the m microbatches.
@@ -144,7 +144,7 @@ def test_weights_of_two_batches_are_enough(shape, filled):
                     waiting.remove(which)
 
 
-def programs_of(stage, shape, filled, early=EARLY):
+def programs_of(stage, shape, filled, early=ALL_EARLY):
     """The instructions of each call of a stage and its actions; an evaluation ends them."""
     d, m, lookahead = shape
     for batches in filled:
@@ -155,7 +155,7 @@ def programs_of(stage, shape, filled, early=EARLY):
     yield evaluation_program(stage, d, m, early), [Action("F", 0, i) for i in range(m)]
 
 
-choices = st.builds(Early, st.booleans(), st.booleans())
+choices = st.builds(EarlyReceives, st.booleans(), st.booleans())
 
 
 @given(shapes(), fillings, choices)

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.support.processes import Pools
-from titan_async.pipelining import all_to_all, all_to_all_single
+from titan_async.pipelining import all_to_all_single, overlap
 
 SENT = {
     "even": [[2, 2], [2, 2]],
@@ -28,7 +28,7 @@ def count_hand_overs() -> list[int]:
     def hand_over() -> None:
         counts[0] += 1
 
-    all_to_all.hand_over = hand_over
+    overlap.hand_over = hand_over
     return counts
 
 
@@ -67,7 +67,7 @@ def test_it_exchanges_as_the_functional_collective_does(
 
 
 @pytest.mark.slow
-def test_it_does_so_in_inductor_s_code(pools: Pools) -> None:
+def test_inductor_exchanges_as_the_functional_collective_does(pools: Pools) -> None:
     assert_equal(pools(2).run(2, exchanges, SENT["uneven"], "inductor", False))
 
 
@@ -132,11 +132,11 @@ def test_selective_checkpointing_can_save_it(pools: Pools) -> None:
         assert gradients == [[4 * (2.0 + rank) ** 3] * 2] * 2
 
 
-def test_fake_tensors_hand_nothing_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fake_tensors_do_not_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
     def hand_over() -> None:
         raise AssertionError("a fake tensor handed over")
 
-    monkeypatch.setattr(all_to_all, "hand_over", hand_over)
+    monkeypatch.setattr(overlap, "hand_over", hand_over)
     for device in ("meta", "cpu"):
         with torch._subclasses.FakeTensorMode():
             x = torch.empty(5, 2, device=device, dtype=torch.float16, requires_grad=True)

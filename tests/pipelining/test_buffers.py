@@ -83,9 +83,9 @@ def pipeline(rank, group, shape, recompute=False, backend=None, drain_after=(), 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     run = Run(shape, recompute, backend)
-    show = BufferVersions.show
+    activate = BufferVersions.activate
     if hide_versions:
-        BufferVersions.show = lambda self, version: None
+        BufferVersions.activate = lambda self, version: None
     losses, graphs = [], []
     try:
         for batch in range(BATCHES):
@@ -94,7 +94,7 @@ def pipeline(rank, group, shape, recompute=False, backend=None, drain_after=(), 
                 run.drain()
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     finally:
-        BufferVersions.show = show
+        BufferVersions.activate = activate
     return state_of(run.module), losses, graphs
 
 
@@ -169,7 +169,7 @@ def interrupted(rank, group, shape):
 
 
 @pytest.mark.parametrize("shape", [slow((1, 1)), (4, 1), (2, 2)])
-def test_a_run_goes_on_bitwise_in_a_new_schedule(pool, shape):
+def test_a_run_resumes_bitwise_in_a_new_schedule(pool, shape):
     for (state, losses), (resumed, resumed_losses) in pool.run(shape[0] * shape[1], interrupted, shape):
         assert losses == resumed_losses
         assert all(torch.equal(state[name], resumed[name]) for name in state)

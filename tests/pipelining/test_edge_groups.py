@@ -16,9 +16,9 @@ from torch.distributed.pipelining import PipelineStage
 
 from tests.support.processes import Pools, WorkerPool
 from titan_async import _group_internals
-from titan_async.pipelining import ScheduleAsync2BW, messages
-from titan_async.pipelining.actions import EARLY, Early
-from titan_async.pipelining.messages import MAX_CTAS, Messages
+from titan_async.pipelining import ScheduleAsync2BW, p2p_channels
+from titan_async.pipelining.actions import ALL_EARLY, EarlyReceives
+from titan_async.pipelining.p2p_channels import MAX_CTAS, P2PChannels
 
 M = 4
 
@@ -49,7 +49,7 @@ def train_bound(rank: int, group: dist.ProcessGroup) -> tuple[list[tuple[int, ..
     """All that makes groups, as if `init_process_group` had been given a device."""
     made: list[tuple[int, ...]] = []
     default, size = distributed_c10d._get_default_group(), group.size()
-    joint_group, count = messages.joint_group, distributed_c10d._world.group_count
+    joint_group, count = p2p_channels.joint_group, distributed_c10d._world.group_count
 
     def noting(ranks: Any, *options: Any) -> dist.ProcessGroup:
         made.append(tuple(sorted(ranks)))
@@ -62,8 +62,8 @@ def train_bound(rank: int, group: dist.ProcessGroup) -> tuple[list[tuple[int, ..
     try:
         with (
             mock.patch.object(distributed_c10d, "_get_split_source", split),
-            mock.patch.object(messages, "joint_group", noting),
-            mock.patch.object(messages, "_lanes", weakref.WeakKeyDictionary()),  # none of another test
+            mock.patch.object(p2p_channels, "joint_group", noting),
+            mock.patch.object(p2p_channels, "_edge_groups", weakref.WeakKeyDictionary()),
         ):
             schedule = schedule_of(rank, group, tied=True)
             for _ in range(3):
@@ -100,7 +100,7 @@ def threads_that_read(rank: int, group: dist.ProcessGroup) -> tuple[int, int]:
         return sum(name.startswith("gloo_tcp") for name in names)
 
     before = count()
-    with mock.patch.object(messages, "_lanes", weakref.WeakKeyDictionary()):
+    with mock.patch.object(p2p_channels, "_edge_groups", weakref.WeakKeyDictionary()):
         schedule = schedule_of(rank, group, tied=True)
         for _ in range(3):
             run(schedule, rank, group.size())
@@ -112,7 +112,7 @@ def threads_that_read(rank: int, group: dist.ProcessGroup) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux lists them")
-def test_groups_of_a_pipeline_need_no_threads_that_read_for_them_alone(pool: WorkerPool) -> None:
+def test_edge_groups_share_the_thread_of_the_default_group(pool: WorkerPool) -> None:
     """Each would wake up every 10 ms."""
     for before, after in pool.run(3, threads_that_read):
         assert after == before > 0
@@ -133,7 +133,7 @@ def distance(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).abs().square().mean()
 
 
-def test_complex_activations_travel(pool: WorkerPool) -> None:
+def test_complex_activations_are_sent(pool: WorkerPool) -> None:
     """No backend knows complex numbers."""
     x = torch.randn(M, 4, dtype=torch.complex64)
     modules = []
@@ -161,16 +161,16 @@ def beginning_of_a_step(rank: int, group: dist.ProcessGroup) -> list[str]:
 
         return mock.patch.object(owner, name, noted)
 
-    channels = schedule._execution._messages
+    channels = schedule._executor._channels
     with (
-        noting(channels, "receive"),
+        noting(channels, "recv"),
         noting(channels, "wait"),
-        noting(schedule._tied, "start"),
-        noting(schedule._clipper, "start"),
+        noting(schedule._executor.tied, "start"),
+        noting(schedule._executor.clipper, "start"),
     ):
         run(schedule, rank, size)
     schedule.drain()
-    return started[: started.index("Messages.wait")]
+    return started[: started.index("P2PChannels.wait")]
 
 
 def test_the_last_stage_receives_before_it_reduces_what_others_have_yet_to_complete(
@@ -178,8 +178,8 @@ def test_the_last_stage_receives_before_it_reduces_what_others_have_yet_to_compl
 ) -> None:
     """As `tests/support/rendezvous.py` has it: what a reduction computes may wait for the device."""
     first, *reductions = pool.run(2, beginning_of_a_step)[-1]
-    assert first == "Messages.receive"
-    assert reductions[:2] == ["TiedParameters.start", "Clipper.start"]
+    assert first == "P2PChannels.recv"
+    assert reductions[:2] == ["TiedParameters.start", "GradientClipper.start"]
 
 
 class Options:
@@ -216,7 +216,7 @@ def test_few_thread_blocks_of_nccl_wait_for_a_message(
     monkeypatch.setattr(distributed_c10d, "_get_default_group", lambda: SimpleNamespace(bound_device_id=None))
     monkeypatch.setattr(_group_internals, "_groups", set())
     monkeypatch.setattr(torch, "tensor", lambda *args, **kwargs: None)
-    messages._edge_group(0, 1, torch.device(device))
+    p2p_channels._edge_group(0, 1, torch.device(device))
     (options,) = asked
     if not is_nccl:
         assert options["backend"] is None and options["pg_options"] is None
@@ -229,35 +229,35 @@ def test_few_thread_blocks_of_nccl_wait_for_a_message(
 @pytest.mark.parametrize(
     ("device", "choice", "near", "lookahead", "early"),
     [
-        ("cpu", None, True, 0, EARLY),
-        ("cuda", None, True, 1, Early(False, False)),
-        ("cuda", None, False, 0, Early(False, False)),
-        ("cuda", None, False, 1, Early(True, False)),
-        ("cpu", False, False, 1, Early(False, False)),
-        ("cuda", True, True, 0, EARLY),
+        ("cpu", None, True, 0, ALL_EARLY),
+        ("cuda", None, True, 1, EarlyReceives(False, False)),
+        ("cuda", None, False, 0, EarlyReceives(False, False)),
+        ("cuda", None, False, 1, EarlyReceives(True, False)),
+        ("cpu", False, False, 1, EarlyReceives(False, False)),
+        ("cuda", True, True, 0, ALL_EARLY),
     ],
 )
 def test_which_receives_are_early(
-    device: str, choice: bool | None, near: bool, lookahead: int, early: Early
+    device: str, choice: bool | None, near: bool, lookahead: int, early: EarlyReceives
 ) -> None:
     """By default what no order of waits for devices can hang: see `test_rendezvous.py`."""
-    channels = Messages(SimpleNamespace(device=torch.device(device)))  # type: ignore[arg-type]
-    channels._lanes = messages._Lanes(upstream_is_near=near)
+    channels = P2PChannels(SimpleNamespace(device=torch.device(device)))  # type: ignore[arg-type]
+    channels._edges = p2p_channels._EdgeGroups(previous_on_same_host=near)
     assert channels.early(choice, lookahead) == early
 
 
 def where_upstream_is(rank: int, group: dist.ProcessGroup) -> bool:
     with (
-        mock.patch.object(messages.socket, "gethostname", return_value=f"host{rank // 2}"),
-        mock.patch.object(messages, "_lanes", weakref.WeakKeyDictionary()),
+        mock.patch.object(p2p_channels.socket, "gethostname", return_value=f"host{rank // 2}"),
+        mock.patch.object(p2p_channels, "_edge_groups", weakref.WeakKeyDictionary()),
     ):
         schedule = schedule_of(rank, group)
         run(schedule, rank, group.size())
-        lanes = schedule._execution._messages._lanes
+        edges = schedule._executor._channels._edges
         schedule.drain()
-    assert lanes is not None
-    return lanes.upstream_is_near
+    assert edges is not None
+    return edges.previous_on_same_host
 
 
-def test_a_stage_learns_whether_the_one_before_is_on_its_host(pool: WorkerPool) -> None:
+def test_a_stage_detects_whether_the_previous_one_is_on_its_host(pool: WorkerPool) -> None:
     assert pool.run(4, where_upstream_is) == [False, True, False, True]

@@ -15,6 +15,7 @@ from tests.support.sharded import EVERY, make_meshes, meshes, prepare, shard, tr
 from tests.support.sharded_oracle import difference, oracle
 from titan_async.local_tensors import local_part
 from titan_async.pipelining import ScheduleAsync2BW
+from titan_async.pipelining.execution import Executor
 from titan_async.pipelining.gradient_norm import NormReducer, share_of_squares
 
 PLAIN, FOUR, SHARDED = ("pp",), ("pp", "one"), ("pp", "dp")
@@ -143,17 +144,17 @@ def test_clipped_training_equals_the_recurrence(pool, names, clip):
 
 
 def norm_of_the_batch_before():
-    deliver = ScheduleAsync2BW._deliver
+    publish = Executor._publish
 
-    def deliver_and_mix(self, number):
-        last = self._clipper._norm
-        deliver(self, number)
-        self._clipper._norm = last or self._clipper._norm
+    def publish_and_mix(self, batch):
+        last = self.clipper._norm
+        publish(self, batch)
+        self.clipper._norm = last or self.clipper._norm
 
-    ScheduleAsync2BW._deliver = deliver_and_mix
+    Executor._publish = publish_and_mix
 
     def undo():
-        ScheduleAsync2BW._deliver = deliver
+        Executor._publish = publish
 
     return undo
 
@@ -257,7 +258,7 @@ def mistakes(rank, group, names):
 
 
 @pytest.mark.parametrize("names", [PLAIN, SHARDED])
-def test_mistakes_are_named(pool, names):
+def test_invalid_calls_are_refused(pool, names):
     """Nothing to clip, clipped twice, accumulated, changed before: each leaves the run as it was."""
     assert all(pool.run(WRAPS[names][0], mistakes, names))
 

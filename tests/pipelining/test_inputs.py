@@ -109,7 +109,7 @@ def keeping(rank, group, batches):
 
 
 @pytest.mark.parametrize("stages", [2, 3])
-def test_a_stage_is_given_tensors_of_its_own(pool: WorkerPool, stages: int) -> None:
+def test_receive_buffers_are_not_reused(pool: WorkerPool, stages: int) -> None:
     batches = 4
     results = pool.run(stages, keeping, batches)
     assert_same(
@@ -174,7 +174,7 @@ def tied(rank, group, updated):
     return module.seen
 
 
-def test_what_is_sent_is_as_it_was_when_it_was_computed(pool: WorkerPool, tmp_path: Path) -> None:
+def test_pending_sends_are_not_overwritten(pool: WorkerPool, tmp_path: Path) -> None:
     """Weights and inputs that are passed on may be written to before the next stage takes them."""
     seen = pool.run(2, tied, tmp_path / "updated")[1][1:]
     assert len(seen) == 2 * M
@@ -209,7 +209,7 @@ def uneven(rank, group, method):
 
 
 @pytest.mark.parametrize("method", ["step", "eval"])
-def test_microbatches_that_are_not_alike_are_refused(pool: WorkerPool, method: str) -> None:
+def test_microbatches_of_different_shapes_are_refused(pool: WorkerPool, method: str) -> None:
     (first, _), (last, rows) = pool.run(2, uneven, method)
     assert rows == 9 and len(first) == (2 if method == "eval" else 1)
     for sentence in first:
@@ -359,7 +359,7 @@ def along_dimension_1(rank, group):
     return [gradients(stage.submod)], short, None if output is None else tuple(output.shape)
 
 
-def test_the_target_is_split_as_it_is_told(pool: WorkerPool) -> None:
+def test_the_target_is_split_by_its_chunk_spec(pool: WorkerPool) -> None:
     results = pool.run(2, along_dimension_1)
     assert_same([found for found, *_ in results], reference(2, 0, 3, 8, dim=1))
     assert results[1][2] == (3, 8, WIDTH)
@@ -396,7 +396,7 @@ def mistakes(rank, group):
     return [*found, gradients(stage.submod)]
 
 
-def test_a_mistake_leaves_the_schedule_usable(pool: WorkerPool) -> None:
+def test_invalid_inputs_leave_the_schedule_usable(pool: WorkerPool) -> None:
     assert_same(pool.run(2, mistakes), *(reference(2, seed, 8) for seed in range(3)))
 
 
@@ -414,7 +414,7 @@ def microbatches_alone(rank, group):
     return [gradients(stage.submod)]
 
 
-def test_microbatches_may_be_stepped_as_torchs_schedules_allow(pool: WorkerPool) -> None:
+def test_step_microbatches_is_supported(pool: WorkerPool) -> None:
     assert_same(pool.run(2, microbatches_alone), reference(2, 0, 8))
 
 

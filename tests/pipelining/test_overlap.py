@@ -15,7 +15,7 @@ from titan_async.pipelining.overlap import Overlap
 CPU = torch.device("cpu")
 
 
-class Halves:
+class RecordedState:
     """Notes which half goes on."""
 
     def __init__(self):
@@ -47,11 +47,11 @@ def half(done, name, stops):
         (1, 3, "B0 F0 B1 F1 B2 B3"),
     ],
 )
-def test_halves_take_strict_turns_and_the_longer_one_goes_on_alone(of_forward, of_backward, order):
+def test_halves_take_strict_turns_and_the_longer_one_continues_alone(of_forward, of_backward, order):
     overlap, done = Overlap(CPU), []
     for _ in range(2):
         done.clear()
-        overlap.run(half(done, "F", of_forward), half(done, "B", of_backward), Halves())
+        overlap.run(half(done, "F", of_forward), half(done, "B", of_backward), RecordedState())
         assert done == order.split()
 
 
@@ -59,8 +59,8 @@ def test_handing_over_outside_of_a_pair_does_nothing():
     hand_over()
 
 
-def test_each_half_goes_on_with_what_is_its_own():
-    halves, done = Halves(), []
+def test_each_half_resumes_with_its_own_state():
+    halves, done = RecordedState(), []
     Overlap(CPU).run(half(done, "F", 2), half(done, "B", 1), halves)
     assert halves.entered == [1, 0, 1, 0, 0]  # the last one: the forward's is shown afterwards
 
@@ -78,10 +78,10 @@ def test_an_error_ends_the_other_half_and_is_raised(failing, stops):
     forward, backward = (fails, other) if failing == "F" else (other, fails)
     overlap = Overlap(CPU)
     with pytest.raises(ValueError, match="lost"):
-        overlap.run(forward, backward, Halves())
+        overlap.run(forward, backward, RecordedState())
     assert "other5" not in done
     done.clear()
-    overlap.run(half(done, "F", 1), half(done, "B", 1), Halves())
+    overlap.run(half(done, "F", 1), half(done, "B", 1), RecordedState())
     assert done == ["B0", "F0", "B1", "F1"]
 
 
@@ -107,7 +107,7 @@ def test_an_interrupt_does_not_wait_for_a_backward_that_is_stuck():
     interrupter = threading.Thread(target=interrupt)
     interrupter.start()
     with pytest.raises(KeyboardInterrupt):
-        Overlap(CPU).run(hand_over, backward, Halves())
+        Overlap(CPU).run(hand_over, backward, RecordedState())
     interrupter.join()
     hand_over()  # a later forward is no part of the pair
     goes_on.set()
@@ -138,7 +138,7 @@ def test_random_numbers_are_those_of_one_half_after_the_other():
         return found | {"later": torch.rand(4)}
 
     expected = train(lambda forward, backward: (forward(), backward()))
-    found = train(lambda forward, backward: Overlap(CPU).run(forward, backward, Halves()))
+    found = train(lambda forward, backward: Overlap(CPU).run(forward, backward, RecordedState()))
     for name, values in expected.items():
         assert torch.equal(found[name], values), name
 
@@ -146,29 +146,33 @@ def test_random_numbers_are_those_of_one_half_after_the_other():
 def test_a_second_pair_at_the_same_time_is_refused():
     overlap = Overlap(CPU)
     with pytest.raises(RuntimeError, match="one overlapped pair at a time"):
-        overlap.run(lambda: Overlap(CPU).run(hand_over, hand_over, Halves()), hand_over, Halves())
-    overlap.run(hand_over, hand_over, Halves())
+        overlap.run(
+            lambda: Overlap(CPU).run(hand_over, hand_over, RecordedState()), hand_over, RecordedState()
+        )
+    overlap.run(hand_over, hand_over, RecordedState())
 
 
 def test_options_of_the_calling_context_hold_in_the_backward():
     variable = contextvars.ContextVar("option", default=0)
     variable.set(3)
     seen = []
-    Overlap(CPU).run(lambda: None, lambda: seen.append(variable.get()), Halves())
+    Overlap(CPU).run(lambda: None, lambda: seen.append(variable.get()), RecordedState())
     assert seen == [3]
 
 
 def test_autocast_around_a_pair_holds_in_the_backward():
     seen = []
     with torch.autocast("cpu", torch.float16, cache_enabled=False):
-        Overlap(CPU).run(lambda: None, lambda: seen.append(torch.ones(2, 2) @ torch.ones(2, 2)), Halves())
-    Overlap(CPU).run(lambda: None, lambda: seen.append(torch.ones(2, 2) @ torch.ones(2, 2)), Halves())
+        Overlap(CPU).run(
+            lambda: None, lambda: seen.append(torch.ones(2, 2) @ torch.ones(2, 2)), RecordedState()
+        )
+    Overlap(CPU).run(lambda: None, lambda: seen.append(torch.ones(2, 2) @ torch.ones(2, 2)), RecordedState())
     assert [product.dtype for product in seen] == [torch.float16, torch.float32]
 
 
 def test_the_thread_ends_with_its_owner():
     overlap, threads = Overlap(CPU), []
-    overlap.run(lambda: None, lambda: threads.append(threading.current_thread()), Halves())
+    overlap.run(lambda: None, lambda: threads.append(threading.current_thread()), RecordedState())
     assert threads[0] is not threading.current_thread()
     del overlap
     gc.collect()

@@ -50,7 +50,7 @@ def test_the_designs_table(d, m, flush, boundary, end_of_step, deferred):
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
 @pytest.mark.parametrize(("d", "m"), [(1, 1), (2, 2), (3, 7), (4, 4), (8, 16)])
-def test_one_stage_a_rank_has_its_bubble(schedule, d, m):
+def test_one_stage_per_rank_has_its_bubble(schedule, d, m):
     run = run_of(schedule, d, m)
     assert run.step_seconds == pytest.approx((m + d - 1) * PAIR)
     assert 1 - run.utilization == pytest.approx((d - 1) / (m + d - 1))
@@ -166,7 +166,7 @@ def test_overlapped_pairs_are_the_forwards_that_a_backward_follows():
         for task in tasks:
             number = task.batch * m + task.microbatch - w
             if task.kind == "F":
-                assert task.beside == (Task("B", stage, *divmod(number, m)) if number >= 0 else None)
+                assert task.overlapped == (Task("B", stage, *divmod(number, m)) if number >= 0 else None)
     assert str(programs[2][3]) == "F0.2 with B0.1 of stage 2"
 
 
@@ -185,7 +185,7 @@ def test_an_update_comes_one_step_late_and_before_the_next_weights_are_read(look
 
 @pytest.mark.parametrize("schedule", ALL)
 @given(ranks=st.integers(2, 4), rounds=st.integers(2, 3), latency=st.sampled_from([0.0, 0.125]))
-def test_every_rank_does_each_of_its_tasks_once(schedule, ranks, rounds, latency):
+def test_every_rank_runs_each_of_its_tasks_once(schedule, ranks, rounds, latency):
     m = ranks * rounds
     programs = schedule_programs(schedule, ranks, m, 3)
     stages = stages_of_ranks(schedule, ranks)
@@ -200,7 +200,7 @@ def test_every_rank_does_each_of_its_tasks_once(schedule, ranks, rounds, latency
     assert run.busy == [pytest.approx(3 * m * PAIR)] * ranks
 
 
-def test_torchs_names_mean_what_they_are_taken_for():
+def test_torchs_private_names_have_the_assumed_meaning():
     """Fails where torch renames what `_order_internals` reads, or orders the smallest pipelines otherwise."""
 
     def shown(schedule, stages, m):
@@ -224,6 +224,6 @@ def test_torchs_names_mean_what_they_are_taken_for():
         ("Interleaved2F2B", 2, 2, "Unknown schedule"),
     ],
 )
-def test_what_a_schedule_cannot_do_is_said(schedule, ranks, m, words):
+def test_unsupported_numbers_are_refused(schedule, ranks, m, words):
     with pytest.raises(ValueError, match=words):
         schedule_programs(schedule, ranks, m, 1)

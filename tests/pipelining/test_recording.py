@@ -1,4 +1,4 @@
-"""What the schedule tells a recorder is what it does: each action once, in order, with the right weights."""
+"""The recorded spans: each action once, in order, with the right weights."""
 
 import pytest
 import torch

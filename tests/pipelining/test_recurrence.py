@@ -92,9 +92,9 @@ def pipeline(
     )
     update = OPTIMIZERS[optimizer](module)
     inputs, targets = build_data(batches, n_microbatches)
-    preserve = WeightVersions.preserve
+    stash = WeightVersions.stash
     if share_one_buffer:
-        WeightVersions.preserve = lambda self, version: None
+        WeightVersions.stash = lambda self, version: None
     losses, graphs = [], []
 
     def apply_gradient():
@@ -122,7 +122,7 @@ def pipeline(
                     run_batch(schedule.eval, stage, inputs[b], targets[b])
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     finally:
-        WeightVersions.preserve = preserve
+        WeightVersions.stash = stash
     return {k: v.clone() for k, v in module.state_dict().items()}, losses, graphs
 
 

@@ -11,10 +11,18 @@ import itertools
 import pytest
 import torch
 
-from tests.support.rendezvous import Program, Step, a_lane_each, one_lane, overwritten, programs, walk
+from tests.support.rendezvous import (
+    Program,
+    Step,
+    one_channel_per_direction,
+    one_channel_per_rank,
+    overwritten,
+    programs,
+    walk,
+)
 from tests.support.selection import slow
 from titan_async.pipelining import actions
-from titan_async.pipelining.actions import EARLY, Action, Early, in_flight
+from titan_async.pipelining.actions import ALL_EARLY, Action, EarlyReceives, in_flight
 from titan_async.pipelining.overlap import Overlap, hand_over
 
 STAGES = range(1, 9)
@@ -42,8 +50,8 @@ def B(microbatch, batch=0):  # noqa: N802
     return Action("B", batch, microbatch)
 
 
-LATE = Early(False, False)
-ON_GPUS = [LATE, Early(True, False)]
+LATE = EarlyReceives(False, False)
+ON_GPUS = [LATE, EarlyReceives(True, False)]
 """The choices for an edge within a host and between hosts, where a device is waited for."""
 
 
@@ -52,7 +60,8 @@ def mixed(choices):
     return [choices[stage % len(choices)] for stage in range(max(STAGES))]
 
 
-CHOICES = [EARLY, LATE, mixed([EARLY, LATE]), mixed([Early(True, False), Early(False, True)])]
+ACTIVATIONS, GRADIENTS = EarlyReceives(True, False), EarlyReceives(False, True)
+CHOICES = [ALL_EARLY, LATE, mixed([ALL_EARLY, LATE]), mixed([ACTIVATIONS, GRADIENTS])]
 
 
 def few_shapes(d):
@@ -63,7 +72,7 @@ def few_shapes(d):
 @pytest.mark.parametrize("shapes", [some_shapes, slow(shapes, id="all_shapes")])
 @pytest.mark.parametrize("d", STAGES)
 def test_every_shape_ends_with_all_messages_at_their_action_and_no_buffer_overwritten(d, shapes):
-    check_messages_and_buffers(d, shapes(d), EARLY)
+    check_messages_and_buffers(d, shapes(d), ALL_EARLY)
 
 
 def overlapped(shapes, d):
@@ -75,7 +84,7 @@ def overlapped(shapes, d):
 @pytest.mark.parametrize("shapes", [few_shapes, slow(some_shapes)])
 @pytest.mark.parametrize("early", CHOICES)
 @pytest.mark.parametrize("d", STAGES)
-def test_so_does_it_in_overlapped_pairs(d, early, shapes):
+def test_every_shape_of_overlapped_pairs_ends_likewise(d, early, shapes):
     check_messages_and_buffers(d, overlapped(shapes, d), early, overlap=True)
 
 
@@ -83,7 +92,7 @@ def test_so_does_it_in_overlapped_pairs(d, early, shapes):
 @pytest.mark.parametrize("shapes", [few_shapes, slow(shapes, id="all_shapes")])
 @pytest.mark.parametrize("early", CHOICES[1:])
 @pytest.mark.parametrize("d", STAGES)
-def test_so_does_it_whichever_receives_are_early(d, early, shapes):
+def test_every_choice_of_early_receives_ends_likewise(d, early, shapes):
     check_messages_and_buffers(d, shapes(d), early)
 
 
@@ -103,7 +112,7 @@ def check_messages_and_buffers(d, shapes, early, **how):
 
 
 @pytest.mark.parametrize("d", STAGES)
-def test_the_pipeline_never_empties_between_batches(d):
+def test_the_pipeline_is_not_flushed_between_batches(d):
     """Forwards take 1 and backwards 2: three batches take what a stage computes, and one filling.
 
     So the limit on sends under way holds no stage up either.
@@ -114,7 +123,7 @@ def test_the_pipeline_never_empties_between_batches(d):
 
 
 @pytest.mark.parametrize("d", STAGES)
-def test_nor_does_it_between_overlapped_pairs(d):
+def test_the_pipeline_is_not_flushed_between_overlapped_pairs(d):
     for m, lookahead in {
         (n, la) for n in (2 * d - 1, 2 * d, 2 * MOST) for la in (0, min(d - 1, n - 2 * d + 1))
     }:
@@ -148,7 +157,7 @@ def test_it_finds_halves_that_begin_in_another_order_on_one_rank():
     assert walk(ranks, replicas=2).fine
     steps = [*ranks[3].steps]
     ranks[3] = dataclasses.replace(ranks[3], steps=steps)
-    pair = next(i for i, step in enumerate(steps) if step.beside)
+    pair = next(i for i, step in enumerate(steps) if step.overlapped)
     assert [str(step) for step in steps[pair + 1 : pair + 3]] == ["exchange B0.0", "exchange F0.1"]
     steps[pair + 1 : pair + 3] = reversed(steps[pair + 1 : pair + 3])
     assert " exchanges with " in walk(ranks, replicas=2).misdelivered[0]
@@ -166,8 +175,8 @@ def test_the_halves_of_a_pair_take_turns_as_in_the_walk(exchanges):
             done.append(("collect", kind, number))
 
     Overlap(torch.device("cpu")).run(lambda: half("F"), lambda: half("B"), Nothing())
-    pair = programs(1, 2, 0, (1,), EARLY, True, exchanges)[0].steps
-    begin = next(i for i, step in enumerate(pair) if step.beside) + 1
+    pair = programs(1, 2, 0, (1,), ALL_EARLY, True, exchanges)[0].steps
+    begin = next(i for i, step in enumerate(pair) if step.overlapped) + 1
     assert done == [(s.kind, s.action.kind, s.number) for s in pair[begin : begin + len(done)]]
 
 
@@ -199,7 +208,7 @@ def test_all_ranks_may_wait_for_their_devices_anywhere(d, early, shapes):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("early", [*ON_GPUS, mixed(ON_GPUS), mixed(ON_GPUS[::-1])])
 @pytest.mark.parametrize("d", STAGES)
-def test_so_they_may_where_pairs_overlap_and_tokens_are_exchanged(d, early):
+def test_all_ranks_may_wait_for_their_devices_with_overlapped_pairs(d, early):
     for m, lookahead in overlapped(few_shapes, d):
         if lookahead == 0:
             ranks = programs(d, m, 0, PLAN, early, True, (2, 4)) * 2
@@ -222,7 +231,7 @@ def test_one_rank_may_wait_for_its_device_anywhere_whichever_receives_are_early(
             assert outcome.fine, (m, lookahead, waiting, outcome)
 
 
-@pytest.mark.parametrize(("lookahead", "early"), [(0, EARLY), (1, LATE)])
+@pytest.mark.parametrize(("lookahead", "early"), [(0, ALL_EARLY), (1, LATE)])
 @pytest.mark.parametrize("d", STAGES[1:])
 def test_two_that_wait_at_once_hang_with_early_receives_at_both_ends_or_lookahead(d, lookahead, early):
     """Why neither is the default on accelerators."""
@@ -230,7 +239,7 @@ def test_two_that_wait_at_once_hang_with_early_receives_at_both_ends_or_lookahea
     assert any("device waits" in blocked.reason for blocked in outcome.blocked), outcome
 
 
-@pytest.mark.parametrize("early", [EARLY, LATE])
+@pytest.mark.parametrize("early", [ALL_EARLY, LATE])
 def test_it_finds_the_first_gradient_received_before_any_forward_was_sent(early):
     """Without a wait for the device that is no deadlock, but the first one then has no end."""
     ranks = programs(3, 5, 0, PLAN, early)
@@ -259,16 +268,16 @@ def test_lookahead_needs_sends_that_do_not_block(d):
             assert [b.step.kind for b in outcome.blocked[:2]] == ["send", "send"], (m, lookahead, outcome)
 
 
-def one_lane_an_edge(rank, queue):
+def one_channel_per_edge(rank, queue):
     return frozenset(queue)
 
 
-@pytest.mark.parametrize("lane", [one_lane, one_lane_an_edge])
+@pytest.mark.parametrize("channel", [one_channel_per_rank, one_channel_per_edge])
 @pytest.mark.parametrize("d", STAGES[1:])
-def test_one_communicator_a_rank_or_an_edge_deadlocks_at_once(d, lane):
-    """Why `Messages` gives each edge and direction its own: an early receive would hold up later sends."""
+def test_one_communicator_a_rank_or_an_edge_deadlocks_at_once(d, channel):
+    """Why `P2PChannels` gives each edge and direction its own: an early receive would hold up later sends."""
     for m, lookahead in shapes(d)[:: d + 1]:
-        outcome = walk(programs(d, m, lookahead, PLAN), lane)
+        outcome = walk(programs(d, m, lookahead, PLAN), channel)
         assert len(outcome.blocked) == d, (m, lookahead, outcome)
         assert [b.step.filling for b in outcome.blocked] == [0] * d
 
@@ -309,7 +318,7 @@ def post_receives_late(steps):
 
 
 def test_it_finds_receives_that_are_posted_late_where_sends_block():
-    """Two neighbours then stand at a send to each other, as in 1F1B whose messages are not fused."""
+    """Two neighbors then stand at a send to each other, as in 1F1B whose messages are not fused."""
     ranks = programs(3, 5, 0, PLAN)
     for program in ranks:
         post_receives_late(program.steps)
@@ -348,7 +357,7 @@ def test_it_finds_a_limit_on_sends_that_is_too_low_for_the_lookahead():
     ranks = programs(2, 8, 6, PLAN)
     assert walk(ranks).fine
     for program in ranks:
-        program.most_pending = 2
+        program.max_pending_sends = 2
     assert [b.step.kind for b in walk(ranks).blocked] == ["send", "send"]
 
 
@@ -402,12 +411,12 @@ def synchronous(rank, d, m, fused):
     return Program(steps + [Step("close", 0)], m, m, 1)
 
 
-@pytest.mark.parametrize("lane", [a_lane_each, one_lane])
+@pytest.mark.parametrize("channel", [one_channel_per_direction, one_channel_per_rank])
 @pytest.mark.parametrize(("d", "m"), list(itertools.product((2, 3, 5), (5, 8))))
-def test_it_knows_1f1b_which_needs_its_messages_fused(lane, d, m):
-    """A known order: torch fuses just these, lest neighbours stand at a send to each other."""
+def test_1f1b_needs_fused_messages(channel, d, m):
+    """A known order: torch fuses just these, lest neighbors stand at a send to each other."""
     for fused in (True, False):
-        outcome = walk([synchronous(r, d, m, fused) for r in range(d)], lane, sends_block=True)
+        outcome = walk([synchronous(r, d, m, fused) for r in range(d)], channel, sends_block=True)
         assert outcome.fine == fused, outcome
         if not fused:
             assert [b.step.kind for b in outcome.blocked][-2:] == ["send", "send"]

@@ -115,7 +115,7 @@ def several_stages(rank, group):
     return True
 
 
-def test_several_stages_a_rank_are_refused(pool):
+def test_several_stages_per_rank_are_refused(pool):
     assert pool.run(1, several_stages) == [True]
 
 
@@ -174,7 +174,7 @@ def presplit(rank, group, m):
     return gradients
 
 
-def test_inputs_may_come_split(pool):
+def test_inputs_may_be_split_already(pool):
     for whole, split in pool.run(2, presplit, 3):
         for a, b in zip(whole, split, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
@@ -233,7 +233,7 @@ def mistakes(rank, group, m):
     return found
 
 
-def test_mistakes_are_named(pool):
+def test_invalid_calls_are_refused(pool):
     for rank, found in enumerate(pool.run(2, mistakes, 2)):
         assert "eval()" in found["no_grad"] and "losses must be a list" in found["losses"]
         assert "drain()" in found["eval"] and "new schedule" in found["frozen"]
@@ -305,8 +305,8 @@ def memory(rank, group, m):
         schedule.step(*args, **options)
     size = sum(p.untyped_storage().nbytes() for p in stage.submod.parameters())
     storages = {}
-    for weight in schedule._versions._weights._weights:
-        for p in (weight.master, *weight.stand_ins):
+    for weight in schedule._executor.versions.weights._weights:
+        for p in (weight.master, *weight.shadows):
             storages[p.untyped_storage().data_ptr()] = p.untyped_storage().nbytes()
     schedule.drain()
     return sum(storages.values()) / size
@@ -361,7 +361,7 @@ def dropped(rank, group, m):
 
 
 def test_a_schedule_may_be_dropped_with_batches_in_flight(pool):
-    """gloo cancels a send whose handle is collected, and the neighbour would wait for it for ever."""
+    """gloo cancels a send whose handle is freed, and the neighbor would wait for it forever."""
     assert pool.run(4, dropped, 4) == [True] * 4
 
 
@@ -473,7 +473,7 @@ def modules_it_cannot_serve(rank, group):
     return found
 
 
-def test_modules_it_cannot_serve_are_refused(pool):
+def test_unsupported_modules_are_refused(pool):
     (found,) = pool.run(1, modules_it_cannot_serve)
     inputs, targets = build_data(2, 2)
     assert found["attribute"] == pytest.approx(float(loss_fn(inputs[0][0] * 3, targets[0][0])))

@@ -155,11 +155,11 @@ def test_other_sums_of_gradients_fail_the_check(pool, wrap, broken):
 
 def count_all_ranks_as_holders():
     """As if every rank of a stage held all of every gradient."""
-    parts = gradient_norm._parts
-    gradient_norm._parts = lambda gradient: 1
+    num_shards = gradient_norm._num_shards
+    gradient_norm._num_shards = lambda grad: 1
 
     def undo():
-        gradient_norm._parts = parts
+        gradient_norm._num_shards = num_shards
 
     return undo
 

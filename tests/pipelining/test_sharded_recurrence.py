@@ -224,30 +224,30 @@ def test_a_synchronous_start_equals_the_recurrence(pool, shape, synchronous):
 
 
 def one_shared_copy():
-    gather, show = FsdpParameters.gather, FsdpParameters.show
+    gather, activate = FsdpParameters.gather, FsdpParameters.activate
     FsdpParameters.gather = lambda self, copy: gather(self, 0)
-    FsdpParameters.show = lambda self, copy: show(self, None if copy is None else 0)
+    FsdpParameters.activate = lambda self, copy: activate(self, None if copy is None else 0)
 
     def undo():
-        FsdpParameters.gather, FsdpParameters.show = gather, show
+        FsdpParameters.gather, FsdpParameters.activate = gather, activate
 
     return undo
 
 
 def reshard_at_the_boundary():
     """Frees and gathers again what microbatches in flight need, as torch does after a batch."""
-    read = ShardedVersions.read
+    begin_batch = ShardedVersions.begin_batch
 
-    def read_and_gather(self):
-        if self._needed is not None:
-            self._fsdp.gather(self._needed)  # the shards are one update further by now
-            self._fsdp.finish_gathering()
-        return read(self)
+    def begin_and_gather(self):
+        if self._stashed is not None:
+            self._fsdp.gather(self._stashed)  # the shards are one update further by now
+            self._fsdp.finish_gather()
+        return begin_batch(self)
 
-    ShardedVersions.read = read_and_gather
+    ShardedVersions.begin_batch = begin_and_gather
 
     def undo():
-        ShardedVersions.read = read
+        ShardedVersions.begin_batch = begin_batch
 
     return undo
 

@@ -176,19 +176,19 @@ def test_what_a_task_takes_is_its_speed_over_time(shape, data):
     run = simulate(programs, timing)
     spans = [[(span.start, span.end) for span in own] for own in run.timelines]
     messages = Messages(programs, timing)
-    costs = [[] for _ in programs]  # what occupies a rank: lane, share, from, until
-    there, lanes = {}, {}
+    costs = [[] for _ in programs]  # what occupies a rank: channel, share, from, until
+    there, channels = {}, {}
     in_order = sorted(messages.edge.items(), key=lambda entry: messages.destination[entry[0]])
     for sender, edge in in_order:
         (source, sent), (rank, wanted) = messages.source[sender], messages.destination[sender]
         at, early = messages.posted_at[sender]
         free = spans[rank][at - 1][1] if at else 0.0
         posted, sent_at = spans[rank][at][0] if early else free, spans[source][sent][1]
-        lane = sender.kind == "F", sender.stage
-        arrival = max(posted, sent_at, lanes.get(lane, 0.0)) + timing.latency[edge]
-        there[rank, wanted] = lanes[lane] = arrival
-        costs[source].append((("out", *lane), timing.message_share[edge], sent_at, arrival))
-        costs[rank].append((("in", *lane), timing.message_share[edge], posted, arrival))
+        channel = sender.kind == "F", sender.stage
+        arrival = max(posted, sent_at, channels.get(channel, 0.0)) + timing.latency[edge]
+        there[rank, wanted] = channels[channel] = arrival
+        costs[source].append((("out", *channel), timing.message_share[edge], sent_at, arrival))
+        costs[rank].append((("in", *channel), timing.message_share[edge], posted, arrival))
     for rank, program in enumerate(programs):
         for position, (task, (start, end)) in enumerate(zip(program, spans[rank], strict=True)):
             assert start >= there.get((rank, position), 0.0) - 1e-9
@@ -197,7 +197,7 @@ def test_what_a_task_takes_is_its_speed_over_time(shape, data):
             work = 0.0
             for begin, until in itertools.pairwise(cuts):
                 middle = (begin + until) / 2
-                active = {lane: share for lane, share, first, last in own if first < middle < last}
+                active = {channel: share for channel, share, first, last in own if first < middle < last}
                 work += (until - begin) * (1 - sum(active.values()))
             assert work == pytest.approx(timing.seconds(task), abs=1e-7)
 
@@ -213,8 +213,8 @@ def stepped(programs, timing, tick):
     now = 0
 
     def there(rank, task):
-        kind, stage, batch, i, beside = task
-        if beside:
+        kind, stage, batch, i, overlapped = task
+        if overlapped:
             return all(there(rank, half) for half in task.halves)
         if kind == "U":
             return all(done.get(Task("R", s, batch, 0), 1e9) + timing.norm <= now for s in ranks_of)
@@ -257,9 +257,11 @@ def stepped(programs, timing, tick):
         for rank, program in enumerate(programs):
             if work[rank] is None:
                 continue
-            lanes = {("in", s[:2]): s for s in posted if left[s] > 0 and messages.destination[s][0] == rank}
-            lanes |= {("out", s[:2]): s for s in sent if left[s] > 0 and messages.source[s][0] == rank}
-            slow = sum(timing.message_share[messages.edge[s]] for s in lanes.values())
+            channels = {
+                ("in", s[:2]): s for s in posted if left[s] > 0 and messages.destination[s][0] == rank
+            }
+            channels |= {("out", s[:2]): s for s in sent if left[s] > 0 and messages.source[s][0] == rank}
+            slow = sum(timing.message_share[messages.edge[s]] for s in channels.values())
             work[rank] -= tick * (1 if program[position[rank]].kind in "GR" else 1 - slow)
         for message in moving:
             left[message] -= tick

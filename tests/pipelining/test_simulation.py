@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_async.pipelining.actions import drain_actions, step_actions
-from titan_async.pipelining.simulation import Half, Run, Span, Task, Timing, pair_seconds, simulate
+from titan_async.pipelining.simulation import Run, Span, Task, Timing, simulate
 
 FORWARD, BACKWARD = 1.0, 2.0
 PAIR = FORWARD + BACKWARD
@@ -65,7 +65,7 @@ def overlapped_programs(stages, microbatches, batches, lookahead=0, too_few=0):
             if k < w:
                 program.append(forward)
             elif k < microbatches * batches:
-                program.append(forward._replace(beside=backward))
+                program.append(forward._replace(overlapped=backward))
             else:
                 program.append(backward)
         programs.append(program)
@@ -130,7 +130,7 @@ def test_a_step_of_overlapped_pairs_takes_what_they_take(d, m):
     assert run.utilization == pytest.approx(((d - 1) * 1.75 + 2.5) / d / 2.5)
     assert run.busy[0] == pytest.approx((8 * m - 2 * d + 1) * 1.75 + (2 * d - 1) * PAIR)
     ends = {span.task: span.end for spans in run.timelines for span in spans}
-    assert min(span.end - span.start for span in run.timelines[-1] if span.task.beside) == 2.5
+    assert min(span.end - span.start for span in run.timelines[-1] if span.task.overlapped) == 2.5
     assert len(ends) == sum(map(len, run.timelines))
 
 
@@ -149,43 +149,6 @@ def test_lookahead_hides_the_latency_that_overlapped_pairs_wait_for():
     ahead = simulate(overlapped_programs(d, m, 8, lookahead=d - 1), even(d, latency=latency))
     assert strict.step_seconds == pytest.approx(m * (PAIR + latency))
     assert ahead.step_seconds == pytest.approx(m * PAIR)
-
-
-def alternating(forward, backward):
-    """How long a pair takes whose halves are lists of what is computed and exchanged, by turns; only one
-    exchange is under way at a time."""
-    there, now, link, turn = [0.0, 0.0], 0.0, 0.0, 1
-    left = [list(forward), list(backward)]
-    while left[0] or left[1]:
-        if left[turn]:
-            computed, exchanged = left[turn].pop(0)
-            now = max(now, there[turn]) + computed
-            if exchanged:
-                link = there[turn] = max(now, link) + exchanged
-        turn = 1 - turn
-    return now
-
-
-@given(
-    st.integers(1, 6), st.integers(1, 6), *[st.sampled_from([0.125, 0.25, 0.5, 1.0, 2.0]) for _ in range(4)]
-)
-def test_a_pair_takes_what_its_halves_take_by_turns(ours, theirs, cf, xf, cb, xb):
-    forward = [(cf, xf)] * ours + [(0.0, 0.0)]
-    backward = [(0.0, xb), *[(cb, xb)] * (theirs - 1), (cb, 0.0)]
-    halves = (
-        Half(ours * (cf + xf), ours * xf, ours),
-        Half(theirs * (cb + xb), theirs * xb, theirs),
-    )
-    seconds = pair_seconds(*halves)
-    if ours == theirs:
-        assert seconds == pytest.approx(alternating(forward, backward))
-        assert seconds == pytest.approx(ours * (max(cf, xb) + max(cb, xf)))
-    # The half that goes on alone hides the last tokens of the other.
-    assert 0 <= seconds - alternating(forward, backward) <= min(cb, xf) + min(cf, xb)
-
-
-def test_a_pair_without_experts_takes_both():
-    assert pair_seconds(Half(1.0, 0.0, 0), Half(2.0, 0.0, 0)) == 3.0
 
 
 def test_a_stage_that_holds_no_more_than_the_next_waits_in_every_pair():
@@ -235,7 +198,7 @@ def test_the_halves_of_a_backward_add_up_to_it():
     assert run.makespan == 3 * 10
 
 
-def test_an_input_gradient_lets_go_of_nothing():
+def test_an_input_gradient_frees_no_activations():
     order = [("F", 0), ("I", 0), ("F", 1), ("W", 0), ("I", 1), ("W", 1)]
     run = simulate([[Task(kind, 0, 0, microbatch) for kind, microbatch in order]], even(1))
     assert run.peak_in_flight() == [2]
@@ -285,7 +248,7 @@ def test_the_noise_of_a_pair_is_that_of_its_halves():
         together = simulate(overlapped_programs(2, 6, 8), even(2, jitter=0.3, pair=pair))
         for spans in together.timelines:
             for task, start, end in spans:
-                scale = factor or (pair[task.stage] / PAIR if task.beside else 1.0)
+                scale = factor or (pair[task.stage] / PAIR if task.overlapped else 1.0)
                 assert end - start == pytest.approx(scale * sum(times[half] for half in task.halves))
 
 

@@ -128,7 +128,7 @@ def train(rank: int, group: Any, sharded: bool, batches: int) -> Log:
                 shard(part, mesh)
         stage = PipelineStage(module, rank, 2, torch.device("cpu"), group=group)
         # The steps of the device do not matter: it is the CPU.
-        with mock.patch("titan_async.pipelining.schedule.needs_trial", return_value=False):
+        with mock.patch("titan_async.pipelining.shape_inference.needs_warmup", return_value=False):
             run(rank, log, stage, batches)
     log.streams.clear()
     return log
@@ -137,7 +137,11 @@ def train(rank: int, group: Any, sharded: bool, batches: int) -> Log:
 def run(rank: int, log: Log, stage: PipelineStage, batches: int) -> None:
     own = ScheduleAsync2BW(stage, M, loss_fn=nn.functional.mse_loss)
     optimizer = torch.optim.SGD(stage.submod.parameters(), lr=0.1)
-    reduce, deliver, wait = FsdpParameters.reduce, own._deliver, FSDPParamGroup.wait_for_unshard
+    reduce, deliver, wait = (
+        FsdpParameters.reduce_grads,
+        own._executor._publish,
+        FSDPParamGroup.wait_for_unshard,
+    )
 
     def noted_reduce(self: Any) -> Any:
         log.add("reduce", log.current().name)
@@ -153,8 +157,8 @@ def run(rank: int, log: Log, stage: PipelineStage, batches: int) -> None:
         wait(self)
 
     with (
-        mock.patch.object(FsdpParameters, "reduce", noted_reduce),
-        mock.patch.object(own, "_deliver", noted_deliver),
+        mock.patch.object(FsdpParameters, "reduce_grads", noted_reduce),
+        mock.patch.object(own._executor, "_publish", noted_deliver),
         mock.patch.object(FSDPParamGroup, "wait_for_unshard", noted_wait),
     ):
         for x in torch.randn(batches, 2 * M, WIDTH):

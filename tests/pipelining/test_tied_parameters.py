@@ -224,7 +224,7 @@ EMBEDDING = "a parameter of shape (12, 8) and torch.float64"
         ),
     ],
 )
-def test_ends_that_do_not_tie_the_same_are_refused_on_every_rank(pool, tied_of, said):
+def test_different_tied_parameters_are_refused_on_every_rank(pool, tied_of, said):
     for message in pool.run(3, message_of, tied_of):
         assert message == (
             f"{said}: pass the same number of tied_parameters on both, in the same order, of the same shapes "

@@ -1,4 +1,4 @@
-"""Fails loudly when torch changes a private name or behaviour that the schedule relies on."""
+"""Fails when torch changes a private name or behavior that the schedule relies on."""
 
 import inspect
 from types import SimpleNamespace
@@ -45,7 +45,7 @@ def test_the_private_names_are_there():
         assert f"self.{name}" in source, name
 
 
-def test_a_stage_that_sends_past_the_next_one_is_not_begun():
+def test_a_stage_with_skip_connections_is_refused():
     """One of a traced pipeline may; its message would be taken for the next stage's."""
     skips: Any = SimpleNamespace(is_last=False, stage_index=0, act_send_info={0: [1], 1: [2]})
     with pytest.raises(AssertionError):
@@ -83,11 +83,11 @@ def test_the_private_names_of_fsdp_are_there():
 
 
 def test_data_is_a_new_tensor_to_autograd():
-    """WeightVersions relies on it: a write to the master must not count as one to the stand-in."""
+    """WeightVersions relies on it: a write to the master must not count as one to the shadow."""
     master = nn.Parameter(torch.ones(2))
-    stand_in = nn.Parameter(master.data)
-    stand_in.data = master.data
-    before = stand_in._version
+    shadow = nn.Parameter(master.data)
+    shadow.data = master.data
+    before = shadow._version
     with torch.no_grad():
         master.add_(1)
-    assert stand_in._version == before and torch.equal(stand_in, master)
+    assert shadow._version == before and torch.equal(shadow, master)

@@ -24,9 +24,9 @@ ensure_device()
 
 from titan_async.config.recipe_file import resolve  # noqa: E402
 from titan_async.planning.layout import layout_of  # noqa: E402
-from titan_async.planning.parts import trace_parts  # noqa: E402
+from titan_async.planning.optimizer_cost import _feedback_bytes  # noqa: E402
 from titan_async.planning.step_time import stage_costs  # noqa: E402
-from titan_async.planning.update_cost import _feedback_bytes  # noqa: E402
+from titan_async.planning.traced_parts import trace_parts  # noqa: E402
 
 P = "--parallelism."
 ONE = (P + "pipeline_parallel_degree", 1)

@@ -136,7 +136,7 @@ def test_grouped_products_are_those_of_a_loop():
     assert device_timing._grouped(gpu, torch.float32, x.float(), weights.float()) is None
 
 
-def test_a_gpu_without_room_is_one_sentence(monkeypatch):
+def test_an_out_of_memory_error_is_one_sentence(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory\nmany lines")
 
@@ -192,7 +192,7 @@ def test_messages_have_a_latency_and_a_bandwidth(monkeypatch):
 
 
 @pytest.mark.parametrize("reason", ["no answer in 120 seconds", "RuntimeError: no interface"])
-def test_messages_that_do_not_get_through_are_one_sentence(reason, monkeypatch):
+def test_failed_messages_are_one_sentence(reason, monkeypatch):
     failed = Rank(err=f"Traceback\n{reason}\n", returncode=1)
     if reason.startswith("no answer"):
         failed.answer = None

@@ -26,7 +26,7 @@ def found(async_mode: str, hours: float = 10) -> Interruptions:
     return interruptions_of(dataclasses.replace(config, checkpoint=checkpoint), layout, time, 480e9, 8, hours)
 
 
-def test_saves_that_training_waits_for_by_hand() -> None:
+def test_synchronous_saves_by_hand() -> None:
     run = found("disabled")
     assert (run.save_seconds, run.interval_seconds, run.saves) == (SAVE, HOUR, 278)
     assert run.lost_seconds == 600 + 3720 / 2
@@ -35,7 +35,7 @@ def test_saves_that_training_waits_for_by_hand() -> None:
     assert run.failures == pytest.approx(seconds / 36_000)
 
 
-def test_saves_beside_training_by_hand() -> None:
+def test_asynchronous_saves_by_hand() -> None:
     run = found("async")
     assert run.lost_seconds == 600 + 1800 + 120
     assert run.days == pytest.approx(1_000_000 / 0.93 / 86_400)
@@ -62,7 +62,7 @@ def test_without_failures_only_saves_are_added() -> None:
     assert found("async", hours=1e12).days == pytest.approx(1_000_000 / 86_400)
 
 
-def test_what_cannot_be_is_said() -> None:
+def test_impossible_numbers_are_refused() -> None:
     with pytest.raises(
         UserError, match=r"--mtbf 0.5 a failure costs more \(0.68 hours\).*checkpoint.interval"
     ):

@@ -10,9 +10,9 @@ from torch.distributed.pipelining import schedules
 from torchtitan.distributed import pipeline_parallel as titan
 
 from tests.support.planning import ROUND, make_layout, make_parts
+from titan_async.planning.config_variants import with_schedule
 from titan_async.planning.layout import split_of
 from titan_async.planning.memory import memory_of
-from titan_async.planning.scale import with_schedule
 from titan_async.planning.step_time import step_time
 from titan_async.recipes.debug import debug
 

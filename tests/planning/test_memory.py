@@ -20,8 +20,8 @@ ensure_device()
 from titan_async.config.recipe_file import resolve  # noqa: E402
 from titan_async.planning.layout import layout_of  # noqa: E402
 from titan_async.planning.memory import Memory, _Stage, memory_of  # noqa: E402
-from titan_async.planning.optimizer_memory import Shards, optimizer_bytes, shards_of  # noqa: E402
-from titan_async.planning.parts import Weight, trace_parts  # noqa: E402
+from titan_async.planning.optimizer_cost import Shards, optimizer_bytes, shards_of  # noqa: E402
+from titan_async.planning.traced_parts import Weight, trace_parts  # noqa: E402
 from titan_async.training.optimizer.container import AsyncOptimizers  # noqa: E402
 
 P = "--parallelism."
@@ -205,7 +205,7 @@ ONE_F_ONE_B_SHARDED = (P + "pipeline_parallel_schedule", "1F1B", P + "data_paral
 
 CASES = [
     slow(2, "debug_cpu", (), id="Async2BW"),
-    # Its bytes are compared with a real part's in test_parts.py.
+    # Its bytes are compared with a real part's in test_traced_parts.py.
     slow(2, "debug_cpu", ("activation_checkpoint:selective",), id="selective checkpointing"),
     # As a split backward is, without the versions and buffers of Async2BW.
     slow(2, "debug_cpu", (P + "pipeline_parallel_schedule", "1F1B"), id="1F1B"),

@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.planning import ROUND, make_layout
 from titan_async.errors import UserError
-from titan_async.pipelining.messages import MAX_CTAS
-from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH, CLUSTERS, LANE_BLOCKS, cluster_of
+from titan_async.pipelining.p2p_channels import MAX_CTAS
+from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH, CLUSTERS, P2P_BLOCKS, cluster_of
 from titan_async.planning.network import Group, Network, buffer_bytes
 
 
@@ -82,7 +82,7 @@ def test_processors_and_memory_of_messages_by_hand():
     cluster = dataclasses.replace(ROUND, per_node=4, link_blocks=5, network_blocks=3)
     network = Network(cluster, make_layout(4, dp_shard=2))  # two stages a node
     assert [network.message_share(rank, rank + 1) for rank in range(3)] == [0.05, 0.03, 0.05]
-    assert LANE_BLOCKS == MAX_CTAS == 4
+    assert P2P_BLOCKS == MAX_CTAS == 4
     # 4.19, 4.92 and 0.52 MB a channel. The norm of the pipeline, and shards; four channels there and back.
     channel = 4_194_304 + 4_915_200 + 524_288
     delayed = make_layout(4, dp_shard=2, schedule="Async2BW")

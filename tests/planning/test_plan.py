@@ -12,10 +12,10 @@ from tests.support.calibrations import CORES, H100, make_profile
 from tests.support.selection import slow
 from titan_async.cli import main
 from titan_async.config.recipe_file import resolve
-from titan_async.planning import measured, plan
+from titan_async.planning import measured_times, plan
+from titan_async.planning.config_variants import on_own_ranks
 from titan_async.planning.device_profile import write_profile
 from titan_async.planning.hardware import cluster_of
-from titan_async.planning.scale import on_own_ranks
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.name for path in (ROOT / "toml_configs").glob("*.toml"))
@@ -44,7 +44,7 @@ def _traced_once(monkeypatch, request):
         return known[key]
 
     monkeypatch.setattr(plan, "trace_parts", once)
-    monkeypatch.setattr(measured, "trace_parts", once)
+    monkeypatch.setattr(measured_times, "trace_parts", once)
 
 
 _SECONDS = ("forward", "input_gradient", "weight_gradient", "gather", "reduction", "update")
@@ -116,7 +116,27 @@ def test_a_tied_model_has_a_plan_under_async2bw_alone(run, tmp_path):
     assert alone["verdict"]["outcome"] == "only Async2BW" and alone["verdict"]["synchronous"] is None
 
 
-def test_the_json_says_everything_in_numbers(run):
+def test_a_plan_simulates_each_layout_once(run, monkeypatch):
+    """Its own layout, the compared schedules, and the other choice of overlap, as the verdict."""
+    layouts, step_time = [], plan.step_time
+
+    def counted(config, layout, *args, **kwargs):
+        layouts.append(layout)
+        return step_time(config, layout, *args, **kwargs)
+
+    monkeypatch.setattr(plan, "step_time", counted)
+    flags = ["--nodes", "1", "--parallelism.expert_parallel_degree", "2", "--no-suggest", "--json"]
+    _, out, _ = run("toml_configs/debug_moe_cpu.toml", *flags)
+    assert set(json.loads(out)["overlap"]) == {"false", "true"}
+    assert {(layout.schedule, layout.overlap) for layout in layouts} >= {
+        ("Async2BW", False),
+        ("Async2BW", True),
+        ("1F1B", False),
+    }
+    assert len(layouts) == len(set(layouts))
+
+
+def test_the_json_has_all_figures(run):
     _, out, _ = run(f"toml_configs/{RECIPE}", "--json")
     record = json.loads(out)
     keys = (
@@ -247,7 +267,7 @@ def test_measured_times_take_the_place_of_assumed_ones(run, tmp_path):
         }
         for stage in assumed["stages"]
     ]
-    numbers = {key: assumed["layout"][key] for key in measured._NUMBERS}
+    numbers = {key: assumed["layout"][key] for key in measured_times._NUMBERS}
     (tmp_path / "measured.json").write_text(json.dumps({**numbers, "schedule": "Async2BW", "stages": stages}))
     _, out, _ = run(f"toml_configs/{RECIPE}", "--json", "--no-suggest", "--measured", str(tmp_path))
     calibrated = json.loads(out)
@@ -306,7 +326,7 @@ def test_a_calibration_is_named_and_goes_together_with_measured_times(run, tmp_p
         {"stage": s["stage"], "parts": s["parts"], "forward": 2 * s["seconds"]["forward"], "backward": 1.0}
         for s in record["stages"]
     ]
-    numbers = {key: record["layout"][key] for key in measured._NUMBERS}
+    numbers = {key: record["layout"][key] for key in measured_times._NUMBERS}
     (tmp_path / "measured.json").write_text(json.dumps({**numbers, "schedule": "1F1B", "stages": stages}))
     both = calibrated(run, tmp_path, H100, "--measured", str(tmp_path))
     assert both["hardware"]["calibration"]["forward"] == pytest.approx(2)
@@ -371,7 +391,7 @@ def test_a_calibration_that_does_not_fit_is_a_mistake(run, tmp_path, device, fla
         ((f"toml_configs/{RECIPE}", "--json", "/dev/null/plan.json", "--no-suggest"), "cannot write"),
     ],
 )
-def test_a_mistake_is_one_line_that_says_how_to_mend_it(capsys, argv, words):
+def test_an_invalid_plan_is_one_line_with_its_fix(capsys, argv, words):
     status = main.main(["plan", *argv])
     err = capsys.readouterr().err
     assert status == 2 and words in err and err.count("\n") == 1 and "Traceback" not in err

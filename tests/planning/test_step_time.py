@@ -13,9 +13,9 @@ from titan_async.pipelining.programs import schedule_programs
 from titan_async.pipelining.simulation import simulate
 from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH
 from titan_async.planning.network import Network
+from titan_async.planning.optimizer_cost import update_cost
 from titan_async.planning.stage_cost import message_bytes, stage_cost
 from titan_async.planning.step_time import seconds_by_receives, stage_costs, step_time, timing_of
-from titan_async.planning.update_cost import update_cost
 from titan_async.recipes.debug import debug
 
 EACH = 0.01
@@ -200,7 +200,7 @@ def test_under_a_pipeline_weights_are_gathered_once_a_batch(config):
 
 
 @pytest.mark.parametrize("slower", [0.1, 20])
-def test_a_rank_of_four_stages_gathers_what_it_has_freed_again(config, slower):
+def test_a_rank_of_four_stages_gathers_freed_weights_again(config, slower):
     """LoopedBFS has all forwards of a stage, then of the next, and backwards the other way round: the weights
     of three stages stay there at the turn, and the first is gathered again while the two before it compute. A
     gather takes a tenth of a stage's two forwards, or twenty times as much as they do."""
@@ -267,7 +267,7 @@ def test_an_update_is_no_bubble(config):
     assert time.bubble == pytest.approx(1 / 6, abs=1e-4)
 
 
-def test_experts_are_exchanged_four_times_and_live_on_their_ranks(config):
+def test_tokens_are_exchanged_four_times_and_experts_are_sharded(config):
     balanced = dataclasses.replace(config.debug, moe_force_load_balance=True)
     config = dataclasses.replace(config, debug=balanced)
     size = 16 * 10**9 // 1000
@@ -307,7 +307,7 @@ def test_recomputing_costs_time_and_no_mfu(config):
     assert again.mfu == pytest.approx(3 / 4 * plain.mfu, rel=1e-4)
 
 
-def test_muons_matrices_are_shared_out(config):
+def test_muons_matrices_are_distributed(config):
     cost = orthogonalization_cost(1024, 1024, resolve_coefficients("standard", 5), "auto")
     weights = [w for part in make_parts(8, shape=(1024, 1024)).values() for w in part.weights]
     hidden = [weight for weight in weights if weight.name.startswith("layers.")]

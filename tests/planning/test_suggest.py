@@ -8,11 +8,7 @@ import pytest
 from tests.support.planning import FREE, ROUND, config_of, light, make_parts
 from titan_async.config.recipe_file import resolve
 from titan_async.errors import UserError
-from titan_async.planning.layout import layout_of
-from titan_async.planning.measured import AS_ASSUMED
-from titan_async.planning.plan import Planner
-from titan_async.planning.report import _suggestion
-from titan_async.planning.scale import (
+from titan_async.planning.config_variants import (
     Degrees,
     at_degrees,
     on_nodes,
@@ -20,12 +16,16 @@ from titan_async.planning.scale import (
     with_schedule,
     world_size_of,
 )
+from titan_async.planning.layout import layout_of
+from titan_async.planning.measured_times import AS_ASSUMED
+from titan_async.planning.plan import Planner
+from titan_async.planning.report import _suggestion
 from titan_async.planning.step_time import step_time
 from titan_async.planning.suggest import LEAST_GAIN, Searcher
 
 
 def heavy(config):
-    """The same with 67 M weights each: to gather them is dear, to orthogonalize such a long matrix is not."""
+    """The same with 67 M weights each: they are expensive to gather, and cheap to orthogonalize."""
     tflops = config.parallelism.pipeline_parallel_microbatch_size / 2
     return make_parts(6, tflops=tflops, shape=(65_536, 1024))
 
@@ -102,13 +102,13 @@ def test_what_is_suggested_fits():
     assert look(config_of(2, 2), heavy, SLOW, lambda *_: False)[0] is None
 
 
-def test_nothing_is_said_where_there_is_nothing_to_gain():
+def test_there_is_no_suggestion_without_a_gain():
     found, now = look(config_of(2, 1, sequences=64), light, FREE)
     assert now.utilization == pytest.approx(1, abs=0.01)
     assert found is None
 
 
-def test_a_bubble_is_something_to_gain():
+def test_a_layout_with_a_smaller_bubble_is_suggested():
     found, now = look(config_of(2, 1, sequences=8, schedule="1F1B"), light, FREE)
     assert now.bubble == pytest.approx(1 / 5, abs=0.01)
     assert found is not None and found.time.bubble < now.bubble
@@ -149,7 +149,7 @@ def of_spread_experts(_, layout, __):
     return of_two_stages(_, layout, __) and layout.ep == 2
 
 
-def test_overlapped_pairs_are_suggested_where_tokens_travel():
+def test_overlapped_pairs_are_suggested_with_all_to_alls():
     config = resolve([*SPREAD])
     found, now = look(config, travelling, fits=of_spread_experts)
     assert found is not None and found.changes == {"pipeline.overlap": (False, True)}
@@ -176,7 +176,7 @@ def test_pairs_that_do_not_fit_are_not_suggested():
         assert (found is not None) == suggested
 
 
-def test_pairs_are_given_up_where_nothing_travels():
+def test_overlap_is_dropped_without_all_to_alls():
     config = resolve([*SPREAD, "--pipeline.overlap"])
     slow = dataclasses.replace(ROUND, link_bandwidth=1e9)
     found, _ = look(config, travelling, slow, of_two_stages)

@@ -1,4 +1,4 @@
-"""Torch's private names that the planner uses exist, and do what it takes them to do."""
+"""The private names of torch that the planner uses exist, and behave as it assumes."""
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +11,9 @@ from titan_async.planning._torch_internals import (
     flash_attention,
     fused_rms_norm,
     input_backward,
-    telling_of_resized_storages,
+    observing_resizes,
 )
-from titan_async.planning.live_tensors import StorageTracker
+from titan_async.planning.storage_tracker import StorageTracker
 
 
 def test_fake_attention_keeps_what_the_kernel_keeps() -> None:
@@ -67,13 +67,13 @@ def test_first_half_of_a_backward_leaves_the_weights_gradients() -> None:
     torch.testing.assert_close(start.grad, torch.ones(2, 4) @ module.weight)
 
 
-def test_storages_that_fsdp_resizes_are_told_of() -> None:
+def test_resizes_by_fsdp_are_observed() -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 
     before = _fsdp_param.alloc_storage, _fsdp_param.free_storage, _fsdp_param_group.alloc_storage
     told: list[int] = []
     tensor = torch.empty(8)
-    with StorageTracker() as tracker, telling_of_resized_storages(lambda s: told.append(address_of(s))):
+    with StorageTracker() as tracker, observing_resizes(lambda s: told.append(address_of(s))):
         copy = tensor.clone()
         _fsdp_param.free_storage(tensor)
         _fsdp_param_group.alloc_storage(tensor)

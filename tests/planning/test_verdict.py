@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.planning import FREE, ROUND, config_of, light, make_parts
 from titan_async.errors import UserError
+from titan_async.planning.config_variants import world_size_of
 from titan_async.planning.layout import layout_of
-from titan_async.planning.measured import AS_ASSUMED
-from titan_async.planning.scale import world_size_of
+from titan_async.planning.measured_times import AS_ASSUMED
 from titan_async.planning.step_time import step_time
 from titan_async.planning.suggest import Searcher, Suggestion
 from titan_async.planning.verdict import verdict_of
@@ -38,10 +38,9 @@ def judge(config, *, fits=lambda *_: True, suggested=None, searches=True, cluste
         except ValueError as error:
             raise UserError(str(error)) from error
 
-    own = time(config)
     searcher = Searcher(cluster, AS_ASSUMED, parts_of, fits)
     found = None if suggested is None else Suggestion({}, time(suggested), 0.0, suggested)
-    return verdict_of(config, searcher, time, {own.schedule: own}, found, searches=searches)
+    return verdict_of(config, searcher, time, found, searches=searches)
 
 
 def under(*schedules):
@@ -116,7 +115,7 @@ def test_another_pipeline_wins_where_messages_hold_processors():
     assert verdict.sentence.startswith("Async2BW does not pay here: 1F1B on 2 stages takes")
 
 
-def test_a_recipe_of_one_stage_hears_what_async2bw_would_win():
+def test_the_verdict_of_one_stage_includes_async2bw():
     """Four ranks gather 27 shards' worth of weights over a slow network; four stages send next to nothing."""
     slow = dataclasses.replace(ROUND, link_bandwidth=1e9)
     one = config_of(1, 4, sequences=32, schedule="1F1B")
@@ -177,7 +176,7 @@ def test_one_rank_has_nothing_to_win():
     assert verdict.sentence == "On one rank there is no pipeline, and nothing for Async2BW to win."
 
 
-def test_without_a_search_it_says_so():
+def test_the_sentence_says_that_layouts_were_not_searched():
     verdict = judge(config_of(2, 2, sequences=64), searches=False)
     assert verdict.synchronous.layout.pp == 2
     assert verdict.sentence.endswith("; other layouts were not looked for (--no-suggest).")

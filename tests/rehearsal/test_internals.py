@@ -1,4 +1,4 @@
-"""Fails loudly when torch changes what the rehearsal reaches into."""
+"""Fails when torch changes the private names that the rehearsal uses."""
 
 import inspect
 
@@ -19,7 +19,7 @@ def test_the_private_names_are_there() -> None:
     assert "fake" in inspect.getsource(_PipelineSchedule._warmup_p2p)
 
 
-def test_the_operations_are_those_that_the_peers_answer() -> None:
+def test_the_operators_are_those_that_fake_receives_complete() -> None:
     import torch
 
     names = [argument.name for argument in torch.ops.c10d.alltoall_base_.default._schema.arguments]

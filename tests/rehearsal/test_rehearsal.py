@@ -16,10 +16,9 @@ from torchtitan.trainer import Trainer
 
 from titan_async.config.recipe_file import resolve
 from titan_async.errors import UserError
-from titan_async.rehearsal.narrow import narrowed, prepared, world_size
-from titan_async.rehearsal.processes import for_each
-from titan_async.rehearsal.rank import build_at_real_width, rehearse
-from titan_async.rehearsal.saved import Entries, check_plans, expected_entries
+from titan_async.rehearsal.narrow_config import narrowed, prepared, world_size
+from titan_async.rehearsal.rank import build_at_real_width, for_each, rehearse
+from titan_async.rehearsal.save_plans import Entries, check_plans, expected_entries
 from titan_async.training.preflight.check import check
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +27,7 @@ WORLD, STAGES = 64, 4
 MICROBATCHES = 2 * STAGES - 1
 """As few as overlapped pairs, which the recipe has, allow."""
 DIVISOR = 16
-"""At 32 a rank holds one row of the keys' matrix, which its peers repeat: a key that its norm makes ones."""
+"""At 32 a rank holds one row of the keys' matrix, which all ranks repeat: its norm makes it ones."""
 DIVISOR_OF_ALL = 32
 """Where all ranks are built."""
 RANKS = [0, 17, 34, 63]
@@ -118,7 +117,7 @@ def test_every_stage_trains(config: Trainer.Config) -> None:
             assert math.log(VOCABULARY) - 1 < trained.loss < math.log(VOCABULARY) + 1
 
 
-def test_parameters_that_stand_still_are_found(config: Trainer.Config) -> None:
+def test_unchanged_parameters_are_found(config: Trainer.Config) -> None:
     adamw = dataclasses.replace(config.optimizer.adamw, lr=0.0)
     still = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, adamw=adamw))
     with pytest.raises(RuntimeError, match="gradients but no change: lm_head.weight, norm.weight"):
@@ -161,7 +160,7 @@ def without(plans: Sequence[SavePlan], key: str, ranks: Sequence[int]) -> list[S
     ]
 
 
-def with_box(plan: SavePlan, key: str, shift: int) -> SavePlan:
+def with_shifted_region(plan: SavePlan, key: str, shift: int) -> SavePlan:
     """The plan with one rank's part of a tensor moved along its first dimension."""
     items = []
     for item in plan.items:
@@ -178,24 +177,26 @@ EXPERTS = "optimizer.state.layers.0.moe.routed_experts.inner_experts.w1_EFD.mome
 HEAD = "train_state.next_weights.lm_head.weight"
 
 
-def test_what_is_missing_or_too_much_is_found(plans: list[SavePlan], expected: Entries) -> None:
+def test_missing_and_extra_entries_are_found(plans: list[SavePlan], expected: Entries) -> None:
     assert check_plans(without(plans, HEAD, range(len(plans))), expected) == [f"{HEAD} is saved by no rank"]
     fewer = {key: shape for key, shape in expected.items() if key != HEAD}
     assert check_plans(plans, fewer) == [f"{HEAD} is saved but not expected"]
     last, rows = 3 * SHARDS, VOCABULARY // SHARDS
     [wrong] = check_plans(without(plans, HEAD, [last + 2]), expected)
-    assert wrong.startswith(f"{HEAD}, of [2048, 64]: the part [{2 * rows}:{3 * rows}, 0:64] is in no box")
+    assert wrong.startswith(f"{HEAD}, of [2048, 64]: the part [{2 * rows}:{3 * rows}, 0:64] is in no region")
     taller = expected | {HEAD: (2049, 64)}
     assert f"{HEAD} is [2048, 64] on rank {last} and [2049, 64] in the model" in check_plans(plans, taller)
 
 
-def test_parts_in_the_wrong_place_are_found(plans: list[SavePlan], expected: Entries) -> None:
+def test_misplaced_shards_are_found(plans: list[SavePlan], expected: Entries) -> None:
     experts = 64 // (SHARDS // 2)
     for rank, shift, problem in (
         (1, 1, f"the part [{experts}:{experts + 1}, "),  # a hole, where rank 1's first expert was
         (SHARDS - 1, experts, "reaches out of it"),
     ):
-        shifted = [with_box(plan, EXPERTS, shift) if at == rank else plan for at, plan in enumerate(plans)]
+        shifted = [
+            with_shifted_region(plan, EXPERTS, shift) if at == rank else plan for at, plan in enumerate(plans)
+        ]
         [wrong] = check_plans(shifted, expected)
         assert wrong.startswith(f"{EXPERTS}, of [64, 24, 64]: ") and problem in wrong
 
@@ -246,7 +247,7 @@ def test_the_command_rehearses_a_small_recipe(
         ),
     ],
 )
-def test_mistakes_are_said(flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_flags_are_refused(flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from titan_async.cli import rehearse as verb
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -28,7 +28,7 @@ _KINDS = {
 
 def kind_of(task: Task) -> Kind:
     """What a rank records a task as."""
-    return Kind.OVERLAP if task.beside else _KINDS[task.kind]
+    return Kind.OVERLAP if task.overlapped else _KINDS[task.kind]
 
 
 def write_run(

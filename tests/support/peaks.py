@@ -9,6 +9,6 @@ def peak_of_a_run(rank: int, group: Any, argv: list[str]) -> int:
     """Train as `argv` says, in a process that torchtitan takes for one of `group`'s size."""
     become_worker(rank, group)
     from titan_async.config.recipe_file import resolve
-    from titan_async.planning.live_tensors import peak_of_training
+    from titan_async.planning.storage_tracker import peak_of_training
 
     return peak_of_training(resolve(argv))

@@ -4,7 +4,7 @@ import dataclasses
 
 from titan_async.planning.hardware import Accelerator, Cluster
 from titan_async.planning.layout import Layout
-from titan_async.planning.parts import Part, Weight
+from titan_async.planning.traced_parts import Part, Weight
 from titan_async.recipes.debug import debug
 
 GIB = 2**30

@@ -5,8 +5,8 @@ notices would hang there. The walk is a simulation without processes:
 
 - a message is delivered when its send and its receive have both started, in order within its queue (an edge
   of the pipeline in one direction);
-- what a rank does on one lane starts only when all before it on that lane is delivered; one lane a queue is
-  how `Messages` does it, one lane a rank is a single communicator;
+- an operation on a channel starts only when all earlier ones on it are delivered; one channel per queue is
+  how `P2PChannels` does it, one channel a rank is a single communicator;
 - a process stops at a wait until the message is there, and at a send until few enough are under way;
 - an all-reduce, of the norm or of tied parameters, is over when all its ranks have started it;
 - so is an exchange of tokens between the replicas of a stage, which have to start them in the same order; a
@@ -29,18 +29,26 @@ from typing import Literal, NamedTuple
 
 from titan_async.pipelining import actions
 from titan_async.pipelining.actions import (
-    EARLY,
+    ALL_EARLY,
     Action,
-    Early,
+    EarlyReceives,
     Instruction,
     drain_program,
     evaluation_program,
     slots,
     step_program,
 )
-from titan_async.pipelining.messages import most_pending
+from titan_async.pipelining.p2p_channels import max_pending_sends
 
-__all__ = ["Program", "Step", "a_lane_each", "one_lane", "overwritten", "programs", "walk"]
+__all__ = [
+    "Program",
+    "Step",
+    "one_channel_per_direction",
+    "one_channel_per_rank",
+    "overwritten",
+    "programs",
+    "walk",
+]
 
 COST = {"F": 1, "B": 2}
 EVALUATION = 0
@@ -74,7 +82,7 @@ class Step(NamedTuple):
     filling: int
     action: Action | None = None
     fused: bool = False  # starts together with the step before
-    beside: Action | None = None  # the backward of an overlapped pair
+    overlapped: Action | None = None  # the backward of an overlapped pair
     number: int = 0
 
     def __str__(self) -> str:
@@ -88,7 +96,7 @@ class Program:
     steps: list[Step]
     n_microbatches: int
     slots: int
-    most_pending: int
+    max_pending_sends: int
 
 
 def programs(
@@ -96,7 +104,7 @@ def programs(
     m: int,
     lookahead: int,
     plan: Iterable[int],
-    early: Sequence[Early] | Early = EARLY,
+    early: Sequence[EarlyReceives] | EarlyReceives = ALL_EARLY,
     overlap: bool = False,
     exchanges: tuple[int, int] = (0, 0),
 ) -> list[Program]:
@@ -104,19 +112,15 @@ def programs(
 
     With so many exchanges of tokens in each forward and in each backward.
     """
-    return [
-        _program(
-            (r, d, m), lookahead, plan, early if isinstance(early, Early) else early[r], overlap, exchanges
-        )
-        for r in range(d)
-    ]
+    of_rank = [early] * d if isinstance(early, EarlyReceives) else early
+    return [_program((r, d, m), lookahead, plan, of_rank[r], overlap, exchanges) for r in range(d)]
 
 
 def _program(
     shape: tuple[int, int, int],
     lookahead: int,
     plan: Iterable[int],
-    early: Early,
+    early: EarlyReceives,
     overlap: bool,
     exchanges: tuple[int, int],
 ) -> Program:
@@ -136,15 +140,15 @@ def _program(
             )
             steps += _with_collectives(program, filling, batches - 1, stage == d - 1, tail)
         steps.append(Step("close", filling))
-    return Program(steps, m, slots(stage, d, lookahead, early, overlap), most_pending(tail))
+    return Program(steps, m, slots(stage, d, lookahead, early, overlap), max_pending_sends(tail))
 
 
 def _steps(instructions: list[Instruction], filling: int, exchanges: tuple[int, int]) -> list[Step]:
     steps = []
-    for kind, action, beside in instructions:
-        steps.append(Step(kind, filling, action, beside=beside))
+    for kind, action, overlapped in instructions:
+        steps.append(Step(kind, filling, action, overlapped=overlapped))
         if kind == "compute":
-            halves = [_turns(half, filling, exchanges) for half in (beside, action) if half]
+            halves = [_turns(half, filling, exchanges) for half in (overlapped, action) if half]
             steps += [step for turns in zip_longest(*halves, fillvalue=[]) for turn in turns for step in turn]
     return steps
 
@@ -206,19 +210,19 @@ class Outcome(NamedTuple):
         return not (self.blocked or self.misdelivered or self.left)
 
 
-def a_lane_each(rank: int, queue: Queue) -> Hashable:
+def one_channel_per_direction(rank: int, queue: Queue) -> Hashable:
     """Messages of one edge and direction wait for each other and for no other ones."""
     return queue
 
 
-def one_lane(rank: int, queue: Queue) -> Hashable:
+def one_channel_per_rank(rank: int, queue: Queue) -> Hashable:
     """All that a rank sends and receives goes one after another."""
     return None
 
 
 def walk(
     ranks: list[Program],
-    lane: Callable[[int, Queue], Hashable] = a_lane_each,
+    channel: Callable[[int, Queue], Hashable] = one_channel_per_direction,
     sends_block: bool = False,
     device_waits: Callable[[int, Step], bool] = lambda rank, step: False,
     replicas: int = 1,
@@ -227,12 +231,12 @@ def walk(
 
     Args:
         ranks: the programs, of one pipeline after the other.
-        lane: a name for the lane, of those of a rank, that a queue's messages take there.
+        channel: a name for the channel, of those of a rank, that a queue's messages take there.
         sends_block: stop each process at a send until its message is delivered.
         device_waits: whether a rank's process waits for its device before a step.
         replicas: pipelines, whose ranks of a stage exchange tokens.
     """
-    network = _Network(lane, len(ranks), replicas)
+    network = _Network(channel, len(ranks), replicas)
     processes = [_Process(r, program, network, sends_block, device_waits) for r, program in enumerate(ranks)]
     runs = [process.run() for process in processes]
     blocked: dict[int, Blocked] = {}
@@ -266,9 +270,9 @@ class _Transfer:
 
 @dataclass(eq=False)
 class _Batch:
-    """What starts together on a lane."""
+    """What starts together on a channel."""
 
-    lane: "deque[_Batch]"
+    channel: "deque[_Batch]"
     transfers: list[_Transfer] = field(default_factory=list)
     undelivered: int = 0
 
@@ -276,11 +280,11 @@ class _Batch:
 class _Network:
     """What has been posted, has started, and is delivered."""
 
-    def __init__(self, lane: Callable[[int, Queue], Hashable], ranks: int, replicas: int) -> None:
-        self._lane = lane
+    def __init__(self, channel: Callable[[int, Queue], Hashable], ranks: int, replicas: int) -> None:
+        self._channel = channel
         self.ranks, self.replicas, self.stages = ranks, replicas, ranks // replicas
         self._joined: dict[Hashable, list[_Transfer]] = defaultdict(list)
-        self._lanes: dict[Hashable, deque[_Batch]] = defaultdict(deque)
+        self._channels: dict[Hashable, deque[_Batch]] = defaultdict(deque)
         self._started: dict[tuple[int, Queue], deque[_Transfer]] = defaultdict(deque)
         self.awake: set[int] = set()  # ranks whose wait may be over
         self.misdelivered: list[str] = []
@@ -289,13 +293,13 @@ class _Network:
         """Take what starts together at one rank."""
         batches: dict[Hashable, _Batch] = {}
         for transfer in transfers:
-            name = transfer.rank, self._lane(transfer.rank, transfer.queue)
-            transfer.batch = batches.setdefault(name, _Batch(self._lanes[name]))
+            name = transfer.rank, self._channel(transfer.rank, transfer.queue)
+            transfer.batch = batches.setdefault(name, _Batch(self._channels[name]))
             transfer.batch.transfers.append(transfer)
         for batch in batches.values():
             batch.undelivered = len(batch.transfers)
-            batch.lane.append(batch)
-            if batch.lane[0] is batch:
+            batch.channel.append(batch)
+            if batch.channel[0] is batch:
                 self._start(batch, 0)
 
     def join(self, name: Hashable, members: int, transfer: _Transfer) -> None:
@@ -311,8 +315,8 @@ class _Network:
 
     def left(self) -> Iterator[_Transfer]:
         """What has been posted and not delivered."""
-        for lane in self._lanes.values():
-            for batch in lane:
+        for channel in self._channels.values():
+            for batch in channel:
                 yield from (transfer for transfer in batch.transfers if not transfer.done)
 
     def _start(self, batch: _Batch, time: float) -> None:
@@ -341,13 +345,13 @@ class _Network:
         assert batch is not None
         batch.undelivered -= 1
         if not batch.undelivered:
-            batch.lane.popleft()
-            if batch.lane:
-                self._start(batch.lane[0], max(end.time for end in batch.transfers))
+            batch.channel.popleft()
+            if batch.channel:
+                self._start(batch.channel[0], max(end.time for end in batch.transfers))
 
 
 class _Process:
-    """One rank, doing what `ScheduleAsync2BW` and `Messages` would; its methods yield while it is stuck."""
+    """One rank, doing what `ScheduleAsync2BW` and `P2PChannels` do; its methods yield while it waits."""
 
     def __init__(
         self,
@@ -376,7 +380,7 @@ class _Process:
                     yield from self._until_done(transfer, step, f"the device waits for {transfer}")
                 self._started.clear()
             if step.kind == "compute":
-                self.clock += COST[step.action.kind] + (COST["B"] if step.beside else 0)
+                self.clock += COST[step.action.kind] + (COST["B"] if step.overlapped else 0)
             elif step.kind == "exchange":
                 self._exchanging.append(self._join(("experts", self._stage), self._network.replicas, step))
             elif step.kind == "collect":
@@ -433,7 +437,7 @@ class _Process:
     def _post(self, steps: list[Step]) -> Iterator[Blocked]:
         sends = [step for step in steps if step.kind == "send"]
         for kind, count in Counter(step.action.kind for step in sends).items():
-            yield from self._until_sending(self._program.most_pending - count, kind, steps[0])
+            yield from self._until_sending(self._program.max_pending_sends - count, kind, steps[0])
         transfers = [_transfer(self._rank, step, self.clock) for step in steps]
         for step, transfer in zip(steps, transfers, strict=True):
             if step.kind == "send":
@@ -482,7 +486,8 @@ def overwritten(program: Program) -> list[str]:
     A buffer is taken when its receive is posted, or by the forward where nothing is received, and free again
     after the microbatch's backward; in an evaluation, after its forward. A rank's own order decides this.
     """
-    trained = {s.filling for s in program.steps if s.kind == "compute" and (s.action.kind == "B" or s.beside)}
+    computed = [step for step in program.steps if step.kind == "compute"]
+    trained = {step.filling for step in computed if step.action.kind == "B" or step.overlapped}
     held: dict[tuple[str, int], Step] = {}
     found = []
     for step in program.steps:
@@ -493,7 +498,7 @@ def overwritten(program: Program) -> list[str]:
             holder = held.setdefault((kind, slot), step)
             if (holder.filling, holder.action) != (step.filling, step.action):
                 found.append(f"{step} of filling {step.filling} over {holder.action} of {holder.filling}")
-        done = step.action if kind == "B" or step.filling not in trained else step.beside
+        done = step.action if kind == "B" or step.filling not in trained else step.overlapped
         if step.kind == "compute" and done:
             for direction in "FB":
                 held.pop((direction, _slot(program, done)), None)

@@ -36,7 +36,7 @@ class Scheduling(LoadFileScheduling):
 def has_ranks(file: Path) -> bool:
     """Whether a test file starts processes that talk to each other, by the names of what starts them."""
     text = file.read_text(encoding="utf-8")
-    starters = ("Pools", "four_ranks", "Trainers", "support.training", "rehearsal.processes", "from _pool")
+    starters = ("Pools", "four_ranks", "Trainers", "support.training", "rehearsal.rank", "from _pool")
     return any(name in text for name in starters)
 
 

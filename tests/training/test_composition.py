@@ -90,7 +90,7 @@ def track_in_flight(trainer: Any, trained: Trained) -> None:
     forward, held = stage.forward_one_chunk, trained.extra.setdefault("held", [])
 
     def tracking(*args: Any, **kwargs: Any) -> Any:
-        trained.extra["early"] = trainer.pp_schedule._execution.early
+        trained.extra["early"] = trainer.pp_schedule._executor.early
         output = forward(*args, **kwargs)
         held.append(len(stage.fwd_cache))
         return output

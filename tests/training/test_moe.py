@@ -24,7 +24,7 @@ def in_float32(trainer: Any, trained: Trained) -> None:
 def count_pairs(trainer: Any, trained: Trained) -> None:
     """`in_float32`, and how many overlapped pairs the rank runs."""
     in_float32(trainer, trained)
-    trained.extra["pairs"], overlap = 0, trainer.pp_schedule._execution._overlap
+    trained.extra["pairs"], overlap = 0, trainer.pp_schedule._executor._overlap
     if overlap is None:
         return
     run = overlap.run

@@ -97,9 +97,9 @@ def _plan(line: Namespace) -> None:
     resolved = resolve_recipe([*line.operands, *line.recipe_flags, *short])  # before torchtitan, for CPUs
     config = resolved.config
 
+    from titan_async.planning.config_variants import on_nodes, on_own_ranks, world_size_of
     from titan_async.planning.plan import Planner
     from titan_async.planning.report import print_plan
-    from titan_async.planning.scale import on_nodes, on_own_ranks, world_size_of
 
     if line.nodes is None:
         # Without GPUs an open shard degree is 1, as for titan-async train.
@@ -110,7 +110,7 @@ def _plan(line: Namespace) -> None:
         _check_cores(world_size_of(config), cluster.per_node)
     planner = Planner(cluster)
     if line.measured is not None:
-        from titan_async.planning.measured import calibrate
+        from titan_async.planning.measured_times import calibrate
 
         planner = Planner(cluster, calibrate(config, cluster, line.measured))
     plan = planner.plan(config, resolved.recipe, suggests=not line.no_suggest, mtbf=line.mtbf)

@@ -71,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
     ensure_device()
 
     from titan_async.config.recipe_file import resolve
-    from titan_async.rehearsal.narrow import narrowed, prepared, world_size
+    from titan_async.rehearsal.narrow_config import narrowed, prepared, world_size
     from titan_async.training.preflight.check import check
 
     with quiet():
@@ -107,9 +107,8 @@ def _check_schedule(config: Trainer.Config) -> None:
 
 
 def _rehearse(config: Trainer.Config, world: int, steps: int, divisor: int, only: int | None) -> int:
-    from titan_async.rehearsal.processes import for_each
-    from titan_async.rehearsal.rank import build_at_real_width, rehearse
-    from titan_async.rehearsal.saved import check_plans, expected_entries
+    from titan_async.rehearsal.rank import build_at_real_width, for_each, rehearse
+    from titan_async.rehearsal.save_plans import check_plans, expected_entries
 
     stages = config.parallelism.pipeline_parallel_degree
     each = world // stages

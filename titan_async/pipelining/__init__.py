@@ -1,4 +1,4 @@
-"""Pipeline parallelism that never drains: PipeDream-2BW for `torch.distributed.pipelining`.
+"""Pipeline parallelism without flushes: PipeDream-2BW for `torch.distributed.pipelining`.
 
 This layer needs torch alone (2.11 or newer).
 """
@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 from titan_async.pipelining.actions import Action, drain_actions, step_actions
 
 if TYPE_CHECKING:
-    from titan_async.pipelining.all_to_all import all_to_all_single
-    from titan_async.pipelining.overlap import hand_over
+    from titan_async.pipelining.overlap import all_to_all_single, hand_over
     from titan_async.pipelining.schedule import ScheduleAsync2BW
 
 __all__ = ["Action", "ScheduleAsync2BW", "all_to_all_single", "drain_actions", "hand_over", "step_actions"]
 
-# Not before they are asked for: who simulates schedules, or reads what they recorded, needs no torch.
-_MODULES = {"ScheduleAsync2BW": "schedule", "all_to_all_single": "all_to_all", "hand_over": "overlap"}
+# Imported on first use: simulating schedules, or reading recorded events, needs no torch.
+_MODULES = {"ScheduleAsync2BW": "schedule", "all_to_all_single": "overlap", "hand_over": "overlap"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Everything that this layer uses of FSDP2's private state, for torch 2.11 to 2.14.
+"""All uses of FSDP2's private state in this layer, for torch 2.11 to 2.14.
 
 `tests/pipelining/test_torch_internals.py` fails when one of these names is gone.
 """
@@ -10,32 +10,32 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from titan_async.local_tensors import local_part
-from titan_async.pipelining.side_stream import keep_for_stream
+from titan_async.pipelining.side_stream import record_on_current_stream
 
 __all__ = ["FsdpParameters"]
 
 
 _OUTSIDE = -1
-"""The copy that FSDP itself uses, whenever the module runs outside of a schedule's step."""
+"""The copy that FSDP uses itself, when the module runs outside of a schedule's step."""
 
 
 class _Unsharded(NamedTuple):
-    """What FSDP keeps of one unsharded parameter."""
+    """FSDP's state of one unsharded parameter."""
 
     parameter: nn.Parameter | None  # None before the first all-gather
     outputs: list[Tensor]  # the storage that all-gathers write to
-    gradient: Tensor | None  # summed up over microbatches in the dtype of the reduction
+    grad: Tensor | None  # accumulated over microbatches in the dtype of the reduction
 
 
 class FsdpParameters:
     """The parameters of a module under `fully_shard`, with several unsharded copies instead of one.
 
     Args:
-        root: a module to which `fully_shard` or `replicate` was applied last, after its submodules.
+        root: the module to which `fully_shard` or `replicate` was applied last, after its submodules.
 
     Raises:
-        NotImplementedError: if FSDP would free an unsharded copy by itself, or computes it in a way of its
-            own, so that no second one can stand beside it.
+        NotImplementedError: if FSDP would free an unsharded copy itself, or gathers it in a way that leaves
+            no room for a second one.
     """
 
     def __init__(self, root: FSDPModule) -> None:
@@ -47,8 +47,8 @@ class FsdpParameters:
         self._params = [param for group in self._groups for param in group.fsdp_params]
         self._copies: dict[int, list[_Unsharded]] = {}
         self._installed = _OUTSIDE
-        self._gathering = False  # what is installed, of which groups are still to be gathered
-        self._refuse()
+        self._gathering = False  # whether groups of the installed copy are still to be gathered
+        self._check_supported()
 
     @property
     def sharded(self) -> list[nn.Parameter]:
@@ -61,35 +61,37 @@ class FsdpParameters:
         return [param._param_fqn for param in self._params]
 
     def gather(self, copy: int) -> None:
-        """Let `copy` hold the shards as they are now, group by group; the module shows its shards.
+        """Start to gather the current shards into `copy`, group by group; the module keeps its shards.
 
-        Starts the all-gathers of the first two groups. FSDP itself does the others, and waits for each, in
-        the first forward that shows `copy`. Call `finish_gathering` after it, or before a shard changes.
+        Starts the all-gathers of the first two groups. FSDP starts the others, and waits for each, in the
+        first forward with `copy` active. Call `finish_gather` after it, and before a shard changes.
         """
-        self.leave_outside()
-        self._synchronize_gradients(False)  # until `reduce`: a loss may run backwards before torch says so
+        self.reset_outside()
+        self._set_gradient_sync(
+            False
+        )  # until `reduce_grads`: a loss may run backwards before torch does this
         self._install(copy)
         self._gathering = True
         for group in self._groups[:2]:
             group.unshard(async_op=True)
 
-    def finish_gathering(self) -> None:
-        """Gather what no forward has gathered; the module shows the copy. Does nothing at a later call."""
+    def finish_gather(self) -> None:
+        """Gather what no forward has gathered; the copy is active then. Does nothing at a later call."""
         if not self._gathering:
             return
         for group, following in zip(self._groups, [*self._groups[1:], None], strict=True):
             group.unshard(async_op=True)
-            if following is not None:  # on its way while this one is copied out
+            if following is not None:  # overlaps with the copy-out of this one
                 following.unshard(async_op=True)
             group.wait_for_unshard()
         self._gathering = False
 
-    def show(self, copy: int | None) -> None:
-        """Let the module show `copy`, or its shards (None). One that is being gathered is shown by and by."""
+    def activate(self, copy: int | None) -> None:
+        """Put `copy` into the module, or its shards (None). FSDP puts in one that is being gathered."""
         if self._gathering:
             if copy == self._installed:
                 return
-            for group in self._groups:  # after an error: all-gathers that have been started must not go on
+            for group in self._groups:  # after an error: started all-gathers must not continue
                 group.wait_for_unshard()
             self._gathering = False
         self._install(_OUTSIDE if copy is None else copy)
@@ -102,11 +104,11 @@ class FsdpParameters:
 
     @property
     def is_gathering(self) -> bool:
-        """Whether the next forward gathers what the module shows."""
+        """Whether the next forward gathers the active copy."""
         return self._gathering
 
-    def pass_state(self) -> Any:
-        """The training states of FSDP's hooks within a forward or backward, for `set_pass_state`."""
+    def training_state(self) -> Any:
+        """The training states of FSDP's hooks within a forward or backward, for `set_training_state`."""
         states = self._state._state_ctx.all_states
         return (
             self._state._state_ctx.iter_forward_root,
@@ -114,7 +116,7 @@ class FsdpParameters:
             [group._training_state for group in self._groups],
         )
 
-    def set_pass_state(self, saved: Any) -> None:
+    def set_training_state(self, saved: Any) -> None:
         """Restore the training states of FSDP's hooks, so that an interrupted forward or backward resumes."""
         root, of_states, of_groups = saved
         self._state._state_ctx.iter_forward_root = root
@@ -125,9 +127,9 @@ class FsdpParameters:
         for group, training in zip(self._groups, of_groups, strict=True):
             group._training_state = training
 
-    def leave_outside(self) -> None:
-        """Show the shards, and free what forward and loss outside of a schedule's step have gathered."""
-        self.show(None)
+    def reset_outside(self) -> None:
+        """Activate the shards, and free what forwards outside of a schedule's step have gathered."""
+        self.activate(None)
         for param in self._params:
             param.unsharded_accumulated_grad = None
             if hasattr(param, "_unsharded_param"):
@@ -136,52 +138,42 @@ class FsdpParameters:
         self.free(_OUTSIDE)
 
     def free(self, copy: int) -> None:
-        """Free the memory of `copy`, which is not shown; the next `gather` allocates it again."""
+        """Free the memory of `copy`, which is not active; the next `gather` allocates it again."""
         for unsharded in self._copies.get(copy, []):
             for output in unsharded.outputs:
                 output.untyped_storage().resize_(0)
 
-    def reduce(self) -> list[Tensor | None]:
-        """Reduce the gradients gathered on the copy that is shown, over the data-parallel ranks.
+    def reduce_grads(self) -> list[Tensor | None]:
+        """Reduce the gradients accumulated on the active copy over the data-parallel ranks.
 
-        FSDP waits for its reductions on the current stream, and copies gradients there: another one than that
-        of the backwards, which need not wait then.
+        FSDP waits for its reductions on the current stream, and copies gradients there. Call it on another
+        stream than that of the backwards, which then need not wait.
 
         Returns:
-            The sharded gradients, in the order of `sharded`; those already in `.grad` stay there.
+            The sharded gradients, in the order of `sharded`; existing `.grad` is left alone.
         """
         before = [param.sharded_param.grad for param in self._params]
         for param in self._params:
             param.sharded_param.grad = None
-        self._synchronize_gradients(True)
+        self._set_gradient_sync(True)
         for param in self._params:
             unsharded = getattr(param, "_unsharded_param", None)
-            for gradient in (param.unsharded_accumulated_grad, getattr(unsharded, "grad", None)):
-                if gradient is not None:
-                    keep_for_stream(local_part(gradient))
+            for grad in (param.unsharded_accumulated_grad, getattr(unsharded, "grad", None)):
+                if grad is not None:
+                    record_on_current_stream(local_part(grad))
         for group in self._groups:
             group.post_backward()
         self._state._root_post_backward_final_callback()
-        self._synchronize_gradients(False)
-        gradients = [param.sharded_param.grad for param in self._params]
-        for param, gradient in zip(self._params, before, strict=True):
-            param.sharded_param.grad = gradient
-        return gradients
+        self._set_gradient_sync(False)
+        grads = [param.sharded_param.grad for param in self._params]
+        for param, grad in zip(self._params, before, strict=True):
+            param.sharded_param.grad = grad
+        return grads
 
-    def unsharded_bytes(self) -> int:
-        """Bytes of all copies that are allocated."""
-        self._save()
-        return sum(
-            output.untyped_storage().nbytes()
-            for copy in self._copies.values()
-            for unsharded in copy
-            for output in unsharded.outputs
-        )
-
-    def _synchronize_gradients(self, last: bool) -> None:
-        self._root.set_is_last_backward(last)
+    def _set_gradient_sync(self, enabled: bool) -> None:
+        self._root.set_is_last_backward(enabled)
         self._root.set_reshard_after_backward(False)
-        self._root.set_requires_gradient_sync(last)
+        self._root.set_requires_gradient_sync(enabled)
 
     def _save(self) -> None:
         self._copies[self._installed] = [
@@ -203,11 +195,11 @@ class FsdpParameters:
             if unsharded.parameter is not None:
                 param._unsharded_param = unsharded.parameter
             elif hasattr(param, "_unsharded_param"):
-                del param._unsharded_param  # FSDP then makes a new one, as at its very first all-gather
+                del param._unsharded_param  # FSDP creates it, as at its first all-gather
             param.all_gather_outputs = unsharded.outputs
-            param.unsharded_accumulated_grad = unsharded.gradient
+            param.unsharded_accumulated_grad = unsharded.grad
 
-    def _refuse(self) -> None:
+    def _check_supported(self) -> None:
         for group in self._groups:
             if group._reshard_after_forward:
                 raise NotImplementedError(

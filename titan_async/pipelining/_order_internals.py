@@ -1,7 +1,7 @@
-"""The orders of work of torch's schedules that keep several stages on a rank, taken from torch itself.
+"""The orders of operations of torch's schedules with several stages per rank, taken from torch itself.
 
-Everything that this layer uses of torch's private names for that; `tests/pipelining/test_programs.py` fails
-when one is gone or means something else.
+All uses of torch's private names for that in this layer; `tests/pipelining/test_programs.py` fails when one
+is gone or has another meaning.
 """
 
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ _KINDS_OF_FSDP: dict[str, Kind] = {**_KINDS, "UNSHARD": "G"}
 
 
 class TorchAction(NamedTuple):
-    """Something that torch's schedule computes, or the gather of a stage's weights, as microbatch 0."""
+    """An action of torch's schedule; the gather of a stage's weights is microbatch 0."""
 
     kind: Kind
     stage: int
@@ -31,25 +31,25 @@ class TorchAction(NamedTuple):
 def torch_order(
     schedule: str, stages: list[list[int]], n_microbatches: int, *, gathers: bool = False
 ) -> list[list[TorchAction]]:
-    """What each rank computes in one batch, in order.
+    """The actions of each rank in one batch, in order.
 
     Args:
-        schedule: torch's name of a schedule of several stages a rank.
+        schedule: torch's name of a schedule with several stages per rank.
         stages: the indices of the stages on each rank.
         n_microbatches: microbatches in a batch.
-        gathers: whether the gathers of weights ("G") are in it, where torch starts them: of each of the three
-            stages that are computed next, if it is not gathered.
+        gathers: whether to include the gathers of weights ("G") where torch starts them: for each of the next
+            three stages, unless it is gathered.
 
     Raises:
-        ValueError: if the schedule does not go together with these numbers; torch's own words.
+        ValueError: from torch, if the schedule does not support these numbers.
     """
-    # Here, so that those who ask for none of torch's schedules need not wait for torch.
+    # Imported here: without torch's schedules, simulation does not need torch.
     from torch.distributed.pipelining.schedules import _add_unshard_reshard, get_schedule_class
 
     build: Any = get_schedule_class(schedule)
     total = sum(map(len, stages))
-    # The order depends on numbers alone, so that no process group is needed, and no module.
-    stand_ins = [
+    # The order depends on these numbers only, so no process group and no module are needed.
+    stages_of_rank_0 = [
         SimpleNamespace(
             stage_index=index,
             num_stages=total,
@@ -62,7 +62,7 @@ def torch_order(
         )
         for index in stages[0]
     ]
-    order = build(stand_ins, n_microbatches, loss_fn=lambda output, target: output).pipeline_order
+    order = build(stages_of_rank_0, n_microbatches, loss_fn=lambda output, target: output).pipeline_order
     if not gathers:
         return [list(_actions(order[rank], _KINDS)) for rank in range(len(stages))]
     return [list(_actions(_add_unshard_reshard(order[rank]), _KINDS_OF_FSDP)) for rank in range(len(stages))]
@@ -70,9 +70,9 @@ def torch_order(
 
 def _actions(actions: Any, kinds: dict[str, Kind]) -> Any:
     for action in actions:
-        if action is None:  # a slot in which torch draws the rank as waiting
+        if action is None:  # an idle slot
             continue
-        # A forward and a backward that overlap on paper run one after the other.
+        # A forward and a backward that torch draws as overlapping run one after the other.
         for part in action.sub_actions or (action,):
             kind = kinds.get(part.computation_type.name)
             if kind is not None:

@@ -1,4 +1,4 @@
-"""Everything that this layer uses of torch's private pipelining API, for torch 2.11 to 2.14.
+"""All uses of torch's private pipelining API in this layer, for torch 2.11 to 2.14.
 
 `tests/pipelining/test_torch_internals.py` fails when one of these names is gone.
 """
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, split_args_kwargs_into_chunks
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
@@ -29,8 +29,11 @@ __all__ = [
     "allocate_buffers",
     "assignment",
     "check_microbatches",
+    "check_target_spec",
+    "check_wrapper",
     "clear_chunks",
     "expected_outputs",
+    "generated_inputs",
     "gradients_to_send",
     "group_of",
     "has_compiled_parts",
@@ -40,7 +43,6 @@ __all__ = [
     "is_fully_sharded",
     "is_initialized",
     "keystr",
-    "made_up_inputs",
     "outputs_to_send",
     "prepare_buffers",
     "process_group",
@@ -49,21 +51,19 @@ __all__ = [
     "reshard",
     "split_microbatches",
     "tree_flatten_with_path",
-    "tree_leaves",
     "undone",
-    "unsupported_wrapper",
 ]
 
 
 def process_group(name: str) -> dist.ProcessGroup:
-    """The group of that name, as an operator is given it."""
+    """The process group of that name, which operators take instead of a group."""
     return cast(Any, distributed_c10d)._resolve_process_group(name)
 
 
 def initialize_stage(
     schedule: PipelineScheduleSingle, args: tuple, kwargs: dict, target: Any, loss_kwargs: dict | None
 ) -> None:
-    """Let torch infer the shapes between stages and allocate receive buffers, if that is still to be done."""
+    """Let torch infer the shapes between stages and allocate receive buffers, unless it has already."""
     if is_initialized(schedule):
         return
     with undone(schedule._stage.submod):
@@ -76,10 +76,10 @@ def initialize_stage(
 
 @contextmanager
 def undone(module: nn.Module) -> Iterator[None]:
-    """Let forwards and backwards of `module` inside leave its buffers and `.grad` as they were.
+    """Restore the buffers and `.grad` of `module` after the forwards and backwards inside.
 
-    They may replace buffers, which torch's inference does not undo, or write to them, which it undoes from
-    2.14 on. Gradients are of losses that run backwards, and where some were before.
+    These may replace buffers, which torch's inference does not undo, or write to them, which it undoes from
+    2.14 on. Losses that run backwards themselves accumulate gradients.
     """
     before = [
         (submodule, name, buffer, buffer.clone())
@@ -100,10 +100,10 @@ def undone(module: nn.Module) -> Iterator[None]:
 
 
 class WithoutFlexKernels(TorchFunctionMode):
-    """Gives FlexAttention outputs of the right shapes that depend on all inputs, without any attention.
+    """Replaces FlexAttention by outputs of the right shapes that depend on all inputs.
 
-    It is meant to be compiled. Run eagerly it holds all scores of all heads at a time, 8 GB and more for
-    sequences of 8192.
+    FlexAttention is meant to be compiled. Run eagerly it materializes all scores of all heads, 8 GB and more
+    for sequences of 8192.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
@@ -122,8 +122,8 @@ def has_compiled_parts(module: nn.Module) -> bool:
 
 
 @contextmanager
-def made_up_inputs(stage: _PipelineStageBase, slot: int) -> Iterator[None]:
-    """Put random activations and zero gradients where `slot` receives those of the neighbours."""
+def generated_inputs(stage: _PipelineStageBase, slot: int) -> Iterator[None]:
+    """Fill the receive buffers of `slot` with random activations and zero gradients."""
     gradients = stage.grad_recv_info[slot] if stage.has_backward else ()
     for infos in (stage.args_recv_info[slot], gradients):
         allocate_buffers(infos, stage.device)
@@ -140,14 +140,14 @@ def made_up_inputs(stage: _PipelineStageBase, slot: int) -> Iterator[None]:
 
 
 def clear_chunks(stage: _PipelineStageBase) -> None:
-    """Drop what forwards and backwards have left for other stages and the user. Nothing may be in flight."""
+    """Drop the outputs of all forwards and backwards. Nothing may be in flight."""
     stage.fwd_cache.clear()
     stage.bwd_cache.clear()
     stage.output_chunks.clear()
 
 
 def group_of(stage: _PipelineStageBase) -> dist.ProcessGroup:
-    """The process group over which the stages of a pipeline lie."""
+    """The process group of the pipeline."""
     return stage.group if stage.group is not None else distributed_c10d._get_default_group()
 
 
@@ -161,7 +161,7 @@ def split_microbatches(
     target_mbs: list | None,
     target_chunk_spec: Any,
 ) -> tuple[list, list, list | None]:
-    """Split whole-batch inputs into one entry a microbatch, or check those that came split."""
+    """Split whole-batch inputs into one entry per microbatch, or check inputs that are already split."""
     if arg_mbs is None and kwarg_mbs is None and target_mbs is None:
         try:
             arg_mbs, kwarg_mbs = schedule._split_inputs(args, kwargs)
@@ -184,19 +184,30 @@ def split_microbatches(
 def check_microbatches(
     schedule: PipelineScheduleSingle, arg_mbs: list | None, kwarg_mbs: list | None, target_mbs: list | None
 ) -> tuple[list, list]:
-    """Check that there is an entry for each microbatch, and put empty ones where nothing is given."""
+    """Check that there is an entry for each microbatch, and add empty ones for inputs that are not given."""
     return schedule._check_inputs(arg_mbs, kwarg_mbs, target_mbs)
 
 
-def prepare_buffers(stage: _PipelineStageBase, slots: int) -> None:
-    """Have receive infos for `slots` chunks, without the buffers that torch has allocated.
+def check_target_spec(args_chunk_spec: tuple | None, kwargs_chunk_spec: dict | None) -> None:
+    """Refuse inputs that are split along another dimension than 0, where the target's is not given."""
+    specs = tree_leaves((args_chunk_spec, kwargs_chunk_spec))
+    other = {spec.split_dim for spec in specs if isinstance(spec, TensorChunkSpec)} - {0}
+    if other:
+        raise ValueError(
+            f"inputs are split along dimension {min(other)}, and nothing says how the target is: "
+            "pass target_chunk_spec, TensorChunkSpec(0) if its dimension 0 is the batch"
+        )
 
-    torch has made them for the microbatches of one batch, which may be more or fewer.
+
+def prepare_buffers(stage: _PipelineStageBase, slots: int) -> None:
+    """Create receive infos for `slots` chunks, without the buffers that torch has allocated.
+
+    torch creates them for the microbatches of one batch, which may be more or fewer.
 
     torch receives into the same buffer in each batch, although it is the module's input and an autograd leaf:
     hooks would accumulate on it, and an input that a module keeps would change.
     """
-    # A traced stage's outputs may go elsewhere, for which there are no messages.
+    # The outputs of a traced stage may skip the next one, for which there are no channels.
     assert stage.is_last or all(to == [stage.stage_index + 1] for to in stage.act_send_info.values())
     stage.chunks = max(stage.chunks or 0, slots)  # torch checks ids against it
     infos = [stage.args_recv_info]
@@ -225,20 +236,20 @@ def release_buffers(infos: Iterable[Any]) -> None:
     """Drop the references to received tensors, and keep their shapes and dtypes in meta tensors."""
     for info in infos:
         if getattr(info, "buffer", None) is not None:
-            if not hasattr(info, "released"):  # ours, and for good: torch makes new infos for other shapes
+            if not hasattr(info, "released"):  # our attribute; torch creates new infos for other shapes
                 info.released = _empty_like(info.buffer, torch.device("meta"))
             info.buffer = info.released
 
 
 def is_initialized(schedule: PipelineScheduleSingle) -> bool:
-    """Whether torch has inferred shapes for what the schedule is about to do: to train, or to evaluate."""
+    """Whether torch has inferred shapes for training or evaluation, whichever is next."""
     return bool(
         schedule._stage_forward_initialized and schedule._stage_backward_initialized == schedule._has_backward
     )
 
 
 def _empty_like(buffer: Tensor, device: torch.device) -> Tensor:
-    # Before 2.14 torch decides where it makes the buffer whether what is received requires a gradient.
+    # Before 2.14 the buffer itself decides whether the received tensor requires a gradient.
     return torch.empty(buffer.shape, dtype=buffer.dtype, device=device, requires_grad=buffer.requires_grad)
 
 
@@ -261,28 +272,30 @@ def expected_outputs(stage: _PipelineStageBase) -> list[tuple[torch.Size, torch.
 
 
 def outputs_to_send(stage: _PipelineStageBase, chunk_id: int) -> list[Tensor]:
-    """What a forward has left for the next stage, contiguous as a send needs.
+    """The outputs of a forward, contiguous as a send requires.
 
-    Where the stage trains, outputs that alias an input, a parameter (a tied weight) or a buffer are cloned:
-    the send may complete as late as in the next step, after an optimizer has written to them in place.
+    In training, outputs that alias an input, a parameter (a tied weight) or a buffer are cloned: the send may
+    complete as late as in the next step, after an optimizer has written to them in place.
     """
     outputs, inputs = stage.fwd_cache[chunk_id]
     sent = [local_part(output.detach()).contiguous() for output in outputs]
-    kept: set[int] = set()
+    storages: set[int] = set()
     for index, output in enumerate(outputs):
         base = output._base if output._is_view() else output
-        if base.grad_fn is not None or not stage.has_backward:  # computed by this forward, or never written
+        if (
+            base.grad_fn is not None or not stage.has_backward
+        ):  # computed by this forward, or never written to
             continue
-        if not kept:
+        if not storages:
             tensors = [*filter(torch.is_tensor, inputs), *stage.submod.parameters(), *stage.submod.buffers()]
-            kept = {_storage_of(tensor) for tensor in tensors}
-        if _storage_of(output) in kept:
+            storages = {_storage_of(tensor) for tensor in tensors}
+        if _storage_of(output) in storages:
             sent[index] = sent[index].clone()
     return sent
 
 
 def gradients_to_send(stage: _PipelineStageBase, chunk_id: int) -> list[Tensor]:
-    """What a backward has left for the stage before, contiguous as a send needs. Only once."""
+    """The input gradients of a backward, contiguous as a send requires. Only once."""
     return [op.tensor.contiguous() for op in stage.get_bwd_send_ops(chunk_id)]
 
 
@@ -291,33 +304,32 @@ def _storage_of(tensor: Tensor) -> int:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free the unsharded parameters of FSDP and let the module show its shards."""
+    """Free the unsharded parameters of FSDP and restore the shards."""
     for submodule in module.modules():
         if isinstance(submodule, FSDPModule):
             submodule.reshard()
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether a hook is to run on the gradient of `parameter`, or after it has been accumulated."""
+    """Whether a hook runs on the gradient of `parameter`, or after its accumulation."""
     hooks = cast(Any, parameter)
     return bool(hooks._backward_hooks or hooks._post_accumulate_grad_hooks)
 
 
 def identity_of(tensor: Tensor | None) -> tuple[int, int] | None:
-    """Which tensor it is, and how often it has been written to."""
+    """The tensor's identity and its version counter."""
     return None if tensor is None else (id(tensor), tensor._version)
 
 
 class ParameterWatch:
-    """Sees whether the trainable parameters of a module are still the same, in a tenth of the time that
-    `module.parameters()` takes."""
+    """Detects changes of a module's trainable parameters, in a tenth of the time of `module.parameters()`."""
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = list(module.modules())
         self._before = self._look()
 
     def changed(self) -> bool:
-        """Whether a parameter has been replaced, frozen, unfrozen, added or removed, or a submodule so."""
+        """Whether a parameter or submodule has been replaced, frozen, unfrozen, added or removed."""
         return self._look() != self._before
 
     def _look(self) -> tuple[list[int], int]:
@@ -331,9 +343,9 @@ class ParameterWatch:
 
 
 def assignment(places: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> Callable[[], None]:
-    """A function that assigns parameters in the places of others, without the checks of `nn.Module`.
+    """A function that assigns parameters to module attributes, without the checks of `nn.Module`.
 
-    A module with an assignment of its own gets them that way: RNNs keep a list of their weights.
+    Modules with their own `__setattr__` are assigned through it: RNNs keep a list of their weights.
     """
     checked, unchecked = [], []
     for module, name, parameter in places:
@@ -356,10 +368,15 @@ def is_fully_sharded(module: nn.Module) -> bool:
     return any(isinstance(m, FSDPModule) for m in module.modules())
 
 
-def unsupported_wrapper(module: nn.Module) -> str | None:
-    """What makes `module` neither plain nor under FSDP2, None if nothing does."""
+def check_wrapper(module: nn.Module) -> None:
+    """Refuse a module that is neither plain nor under FSDP2."""
+    wrapper = None
     if any(isinstance(m, DistributedDataParallel) for m in module.modules()):
-        return "DistributedDataParallel"
-    if not is_fully_sharded(module) and any(isinstance(p, DTensor) for p in module.parameters()):
-        return "DTensor parameters outside of fully_shard"
-    return None
+        wrapper = "DistributedDataParallel"
+    elif not is_fully_sharded(module) and any(isinstance(p, DTensor) for p in module.parameters()):
+        wrapper = "DTensor parameters outside of fully_shard"
+    if wrapper is not None:
+        raise NotImplementedError(
+            f"Async2BW does not support a module with {wrapper}; use a plain module or fully_shard, "
+            "which also replicates (HSDP)"
+        )

@@ -1,11 +1,11 @@
-"""Versions of a module's buffers, so that a microbatch sees those of its batch.
+"""Versions of a module's buffers, so that a microbatch sees the buffers of its batch.
 
-A router's bias changes with the weights: the bias in force at a microbatch's forward must be in force at its
-recomputation. Token counts change in the forward itself, and belong to the batch that they count. So buffers
-follow the recurrence of the weights: a batch reads those that are there when its step begins, and what its
-microbatches change in them arrives together with its gradient,
+A router's bias changes with the weights: a microbatch's recomputation must use the bias of its forward. Token
+counts change in the forward itself, and belong to the batch that they count. So buffers follow the recurrence
+of the weights: a batch reads their values when its step begins, and the deltas of its microbatches are
+applied together with its gradient,
 
-    B[b+1] = B[b] + change_b,    change_b made by batch b at B[max(b-1, 0)].
+    B[b+1] = B[b] + delta_b,    delta_b made by batch b at B[max(b-1, 0)].
 """
 
 from typing import NamedTuple
@@ -19,8 +19,8 @@ __all__ = ["BufferVersions"]
 
 
 class _Buffer(NamedTuple):
-    name: str | None  # in the module's state_dict, None if it is not there
-    owners: tuple[tuple[nn.Module, str], ...]  # every place in the module that shows this buffer
+    name: str | None  # in the module's state_dict; None if it is not persistent
+    owners: tuple[tuple[nn.Module, str], ...]  # every module and attribute that holds this buffer
 
     @property
     def master(self) -> Tensor:
@@ -31,97 +31,99 @@ class _Buffer(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    start: Tensor  # the values when the batch began
-    now: Tensor  # what the batch's microbatches see and change
+    initial: Tensor  # the values when the batch began
+    current: Tensor  # what the batch's microbatches read and change
 
 
 def _collect(module: nn.Module) -> list[_Buffer]:
     owners: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     names: dict[Tensor, str] = {}
-    kept = {canonical_name(name) for name in module.state_dict(keep_vars=True)}
+    persistent = {canonical_name(name) for name in module.state_dict(keep_vars=True)}
     for prefix, submodule in module.named_modules():
         for name, buffer in submodule.named_buffers(recurse=False, remove_duplicate=False):
             owners.setdefault(buffer, []).append((submodule, name))
             full_name = canonical_name(f"{prefix}.{name}" if prefix else name)
-            if full_name in kept:
+            if full_name in persistent:
                 names.setdefault(buffer, full_name)
     return [_Buffer(names.get(buffer), tuple(places)) for buffer, places in owners.items()]
 
 
 class BufferVersions:
-    """Keeps the buffers of `module` in two versions, beside those that the module shows between steps.
+    """Keeps the buffers of `module` in two versions, in addition to its own between steps.
 
-    Four more copies of the buffers: the values that each version began with, and those it has now.
+    That is four more copies of the buffers: each version's initial and current values.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._buffers = _collect(module)
         self._copies: tuple[list[_Copy], list[_Copy]] = ([], [])
-        self._held: list[Tensor] | None = None
-        self._masters: list[Tensor] | None = None  # the module's own while it shows a version
-        self._shown: int | None = None
+        self._frozen: list[Tensor] | None = None
+        self._masters: list[Tensor] | None = None  # the module's own buffers while a version is active
+        self._active: int | None = None
 
     @torch.no_grad()
-    def read(self, version: int) -> None:
-        """Let `version`, which must no longer be needed, hold the module's values now, or the held ones."""
-        values = self._held or [buffer.master for buffer in self._buffers]
-        self._held = None
+    def begin_batch(self, version: int) -> None:
+        """Set `version`, which must be unused, to the module's current values, or the frozen ones."""
+        values = self._frozen or [buffer.master for buffer in self._buffers]
+        self._frozen = None
         copies = self._copies[version]
         for index, value in enumerate(values):
             old = copies[index] if index < len(copies) else None
-            if old is None or old.now.shape != value.shape or old.now.dtype != value.dtype:
+            if old is None or old.current.shape != value.shape or old.current.dtype != value.dtype:
                 copies[index : index + 1] = [_Copy(value.clone(), value.clone())]
             else:
-                old.start.copy_(value)
-                old.now.copy_(value)
+                old.initial.copy_(value)
+                old.current.copy_(value)
 
-    def show(self, version: int | None) -> None:
-        """Let the module show `version`, or its own buffers (None)."""
-        self._follow()
+    def activate(self, version: int | None) -> None:
+        """Put `version` into the module, or its own buffers (None)."""
+        self._track_replaced()
         if self._masters is None:
             if version is None:
                 return
             self._masters = [buffer.master for buffer in self._buffers]
-        self._shown = version
-        tensors = self._masters if version is None else [copy.now for copy in self._copies[version]]
+        self._active = version
+        tensors = self._masters if version is None else [copy.current for copy in self._copies[version]]
         for buffer, tensor in zip(self._buffers, tensors, strict=True):
             for submodule, name in buffer.owners:
                 setattr(submodule, name, tensor)
         if version is None:
             self._masters = None
 
-    def take_changes(self, version: int) -> list[Tensor]:
-        """What the batch of `version`, which is shown, has changed in each buffer."""
-        self._follow()
-        # Compared by value: the kernels of a batch norm write without leaving a trace in autograd's counter.
-        return [_change(copy.start, copy.now) for copy in self._copies[version]]
+    def deltas(self, version: int) -> list[Tensor]:
+        """What the batch of `version`, which is active, has changed in each buffer."""
+        self._track_replaced()
+        # Compared by value: the kernels of batch norm write without incrementing autograd's version counter.
+        return [_delta(copy.initial, copy.current) for copy in self._copies[version]]
 
-    def undo_changes(self, version: int) -> None:
-        """Let `version`, which is not shown, have the values that it began with."""
-        self._copies[version][:] = [copy._replace(now=copy.start.clone()) for copy in self._copies[version]]
+    def reset_deltas(self, version: int) -> None:
+        """Reset `version`, which is not active, to its initial values."""
+        self._copies[version][:] = [
+            copy._replace(current=copy.initial.clone()) for copy in self._copies[version]
+        ]
 
     @torch.no_grad()
-    def deliver(self, changes: list[Tensor]) -> None:
-        """Apply a batch's changes to the module's own buffers; flags are set or cleared where it did so."""
-        for buffer, change in zip(self._buffers, changes, strict=True):
+    def publish(self, deltas: list[Tensor]) -> None:
+        """Apply a batch's deltas to the module's own buffers; boolean buffers are set or cleared."""
+        for buffer, delta in zip(self._buffers, deltas, strict=True):
             master = local_part(buffer.master)
             if master.dtype == torch.bool:
-                master.copy_(master + change > 0)
+                master.copy_(master + delta > 0)
             else:
-                master.add_(change)
+                master.add_(delta)
 
-    def hold(self) -> None:
-        """Keep the module's values of now for the next batch."""
-        if self._held is None:
-            self._held = [buffer.master.detach().clone() for buffer in self._buffers]
+    def freeze(self) -> None:
+        """Keep the module's current values for the next batch."""
+        if self._frozen is None:
+            self._frozen = [buffer.master.detach().clone() for buffer in self._buffers]
 
-    def drop(self) -> None:
-        """Let the next batch read the module's values as they then are."""
-        self._held = None
+    def unfreeze(self) -> None:
+        """Let the next batch read the module's values when it begins."""
+        self._frozen = None
 
-    def next_values(self) -> dict[str, Tensor]:
-        """What the next batch will read, by name, of the buffers that a `state_dict` holds."""
-        values = self._held or [buffer.master.detach().clone() for buffer in self._buffers]
+    def state_dict(self) -> dict[str, Tensor]:
+        """The values that the next batch will read, by name, of the persistent buffers."""
+        values = self._frozen or [buffer.master.detach().clone() for buffer in self._buffers]
         return {
             buffer.name: value
             for buffer, value in zip(self._buffers, values, strict=True)
@@ -129,27 +131,27 @@ class BufferVersions:
         }
 
     @torch.no_grad()
-    def set_next_values(self, values: dict[str, Tensor]) -> None:
-        """Let the next batch read `values`, which name every buffer that a `state_dict` holds."""
-        self.hold()
-        assert self._held is not None
-        for buffer, held in zip(self._buffers, self._held, strict=True):
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Let the next batch read `state_dict`, which names every persistent buffer."""
+        self.freeze()
+        assert self._frozen is not None
+        for buffer, frozen in zip(self._buffers, self._frozen, strict=True):
             if buffer.name is not None:
-                held.copy_(values[buffer.name])
+                frozen.copy_(state_dict[buffer.name])
 
-    def _follow(self) -> None:
-        """Take over the buffers that a forward has not written to but replaced."""
-        if self._shown is None:
+    def _track_replaced(self) -> None:
+        """Adopt the buffers that a forward has replaced instead of writing to them."""
+        if self._active is None:
             return
-        copies = self._copies[self._shown]
+        copies = self._copies[self._active]
         for index, buffer in enumerate(self._buffers):
-            if (current := buffer.master) is not copies[index].now:
-                copies[index] = copies[index]._replace(now=current.detach())
+            if (current := buffer.master) is not copies[index].current:
+                copies[index] = copies[index]._replace(current=current.detach())
 
 
 @torch.no_grad()
-def _change(before: Tensor, after: Tensor) -> Tensor:
+def _delta(before: Tensor, after: Tensor) -> Tensor:
     before, after = local_part(before), local_part(after)
     if before.dtype == torch.bool:
         return after.to(torch.int8) - before.to(torch.int8)
-    return torch.where(after == before, 0, after - before)  # where both are infinite too
+    return torch.where(after == before, 0, after - before)  # also where both are infinite

@@ -1,11 +1,11 @@
-"""Overlapped pairs: a forward and a backward by turns, each while the other's tokens travel between experts.
+"""Overlapped pairs: a forward and a backward take turns, each during the other's all-to-alls between experts.
 
-In a mixture of experts a forward stops at every dispatch and combine until its tokens have come, and so does
-a backward. `ScheduleAsync2BW` has an independent forward and backward to run at any time, so one of them
-computes while the other's tokens travel, as in DualPipe (arXiv 2412.19437, section 3.2.1).
+In a mixture of experts a forward stops at every dispatch and combine until its tokens have arrived, and so
+does a backward. `ScheduleAsync2BW` always has an independent forward and backward to run, so one of them
+computes during the other's communication, as in DualPipe (arXiv 2412.19437, section 3.2.1).
 
-The two run in two threads, of which only one at a time does anything: `hand_over` stops a half and lets the
-other one go on. So what each rank does has one order, and ranks that exchange tokens meet in the same
+The two halves run in two threads, only one of which runs at a time: `hand_over` suspends a half and resumes
+the other. So the order of operations on each rank is fixed, and ranks that exchange tokens meet in the same
 collectives.
 """
 
@@ -19,55 +19,59 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Halves", "Overlap", "hand_over"]
+from titan_async.pipelining._torch_internals import process_group
+
+__all__ = ["Overlap", "PairState", "all_to_all_single", "hand_over"]
 
 _FORWARD, _BACKWARD = 0, 1
 
 
-class Halves(Protocol):
-    """What is the module's, and differs between the forward (0) and the backward (1) of a pair."""
+class PairState(Protocol):
+    """State of the module that differs between the forward (0) and the backward (1) of a pair."""
 
     def leave(self, half: int) -> None:
-        """The half, which has the turn, stops."""
+        """The running half is suspended."""
 
     def enter(self, half: int) -> None:
-        """The half goes on."""
+        """The half resumes."""
 
 
 class _OtherHalfError(RuntimeError):
-    """Ends a half whose pair is lost."""
+    """Ends a half whose other half has failed."""
 
 
 class _Pair:
-    """A forward and a backward that are under way. The thread that made it runs the forward."""
+    """A running forward and backward. The thread that creates it runs the forward."""
 
-    def __init__(self, device: torch.device, halves: Halves) -> None:
-        self.error: BaseException | None = None  # the first
+    def __init__(self, device: torch.device, state: PairState) -> None:
+        self.error: BaseException | None = None  # the first one
         self._device = device
-        self._halves = halves
+        self._state = state
         self._thread = threading.get_ident()
         # A half waits for its turn to acquire its lock.
         self._turns = (threading.Lock(), threading.Lock())
         for turn in self._turns:
             turn.acquire()
-        self._over = [False, False]
-        self._random: list[tuple[Tensor, Tensor | None]] = [self._random_state()] * 2
+        self._done = [False, False]
+        self._rng_states: list[tuple[Tensor, Tensor | None]] = [self._rng_state()] * 2
 
     def hand_over(self) -> None:
-        # On accelerators autograd runs backwards in threads of its own.
+        # On accelerators autograd runs backwards in its own threads.
         half = _FORWARD if threading.get_ident() == self._thread else _BACKWARD
-        if self._over[half]:
+        if self._done[half]:
             return
-        self._refuse_lost()
-        if self._over[1 - half]:
+        self._raise_if_failed()
+        if self._done[1 - half]:
             return
         self._leave(half)
         self._turns[1 - half].release()
         self._wait_for_turn(half)
         self._enter(half)
-        self._refuse_lost()
+        self._raise_if_failed()
 
     def start(self, half: int) -> None:
         """Wait for the first turn of a half."""
@@ -75,54 +79,52 @@ class _Pair:
         self._enter(half)
 
     def end(self, half: int, error: BaseException | None) -> None:
-        """The half, which has the turn, is done."""
+        """Mark the running half as done."""
         self.error = self.error or error
         try:
             self._leave(half)
         finally:
-            self._over[half] = True
+            self._done[half] = True
             self._turns[1 - half].release()
 
     def finish(self) -> None:
-        """Wait, as the forward that is done, for the end of the backward."""
-        if not self._over[_BACKWARD]:
+        """Wait for the end of the backward, after the forward is done."""
+        if not self._done[_BACKWARD]:
             self._wait_for_turn(_FORWARD)
         self._enter(_FORWARD)
 
-    def abandon(self, error: BaseException) -> None:
-        """End the forward, whoever has the turn; the backward ends at its next `hand_over`."""
+    def abort(self, error: BaseException) -> None:
+        """End the forward, whichever half is running; the backward ends at its next `hand_over`."""
         self.error = self.error or error
-        self._over[_FORWARD] = True
+        self._done[_FORWARD] = True
         if self._turns[_BACKWARD].locked():
             self._turns[_BACKWARD].release()
 
     def _wait_for_turn(self, half: int) -> None:
-        # A signal that comes just before a lock is waited for does not end that wait.
+        # A signal that arrives just before `acquire` does not interrupt it.
         while not self._turns[half].acquire(timeout=1.0):
             pass
 
-    def _refuse_lost(self) -> None:
+    def _raise_if_failed(self) -> None:
         if self.error is not None:
             raise _OtherHalfError("the other half of an overlapped pair has failed")
 
     def _leave(self, half: int) -> None:
-        self._random[half] = self._random_state()
-        self._halves.leave(half)
+        self._rng_states[half] = self._rng_state()
+        self._state.leave(half)
 
     def _enter(self, half: int) -> None:
-        # Activation checkpointing rewinds the generators for as long as it computes a forward again.
-        of_cpu, of_device = self._random[half]
+        # Activation checkpointing rewinds the generators during a recomputation.
+        of_cpu, of_device = self._rng_states[half]
         torch.set_rng_state(of_cpu)
         if of_device is not None:
-            self._generators().set_rng_state(of_device, self._device)
-        self._halves.enter(half)
+            torch.get_device_module(self._device).set_rng_state(of_device, self._device)
+        self._state.enter(half)
 
-    def _random_state(self) -> tuple[Tensor, Tensor | None]:
-        device = None if self._device.type == "cpu" else self._generators().get_rng_state(self._device)
-        return torch.get_rng_state(), device
-
-    def _generators(self) -> Any:
-        return torch.get_device_module(self._device)
+    def _rng_state(self) -> tuple[Tensor, Tensor | None]:
+        if self._device.type == "cpu":
+            return torch.get_rng_state(), None
+        return torch.get_rng_state(), torch.get_device_module(self._device).get_rng_state(self._device)
 
 
 _running: _Pair | None = None
@@ -141,6 +143,66 @@ def hand_over() -> None:
         _running.hand_over()
 
 
+def all_to_all_single(
+    input: Tensor,
+    output_split_sizes: list[int],
+    input_split_sizes: list[int],
+    group: dist.ProcessGroup | DeviceMesh,
+) -> Tensor:
+    """Scatter `input` along dimension 0 to all ranks of `group`, and gather what they scatter.
+
+    During an overlapped pair the other half runs while the data is in flight (`hand_over`). Differentiable,
+    and a single operator for `torch.compile` and selective activation checkpointing:
+    `torch.ops.titan_async.all_to_all_single`. As with a synchronous collective, the output may be used when
+    this returns; on accelerators the current stream waits for it.
+
+    Args:
+        input: tensor to scatter, of at least one dimension; the slices are in the order of ranks.
+        output_split_sizes: sizes along dimension 0 to receive from each rank.
+        input_split_sizes: sizes along dimension 0 to send to each rank.
+        group: the process group to work on, or a one-dimensional mesh.
+
+    Returns:
+        The concatenated slices from all ranks, of the dtype of `input`.
+    """
+    if isinstance(group, DeviceMesh):
+        group = group.get_group()
+    return _all_to_all_single(input, output_split_sizes, input_split_sizes, group.group_name)
+
+
+@torch.library.custom_op("titan_async::all_to_all_single", mutates_args=())
+def _all_to_all_single(
+    input: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], group_name: str
+) -> Tensor:
+    output = input.new_empty(sum(output_split_sizes), *input.shape[1:])
+    # Both tensors live until the wait: the communication may use its own stream.
+    sent = input.contiguous()
+    work = dist.all_to_all_single(
+        output, sent, output_split_sizes, input_split_sizes, group=process_group(group_name), async_op=True
+    )
+    assert work is not None, "this rank is not a member of the group"
+    hand_over()
+    work.wait()
+    return output
+
+
+@_all_to_all_single.register_fake
+def _(input: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], group_name: str) -> Tensor:
+    return input.new_empty(sum(output_split_sizes), *input.shape[1:])
+
+
+def _save_splits(ctx: Any, inputs: tuple[Tensor, list[int], list[int], str], output: Tensor) -> None:
+    _, *ctx.splits, ctx.group_name = inputs
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    output_split_sizes, input_split_sizes = ctx.splits
+    return _all_to_all_single(grad, input_split_sizes, output_split_sizes, ctx.group_name), None, None, None
+
+
+_all_to_all_single.register_autograd(_backward, setup_context=_save_splits)
+
+
 class Overlap:
     """Runs the overlapped pairs of one stage, on `device`, with one thread for their backwards."""
 
@@ -148,13 +210,14 @@ class Overlap:
         self._device = device
         self._backwards: _Queue | None = None
 
-    def run(self, forward: Callable[[], None], backward: Callable[[], None], halves: Halves) -> None:
+    def run(self, forward: Callable[[], None], backward: Callable[[], None], state: PairState) -> None:
         """Run a forward and a backward that are independent of each other, by turns.
 
-        The backward begins: its first message follows without computation, and the forward's first segment
-        hides it. If the forward began, nothing would hide that one's first message and the backward's last.
+        The backward has the first turn: it starts its first all-to-all without any computation, and the first
+        segment of the forward overlaps with it. With the forward first, nothing would overlap with its first
+        all-to-all and with the backward's last one.
 
-        Random numbers that the forward draws are those that it would draw alone.
+        The forward draws the same random numbers as it would alone.
 
         Raises:
             BaseException: the first that one of them raises; the other one is then ended.
@@ -163,10 +226,10 @@ class Overlap:
         global _running
         if _running is not None and _running.error is None:
             raise RuntimeError("a process runs one overlapped pair at a time: step schedules in one thread")
-        # A thread has a device and a stream of its own, options of torch.compile, and autocast or none.
+        # Current device and stream, options of torch.compile, and autocast are thread-local.
         streams = self._device.type != "cpu"
         stream: Any = torch.accelerator.current_stream(self._device) if streams else nullcontext()
-        pair = _running = _Pair(stream.device if streams else self._device, halves)
+        pair = _running = _Pair(stream.device if streams else self._device, state)
         contexts = (stream, _autocast(self._device.type))
         self._queue().put(partial(_run_backward, pair, contextvars.copy_context(), contexts, backward))
         try:
@@ -178,8 +241,8 @@ class Overlap:
             else:
                 pair.end(_FORWARD, None)
             pair.finish()
-        except BaseException as error:  # from a signal, at any time: the backward may wait for a lost peer
-            pair.abandon(error)
+        except BaseException as error:  # from a signal, at any time: the backward may wait for a lost rank
+            pair.abort(error)
             raise
         _running = None
         if pair.error is not None:
@@ -188,7 +251,7 @@ class Overlap:
     def _queue(self) -> "_Queue":
         if self._backwards is None:
             self._backwards = SimpleQueue()
-            # A daemon: one that waits for a lost peer must not keep the process from ending.
+            # A daemon: a thread that waits for a lost rank must not prevent the process from exiting.
             threading.Thread(target=_run_all, args=(self._backwards,), name="backwards", daemon=True).start()
             weakref.finalize(self, self._backwards.put, None).atexit = False
         return self._backwards
@@ -200,11 +263,11 @@ _Queue = SimpleQueue[Callable[[], None] | None]
 def _run_all(queue: _Queue) -> None:
     while (backward := queue.get()) is not None:
         backward()
-        del backward  # and with it the pair, until the next one comes
+        del backward  # and with it the pair, until the next one
 
 
 def _autocast(device_type: str) -> Any:
-    """Autocast as it is in this thread, for another one."""
+    """The autocast context of this thread, for another thread."""
     if not torch.is_autocast_enabled(device_type):
         return nullcontext()
     dtype, cache = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()

@@ -1,9 +1,9 @@
-"""The order of work of every schedule as lists of tasks that `simulation` runs, updates included.
+"""Task lists of every schedule for `simulation`, updates included.
 
 Each batch of a stage begins by gathering its weights ("G"), which is free without data parallelism, and ends
-with "R" and "U". Synchronous schedules do these after their last backward and wait there for the norm of the
-gradient; Async2BW starts the reduction of a batch when its last backward is done, which is in the next step,
-and clips at the end of that step.
+with "R" and "U". Synchronous schedules run these after their last backward and wait there for the norm of the
+gradient; Async2BW starts the reduction of a batch after its last backward, which is in the next step, and
+clips at the end of that step.
 """
 
 from collections.abc import Sequence
@@ -25,16 +25,17 @@ __all__ = [
 ]
 
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-"""Schedules of torch's whose backwards come in two halves: of the input, and of the weights."""
+"""torch's schedules that split backwards into the gradients of the input and of the weights."""
 
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-"""Schedules whose stages run down the ranks and up again; others with several stages start over."""
+"""Schedules that place stages on the ranks in a V; others with several stages place them in a loop."""
+
 ONE_STAGE = ("GPipe", "1F1B", "Async2BW")
-"""Schedules with one stage a rank."""
+"""Schedules with one stage per rank."""
 
 Norm = Literal["deferred", "end of step", "boundary"]
-"""When Async2BW asks for the norm of a gradient: "deferred", as it does, sends its share as soon as the stage
-has it and waits at the end of the step; "end of step" does both there; "boundary" waits at once."""
+"""When Async2BW reduces the norm of a gradient: "deferred", as implemented, starts when the stage's gradient
+is complete and waits at the end of the step; "end of step" does both there; "boundary" waits at once."""
 
 
 def schedule_programs(
@@ -54,16 +55,16 @@ def schedule_programs(
         schedule: "Async2BW" or the name of one of torch's schedules.
         ranks: of the pipeline.
         n_microbatches: in a batch, m.
-        n_batches: how many.
+        n_batches: number of batches.
         lookahead: of Async2BW.
-        passes: of the others, times that the pipeline fills and empties in a batch, with equal shares of its
+        passes: of the others, pipeline flushes per batch (gradient accumulation), over equal numbers of
             microbatches.
-        each: stages on a rank where the schedule has several.
+        each: stages per rank, for schedules with several.
         overlap: of Async2BW, whether a stage runs a forward and a backward as an overlapped pair.
         drains: of Async2BW, whether each batch drains the pipeline, as in a synchronous start.
 
     Raises:
-        ValueError: if the schedule does not go together with these numbers.
+        ValueError: if the schedule does not support these numbers.
     """
     if schedule == "Async2BW":
         if drains:
@@ -92,7 +93,7 @@ def schedule_programs(
 
 
 def stages_of_ranks(schedule: str, ranks: int, each: int = 2) -> list[list[int]]:
-    """The indices of the stages on each rank: `each`, where the schedule takes any number."""
+    """The stage indices of each rank: `each` of them, where the schedule supports any number."""
     if schedule in ONE_STAGE:
         return [[rank] for rank in range(ranks)]
     if schedule in V_SHAPED:
@@ -101,7 +102,7 @@ def stages_of_ranks(schedule: str, ranks: int, each: int = 2) -> list[list[int]]
 
 
 def synchronous_programs(orders: Sequence[Sequence[TorchAction]], n_batches: int) -> list[list[Task]]:
-    """A schedule that finishes each batch before the next, from what each rank computes in one."""
+    """The tasks of a schedule with a flush after each batch, from each rank's order in one batch."""
     programs = []
     for order in orders:
         stages = sorted({action.stage for action in order})
@@ -136,26 +137,26 @@ def async_programs(
             for kind, of, microbatch in actions:
                 task = Task(kind, stage, of, microbatch)
                 if overlap and kind == "B":
-                    program[-1] = program[-1]._replace(beside=task)
+                    program[-1] = program[-1]._replace(overlapped=task)
                 else:
                     program.append(task)
                 if kind == "B" and microbatch == n_microbatches - 1 and norm != "end of step":
-                    program += _asking(stage, of, waits=norm == "boundary")
+                    program += _norm_tasks(stage, of, waits=norm == "boundary")
             if batch and norm != "boundary":
-                program += _asking(stage, batch - 1, waits=True)[norm == "deferred" :]
+                program += _norm_tasks(stage, batch - 1, waits=True)[norm == "deferred" :]
         last = n_batches - 1
         drain = drain_actions(stage, num_stages, n_microbatches, last, lookahead, overlap)
         program += [Task(kind, stage, of, microbatch) for kind, of, microbatch in drain]
-        left = [task for task in _asking(stage, last, waits=True) if task not in program]
-        programs.append(program + left)
+        remaining = [task for task in _norm_tasks(stage, last, waits=True) if task not in program]
+        programs.append(program + remaining)
     return programs
 
 
 def _of_batch(batch: int, task: Task) -> Task:
-    return task._replace(batch=batch, beside=task.beside and _of_batch(batch, task.beside))
+    return task._replace(batch=batch, overlapped=task.overlapped and _of_batch(batch, task.overlapped))
 
 
-def _asking(stage: int, batch: int, waits: bool) -> list[Task]:
+def _norm_tasks(stage: int, batch: int, waits: bool) -> list[Task]:
     return [Task("R", stage, batch, 0), Task("U", stage, batch, 0)][: 1 + waits]
 
 

@@ -1,7 +1,7 @@
-"""What a rank does, one span after another, for whoever wants to watch: the interface of a recorder.
+"""The interface of a recorder, which records what a rank does as spans.
 
-The schedule tells a recorder when each of its actions begins and ends. `titan_async.monitor` has one that
-writes files; any object with these two methods will do.
+The schedule notifies a recorder when each of its actions begins and ends. `titan_async.monitor` has a
+recorder that writes files; any object with these two methods works.
 """
 
 from enum import IntEnum
@@ -20,66 +20,66 @@ __all__ = [
 
 
 class Kind(IntEnum):
-    """What a span is about. The numbers are those of the event files and never change their meaning."""
+    """The kind of a span. The numbers are used in event files and never change their meaning."""
 
     IDLE = 0
-    """Nothing of the others, within a step. Never recorded: it is what spans leave over."""
+    """None of the others, within a step. Never recorded: the time that spans leave over."""
     STEP = 1
-    """A training step, in which the others lie, but for SAVE, VALIDATE and GARBAGE_COLLECTION."""
+    """A training step, which contains the others, except SAVE, VALIDATE and GARBAGE_COLLECTION."""
     FORWARD = 2
     """Of one microbatch, on the last stage with its loss."""
     BACKWARD = 3
-    """Of one microbatch, with what activation checkpointing computes once more."""
+    """Of one microbatch, with the recomputation of activation checkpointing."""
     BACKWARD_INPUT = 4
-    """The half of a backward that the stage before waits for, where schedules take it apart."""
+    """The gradient of the input, which the previous stage waits for, under schedules with split backwards."""
     BACKWARD_WEIGHT = 5
-    """The other half."""
+    """The gradients of the weights, under schedules with split backwards."""
     RECEIVE = 6
     """Waiting for the input of a forward, or for the gradient that a backward starts from."""
     SEND = 7
-    """Starting to send, and waiting for earlier messages if too many are on their way."""
+    """Starting to send, and waiting for earlier sends if too many are pending."""
     SWAP = 8
-    """Putting the other version of the weights in place."""
+    """Activating the other version of the weights."""
     GATHER = 9
-    """Reading the weights of a batch, which FSDP begins to gather; it goes on in the first forward."""
+    """Reading the weights of a batch, which FSDP begins to gather; this continues in the first forward."""
     REDUCE = 10
     """Reducing the gradient of a batch over the data-parallel ranks, and starting its norm. On an accelerator
-    both go on beside forwards and backwards."""
+    both overlap with forwards and backwards."""
     CLIP = 11
     """Waiting for the norm of the gradient, and scaling by it."""
     OPTIMIZER = 12
-    """An update."""
+    """An optimizer step."""
     DATA = 13
-    """Waiting for the texts of a batch."""
+    """Waiting for the data of a batch."""
     SAVE = 14
     """A checkpoint."""
     VALIDATE = 15
     """A validation."""
     GARBAGE_COLLECTION = 16
-    """Python's, which torchtitan calls before every `training.gc_freq`-th step. Not in files of format 1."""
+    """Of Python, which torchtitan calls before every `training.gc_freq`-th step. Not in files of format 1."""
     OVERLAP = 17
-    """An overlapped pair: a forward and a backward that are computed together, each while the other waits for
-    tokens. Batch, microbatch and version are those of the forward. Not in files of formats 1 and 2."""
+    """An overlapped pair: a forward and a backward that are computed together, each during the other's
+    all-to-alls. Batch, microbatch and version are those of the forward. Not in files of formats 1 and 2."""
 
 
 BACKWARD_KINDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-"""Backwards that are computed alone, whole or in halves."""
+"""Backwards that are computed alone, whole or split."""
 
 FORWARD_KINDS = (Kind.FORWARD, Kind.OVERLAP)
-"""Kinds with a forward in them."""
+"""Kinds that contain a forward."""
 
 GRADIENT_KINDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.OVERLAP)
-"""Kinds that start from the next stage's gradient, and give the stage before its own."""
+"""Kinds that receive a gradient from the next stage, and send one to the previous stage."""
 
 RELEASING_KINDS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.OVERLAP)
-"""Kinds after which nothing of a microbatch is held any more."""
+"""Kinds after which the activations of a microbatch are freed."""
 
 COMPUTE_KINDS = (Kind.FORWARD, *BACKWARD_KINDS, Kind.OVERLAP)
-"""The kinds in which a stage is busy."""
+"""Kinds in which a stage is busy."""
 
 
 class Recorder(Protocol):
-    """Is told what a rank does. Spans may lie within each other and do not overlap otherwise."""
+    """Records what a rank does. Spans may be nested and do not overlap otherwise."""
 
     def begin(
         self,
@@ -89,19 +89,19 @@ class Recorder(Protocol):
         microbatch: int | None = None,
         version: int | None = None,
     ) -> None:
-        """A span begins.
+        """Begin a span.
 
         Args:
-            kind: what it is about.
+            kind: of the span.
             stage: the stage's index.
-            batch: the batch's number since the schedule was made.
-            microbatch: of that batch, if the span is about one.
-            version: how many updates the weights that it uses have seen since then; -1 if the schedule was
-                given older ones than the module's to start from.
+            batch: the batch's number since the schedule was created.
+            microbatch: of that batch, if the span belongs to one.
+            version: number of updates since then of the weights in use; -1 if older weights than the module's
+                were loaded into the schedule at the start.
         """
 
     def end(self) -> None:
-        """The span that began last, of those that have not ended, ends."""
+        """End the innermost open span."""
 
 
 class NoRecorder:

@@ -1,9 +1,9 @@
 """Two versions of the weights of a module under FSDP2, so that a backward uses the weights of its forward.
 
-The optimizer's parameters are shards, which no graph ever holds: they need no second version. What forward
-and backward use is the unsharded copy that FSDP gathers, so there are two of these, and the module shows the
-one of the microbatch's batch. Every version is gathered once, layer by layer in the first forward of its
-batch. Beyond synchronous training this costs one unsharded copy in the compute dtype, and no further
+The optimizer's parameters are shards, which are never part of a graph and need no second version. Forward and
+backward use the unsharded parameters that FSDP gathers, so there are two copies of these, and the copy of the
+microbatch's batch is active. Each version is gathered once, layer by layer in the first forward of its batch.
+Compared with synchronous training this costs one more unsharded copy in the compute dtype, and no further
 communication.
 """
 
@@ -20,17 +20,16 @@ __all__ = ["ShardedVersions"]
 
 
 class ShardedVersions:
-    """What `WeightVersions` does for a plain module, for one under `fully_shard` or `replicate`.
+    """`WeightVersions` for a module under `fully_shard` or `replicate`.
 
-    Between batches the module shows its sharded parameters. Gradients of a batch gather unsharded, and are
-    reduced over the data-parallel ranks once, when the batch is complete.
+    Between batches the module holds its sharded parameters. Gradients of a batch accumulate unsharded, and
+    are reduced over the data-parallel ranks once, when the batch is finished.
 
     Args:
         module: the root of FSDP; every trainable parameter is managed by it.
 
     Raises:
-        NotImplementedError: if a parameter is not, or FSDP is set up so that two versions cannot stand
-            beside each other.
+        NotImplementedError: if a parameter is not, or FSDP is set up so that two versions cannot coexist.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -40,7 +39,7 @@ class ShardedVersions:
                 "its submodules"
             )
         self._fsdp = FsdpParameters(module)
-        self._fsdp.leave_outside()
+        self._fsdp.reset_outside()
         self._watch = ParameterWatch(module)
         self._sharded = self._fsdp.sharded
         self._names = [canonical_name(name) for name in self._fsdp.names]
@@ -52,8 +51,8 @@ class ShardedVersions:
                     "does not support ignored_params that are trained"
                 )
         self._version = 0
-        self._needed: int | None = None  # the version that microbatches still in flight need
-        self._held: list[Tensor] | None = None
+        self._stashed: int | None = None  # the version that microbatches in flight need
+        self._frozen: list[Tensor] | None = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -66,58 +65,67 @@ class ShardedVersions:
         return self._names
 
     @torch.no_grad()
-    def read(self) -> int:
-        """The version that the next batch is to use: the shards' values now, or those that were held."""
-        if self._needed is not None:
-            self._version = 1 - self._needed
+    def begin_batch(self) -> int:
+        """The version of a new batch: the shards' current values, or the frozen ones."""
+        if self._stashed is not None:
+            self._version = 1 - self._stashed
         newest = None
-        if self._held is not None:
+        if self._frozen is not None:
             newest = [shard.clone() for shard in self._local()]
-            torch._foreach_copy_(self._local(), self._held)
+            torch._foreach_copy_(self._local(), self._frozen)
         self._fsdp.gather(self._version)
         if newest is not None:
-            self._fsdp.finish_gathering()
-            self._fsdp.show(None)
+            self._fsdp.finish_gather()
+            self._fsdp.activate(None)
             torch._foreach_copy_(self._local(), newest)
-            self._held = None
+            self._frozen = None
         return self._version
 
+    @property
+    def is_gathering(self) -> bool:
+        """Whether the next forward gathers the active version, layer by layer."""
+        return self._fsdp.is_gathering
+
     @torch.no_grad()
-    def finish_reading(self) -> None:
-        """Gather what the first forward on a version has left out. The module shows that version."""
-        self._fsdp.finish_gathering()
+    def finish_gather(self) -> None:
+        """Gather what the first forward on the active version has not used. Does nothing at a later call."""
+        self._fsdp.finish_gather()
 
-    def preserve(self, version: int) -> None:
-        """Keep `version` while the next batch runs. The other version is no longer needed."""
-        self._needed = version
+    def activate(self, version: int | None) -> None:
+        """Put `version` into the module, or its own, sharded parameters (None)."""
+        self._fsdp.activate(version)
 
-    def release_other(self, version: int) -> None:
-        """Nothing: a second copy exists only once two versions are needed at a time."""
+    def stash(self, version: int) -> None:
+        """Keep `version` during the next batch. The other version is no longer needed."""
+        self._stashed = version
 
-    def hold(self) -> None:
-        """Keep the shards' values of now for the next batch, whatever update comes first.
+    def free_other(self, version: int) -> None:
+        """Does nothing: a second copy exists only after `stash`."""
 
-        No batch may be in flight. Until that batch begins, a copy of this rank's shards takes the place of
-        the unsharded versions, whose memory is free for a validation.
+    def freeze(self) -> None:
+        """Keep the shards' current values for the next batch, whatever update comes first.
+
+        No batch may be in flight. Until that batch begins, a copy of this rank's shards replaces the
+        unsharded versions, whose memory is free for a validation.
         """
         self._free()
-        if self._held is None:
-            self._held = [shard.clone() for shard in self._local()]
+        if self._frozen is None:
+            self._frozen = [shard.clone() for shard in self._local()]
 
-    def drop(self) -> None:
-        """Let the next batch read the shards as they then are. No batch may be in flight."""
+    def unfreeze(self) -> None:
+        """Let the next batch read the shards when it begins. No batch may be in flight."""
         self._free()
-        self._held = None
+        self._frozen = None
 
     def _free(self) -> None:
         """Free the unsharded versions, which no batch needs any more."""
-        self._needed = None
+        self._stashed = None
         self._fsdp.free(0)
         self._fsdp.free(1)
 
-    def next_weights(self) -> dict[str, Tensor]:
-        """What the next batch will read, by parameter name, as DTensors sharded like the parameters."""
-        held = self._held or [shard.clone() for shard in self._local()]
+    def state_dict(self) -> dict[str, Tensor]:
+        """The values that the next batch will read, by name, as DTensors sharded like the parameters."""
+        frozen = self._frozen or [shard.clone() for shard in self._local()]
         return {
             name: DTensor.from_local(
                 shard,
@@ -127,41 +135,32 @@ class ShardedVersions:
                 shape=parameter.shape,
                 stride=parameter.stride(),
             )
-            for name, parameter, shard in zip(self._names, self._sharded, held, strict=True)
+            for name, parameter, shard in zip(self._names, self._sharded, frozen, strict=True)
             if parameter.requires_grad and isinstance(parameter, DTensor)
         }
 
-    def set_next_weights(self, values: dict[str, Tensor]) -> None:
-        """Let the next batch read `values`, DTensors that name every trainable parameter."""
-        self.hold()
-        assert self._held is not None
-        for name, parameter, held in zip(self._names, self._sharded, self._held, strict=True):
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Let the next batch read `state_dict`, DTensors that name every trainable parameter."""
+        self.freeze()
+        assert self._frozen is not None
+        for name, parameter, frozen in zip(self._names, self._sharded, self._frozen, strict=True):
             if parameter.requires_grad:
-                held.copy_(local_part(values[name]))
+                frozen.copy_(local_part(state_dict[name]))
 
-    def show(self, version: int | None) -> None:
-        """Let the module show `version`, or its own, sharded parameters (None)."""
-        self._fsdp.show(version)
+    def training_state(self) -> object:
+        """FSDP's state within a forward or backward; `set_training_state` restores it when that resumes."""
+        return self._fsdp.training_state()
 
-    @property
-    def is_gathering(self) -> bool:
-        """Whether the next forward gathers the version that the module shows, layer by layer."""
-        return self._fsdp.is_gathering
+    def set_training_state(self, state: object) -> None:
+        """See `training_state`."""
+        self._fsdp.set_training_state(state)
 
-    def pass_state(self) -> object:
-        """FSDP's state within a forward or backward, to be restored by `set_pass_state` when it resumes."""
-        return self._fsdp.pass_state()
+    def pop_grads(self, version: int) -> list[Tensor | None]:
+        """Reduce, remove and return the gradients accumulated on `version`, which is active.
 
-    def set_pass_state(self, saved: object) -> None:
-        """See `pass_state`."""
-        self._fsdp.set_pass_state(saved)
-
-    def take_gradients(self, version: int) -> list[Tensor | None]:
-        """Reduce, remove and return the gradients gathered on `version`, in the order of the parameters.
-
-        A collective of the data-parallel ranks. The module shows `version`.
+        In the order of the parameters. A collective of the data-parallel ranks.
         """
-        return self._fsdp.reduce()
+        return self._fsdp.reduce_grads()
 
     def check_unchanged(self) -> None:
         """Refuse to go on with a module whose parameters are no longer those of the start.
@@ -169,7 +168,7 @@ class ShardedVersions:
         Raises:
             RuntimeError: if one was replaced or added.
         """
-        self._fsdp.leave_outside()
+        self._fsdp.reset_outside()
         same = [a is b for a, b in zip(self._fsdp.sharded, self._sharded, strict=True)]
         if not all(same) or self._watch.changed():
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""A stream beside the one that computes, for what the pipeline need not wait for until a step ends."""
+"""A side stream for work that overlaps with the computation of a step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,19 +7,19 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__ = ["SideStream", "keep_for_stream"]
+__all__ = ["SideStream", "record_on_current_stream"]
 
 
 class SideStream:
-    """A stream of `device`, made once. On the CPU, which has none, everything is done in its place."""
+    """A stream of `device`, created once. On the CPU, which has no streams, all work runs in place."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks: dict[int, torch.Event] = {}
+        self._events: dict[int, torch.Event] = {}
 
     @contextmanager
     def running(self, after_current: bool = True) -> Iterator[None]:
-        """Put the work inside on this stream, by default after what the current stream was given so far."""
+        """Enqueue the work inside on this stream, by default after what the current stream has enqueued."""
         if not _has_streams(self._device):
             yield
             return
@@ -28,15 +28,15 @@ class SideStream:
         with self._stream:
             yield
 
-    def mark(self, batch: int) -> None:
-        """Note that what this stream was given so far belongs to `batch`, or to those before."""
+    def record(self, batch: int) -> None:
+        """Record an event after the work of `batch`."""
         if _has_streams(self._device):
-            self._marks[batch] = self._stream.record_event()
+            self._events[batch] = self._stream.record_event()
 
-    def join(self, batch: int) -> None:
-        """Let the current stream wait for what `mark` noted for `batch`, and for nothing after it."""
+    def wait(self, batch: int) -> None:
+        """Let the current stream wait for the event of `batch`, and for nothing after it."""
         if _has_streams(self._device):
-            self._current().wait_event(self._marks.pop(batch))
+            self._current().wait_event(self._events.pop(batch))
 
     @cached_property
     def _stream(self) -> torch.Stream:
@@ -46,8 +46,8 @@ class SideStream:
         return torch.accelerator.current_stream(self._device)
 
 
-def keep_for_stream(tensor: Tensor) -> None:
-    """Keep the memory of `tensor`, also once it is dropped, until the current stream has come this far."""
+def record_on_current_stream(tensor: Tensor) -> None:
+    """`Tensor.record_stream` with the current stream, where the device has streams."""
     if _has_streams(tensor.device):
         tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 

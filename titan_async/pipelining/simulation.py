@@ -1,13 +1,14 @@
-"""How long a pipeline takes, from the order of work of its ranks: a small deterministic simulation.
+"""Step time of a pipeline, from the order of tasks on its ranks: a small deterministic simulation.
 
-A schedule is given as one list of tasks a rank, which the rank runs in that order, each as soon as its input
-is there. All times are in the same unit, seconds say. A message takes `latency` from one rank to another. By
-default receives are posted in time and messages occupy neither rank. With NCCL both ends are kernels that
-take processors from what the rank computes until the message is there: see `Timing.receives_ahead`.
+A schedule is given as one list of tasks per rank, which the rank runs in that order, each as soon as its
+input is available. All times are in the same unit, such as seconds. A message takes `latency` from one rank
+to another. By default receives are posted in time, and transfers are assumed not to block compute. With NCCL
+both ends of a transfer are kernels that occupy processors of their ranks until the message has arrived: see
+`Timing.receives_ahead`.
 
-Where an update is to be part of it, a batch has "R" and "U" tasks too: the reduction of a stage's gradient,
-with which its share of the gradient's norm starts on its way, and the clip and update, which wait for the
-norms of all stages. `titan_async.pipelining.programs` has such lists for every schedule.
+To include updates, a batch has "R" and "U" tasks: the reduction of a stage's gradient, after which its share
+of the norm is reduced, and clip and update, which wait for the shares of all stages.
+`titan_async.pipelining.programs` has such lists for every schedule.
 """
 
 import math
@@ -18,25 +19,25 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Literal, NamedTuple
 
-__all__ = ["COMPUTE", "Half", "Kind", "Run", "Task", "Timing", "inputs_of", "pair_seconds", "simulate"]
+__all__ = ["COMPUTE", "Kind", "Run", "Task", "Timing", "inputs_of", "simulate"]
 
 Kind = Literal["F", "B", "I", "W", "G", "R", "U"]
-"""Forward and backward of a microbatch; in place of a backward its two halves, the gradient of the input
-("I") and those of the weights ("W"). Of a batch: gathering the weights, reducing the gradient, updating."""
+"""Forward and backward of a microbatch; split backwards are the gradients of the input ("I") and of the
+weights ("W"). Of a batch: gathering the weights, reducing the gradient, updating."""
 
 COMPUTE = ("F", "B", "I", "W")
-"""The kinds that count as being busy; of the others a batch has one each at most, as microbatch 0."""
+"""The kinds that count as busy; a batch has at most one of each of the others, as microbatch 0."""
 
 
 class Task(NamedTuple):
-    """What one stage does at a time, for one microbatch or, with "G", "R" and "U", for one batch."""
+    """A task of one stage, for one microbatch or, with "G", "R" and "U", for one batch."""
 
     kind: Kind
     stage: int
     batch: int
     microbatch: int
-    beside: "Task | None" = None
-    """The backward that the stage computes together with this forward: an overlapped pair."""
+    overlapped: "Task | None" = None
+    """The backward that runs together with this forward: an overlapped pair."""
 
     def __str__(self) -> str:
         names = [f"{kind}{batch}.{microbatch}" for kind, _, batch, microbatch, _ in self.halves]
@@ -44,70 +45,42 @@ class Task(NamedTuple):
 
     @property
     def halves(self) -> "tuple[Task, ...]":
-        """The forward and the backward of a pair; any other task alone."""
-        return (self,) if self.beside is None else (self._replace(beside=None), self.beside)
-
-
-class Half(NamedTuple):
-    """A forward or a backward, when it runs alone."""
-
-    seconds: float
-    exchange: float
-    """Of these, those in which tokens travel between experts and nothing is computed."""
-    hand_overs: int
-    """The number of times that it waits for tokens."""
-
-
-def pair_seconds(forward: Half, backward: Half) -> float:
-    """What an overlapped pair takes, if exchanges and what is computed between them are equally long.
-
-    Each half computes while the other's tokens travel, of which one exchange at a time does. The backward has
-    the first turn, and sends its tokens before it computes anything; the forward ends with tokens. What one
-    half has more than the other runs alone.
-    """
-    rounds = min(forward.hand_overs, backward.hand_overs)
-    if not rounds:
-        return forward.seconds + backward.seconds
-    hidden = 0.0
-    for one, other in ((forward, backward), (backward, forward)):
-        computed = (one.seconds - one.exchange) / one.hand_overs
-        hidden += min(computed, other.exchange / other.hand_overs)
-    return forward.seconds + backward.seconds - rounds * hidden
+        """The forward and the backward of a pair; of any other task the task itself."""
+        return (self,) if self.overlapped is None else (self._replace(overlapped=None), self.overlapped)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long things take, in seconds. Sequences have one entry for each stage."""
+    """Durations in seconds. Sequences have one entry per stage."""
 
     forward: Sequence[float]
     """Of one microbatch."""
     backward: Sequence[float]
     pair: Sequence[float] = ()
-    """Of an overlapped pair, see `pair_seconds`; by default as long as its forward and its backward."""
+    """Of an overlapped pair, by default the sum of its forward and its backward."""
     weight_gradient: Sequence[float] | None = None
-    """The part of a backward that "W" takes where it is in two halves; "I" takes the rest. Default: half."""
+    """The part of a split backward in "W"; "I" takes the rest. Default: half."""
     latency: float | Sequence[float] = 0.0
-    """Of a message between two ranks, from when it is sent and its receive is posted; in a sequence, of those
-    between a stage and the next, whatever their size."""
+    """Of a message between two ranks, from when it is sent and its receive is posted; a sequence has one
+    entry per pair of neighboring stages."""
     receives_ahead: Sequence[tuple[int, int] | None] = ()
-    """When ranks post receives, of activations and of gradients, between a stage and the next. 0: when the
-    rank is free for the task. 1: when it starts the task of the same kind before that one, and so on; of
-    forwards not before the "G" of their batch, which is where the first one's is posted at the latest. None,
-    as by default: before the message is sent, at no cost."""
+    """When ranks post receives of activations and of gradients, per pair of neighboring stages. 0: when the
+    rank is free for the task. 1: when it starts the previous task of the same kind, and so on; for forwards
+    not before the "G" of their batch, and for the first one then at the latest. None, the default: before the
+    message is sent, at no cost."""
     message_share: float | Sequence[float] = 0.0
-    """Between a stage and the next: of a rank's speed, what each direction takes in which it waits for a
-    message whose receive it has posted, or has sent one that has not arrived. Gathers and reductions are not
-    slowed down."""
+    """Share of a rank's speed that each direction takes while a posted receive is pending, or a sent message
+    has not arrived, per pair of neighboring stages. Gathers and reductions are not slowed down."""
     gather: Sequence[float] = ()
-    """What a "G" takes; nothing by default, as the following."""
+    """Of a "G"; 0 by default, like the following."""
     reduction: Sequence[float] = ()
-    """What an "R" takes."""
+    """Of an "R"."""
     update: Sequence[float] = ()
-    """What a "U" takes."""
+    """Of a "U"."""
     norm: float = 0.0
-    """From the last stage's "R" to the time at which all know the gradient's norm."""
+    """From the last "R" of all stages until the all-reduce of the norm is done."""
     jitter: float = 0.0
-    """Half the width of the uniform distribution of a computation's time, as a part of its mean."""
+    """Half the width of the uniform distribution of a computation's time, relative to its mean."""
     seed: int = 0
     _of_kind: dict[str, Sequence[float]] = field(init=False, repr=False, compare=False)
 
@@ -129,20 +102,17 @@ class Timing:
         object.__setattr__(self, "_of_kind", seconds)
 
     def seconds(self, task: Task) -> float:
-        """The time that a task takes. With jitter, it depends on the seed and the task alone.
-
-        So two orders of the same tasks meet the same noise.
-        """
-        mean = self._of_kind["FB" if task.beside else task.kind][task.stage]
+        """The time of a task. With jitter it depends on the seed and the task only, not on the order."""
+        mean = self._of_kind["FB" if task.overlapped else task.kind][task.stage]
         if not self.jitter or task.kind not in COMPUTE:
             return mean
-        if task.beside:  # meets the noise of its halves
+        if task.overlapped:  # with the jitter of its halves
             alone = self.forward[task.stage] + self.backward[task.stage]
             return mean * sum(map(self.seconds, task.halves)) / alone
         return mean * random.Random(f"{self.seed} {task}").uniform(1 - self.jitter, 1 + self.jitter)
 
     def delay(self, task: Task, needed: Task) -> float:
-        """From the end of `needed`, on another rank, to the time at which `task` can use its result."""
+        """From the end of `needed`, on another rank, until `task` can use its result."""
         if task.kind == "U":
             return self.norm
         return _of_edge(self.latency, min(task.stage, needed.stage))
@@ -162,10 +132,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What a simulation found."""
+    """The result of a simulation."""
 
     timelines: list[list[Span]]
-    """What each rank did, in order."""
+    """The spans of each rank, in order."""
 
     @property
     def makespan(self) -> float:
@@ -174,12 +144,12 @@ class Run:
 
     @property
     def busy(self) -> list[float]:
-        """Seconds that each rank spent in forwards and backwards, however slowly they ran."""
+        """Seconds of each rank in forwards and backwards, slowdown included."""
         return [sum(_busy(span) for span in spans) for spans in self.timelines]
 
     @property
     def step_seconds(self) -> float:
-        """Seconds from one batch to the next once the pipeline runs evenly.
+        """Seconds from one batch to the next in the steady state.
 
         Raises:
             ValueError: if a rank has fewer than three batches.
@@ -188,10 +158,10 @@ class Run:
 
     @property
     def utilization(self) -> float:
-        """The share of its time that a rank is busy once the pipeline runs evenly, the mean over ranks.
+        """The share of its time that a rank is busy in the steady state, the mean over ranks.
 
-        Counted on each rank from its first forward of the middle batch to that of the last one, so that
-        neither filling nor emptying the pipeline counts.
+        Measured on each rank from its first forward of the middle batch to that of the last one, without the
+        warm-up and cool-down of the pipeline.
 
         Raises:
             ValueError: if a rank has fewer than three batches.
@@ -199,12 +169,11 @@ class Run:
         return sum(busy / seconds for busy, seconds in map(_steady, self.timelines)) / len(self.timelines)
 
     def peak_in_flight(self, sizes: Sequence[float] | None = None) -> list[float]:
-        """The most that each rank holds for backwards to come, in microbatches.
-
-        A stage holds a microbatch from the start of its forward to the end of its backward.
+        """Peak of the microbatches in flight on each rank: from the start of a forward to the end of its
+        backward.
 
         Args:
-            sizes: what a microbatch of each stage counts, bytes of activations for example, instead of 1.
+            sizes: of a microbatch on each stage, such as bytes of activations, instead of 1.
         """
         return [_peak([span.task for span in spans], sizes) for spans in self.timelines]
 
@@ -214,7 +183,7 @@ def _busy(span: Span) -> float:
 
 
 def _steady(spans: Sequence[Span]) -> tuple[float, float]:
-    """Busy and all seconds a batch, from the first forward of the middle batch to that of the last one."""
+    """Busy and total seconds per batch, from the first forward of the middle batch to the last one's."""
     first_forward: dict[int, int] = {}
     for position, span in enumerate(spans):
         if span.task.kind == "F":
@@ -232,17 +201,17 @@ def _peak(tasks: Sequence[Task], sizes: Sequence[float] | None) -> float:
     held: Counter[int] = Counter()
     peak = 0.0
     for task in (half for whole in tasks for half in whole.halves):
-        if task.kind in ("F", "B", "W"):  # what a gradient of weights needs is held until then
+        if task.kind in ("F", "B", "W"):  # split backwards hold activations until "W"
             held[task.stage] += 1 if task.kind == "F" else -1
-            # Summed anew, so that sizes which are no whole numbers do not add up errors.
+            # Summed from scratch, so that rounding errors do not accumulate.
             peak = max(peak, sum(n * (sizes[stage] if sizes else 1) for stage, n in held.items()))
     return peak
 
 
 def inputs_of(task: Task, num_stages: int) -> list[Task]:
-    """The tasks whose results a task needs. "B" stands for an "I" as well."""
-    kind, stage, batch, microbatch, beside = task
-    if beside is not None:
+    """The tasks whose results a task needs. "B" also stands for "I"."""
+    kind, stage, batch, microbatch, overlapped = task
+    if overlapped is not None:
         return [needed for half in task.halves for needed in inputs_of(half, num_stages)]
     if kind == "F":
         return [Task("F", stage - 1, batch, microbatch)] if stage else []
@@ -264,10 +233,10 @@ def simulate(programs: Sequence[Sequence[Task]], timing: Timing) -> Run:
         timing: with the times of as many stages as occur.
 
     Raises:
-        ValueError: if some ranks wait for each other for ever; the message says for what.
+        ValueError: if ranks deadlock; the message names the tasks.
 
     Examples:
-        How busy four stages are whose backwards take twice as long as their forwards:
+        Utilization of four stages whose backwards take twice as long as their forwards:
 
         >>> from titan_async.pipelining.programs import schedule_programs
         >>> timing = Timing(forward=[1.0] * 4, backward=[2.0] * 4)
@@ -281,36 +250,36 @@ def simulate(programs: Sequence[Sequence[Task]], timing: Timing) -> Run:
 
 
 class _Rank:
-    """What a rank is doing."""
+    """The state of a rank."""
 
     def __init__(self, program: Sequence[Task]) -> None:
         self.program = program
         self.spans: list[Span] = []
-        self.start = 0.0  # of the task that runs
-        self.end = math.inf  # when it will end at its present speed; infinite while none runs
-        self.left = 0.0  # of it, in seconds at full speed
-        self.since = 0.0  # when that was so
+        self.start = 0.0  # of the running task
+        self.end = math.inf  # of the running task at the current speed; infinite if none runs
+        self.left = 0.0  # remaining, in seconds at full speed
+        self.since = 0.0  # when `left` was computed
         self.speed = 1.0
-        self.lanes: dict[_Lane, float] = {}  # the shares of those that occupy this rank
+        self.channels: dict[_Channel, float] = {}  # shares of those that occupy this rank
 
 
 @dataclass(eq=False)
-class _Lane:
-    """The messages of one direction between two ranks, one after another."""
+class _Channel:
+    """The messages of one direction between two ranks, in order."""
 
     source: _Rank
     destination: _Rank
     latency: float
     share: float
-    sending: int = 0  # what has been sent and has not arrived
-    receiving: int = 0  # what has been posted and has not arrived
+    sending: int = 0  # sent messages that have not arrived
+    receiving: int = 0  # posted receives that have not arrived
     posted: set[Task] = field(default_factory=set)  # receives, by the task that sends
-    arrival: dict[Task, float] = field(default_factory=dict)  # of what is sent and posted
-    last: float = 0.0  # of the arrivals
+    arrival: dict[Task, float] = field(default_factory=dict)  # of messages that are sent and posted
+    last: float = 0.0  # arrival
 
 
 class _Simulation:
-    """Goes from event to event: the end of a task, the arrival of a message, an input that is there."""
+    """Processes events in order: ends of tasks, arrivals of messages, inputs that become available."""
 
     def __init__(self, programs: Sequence[Sequence[Task]], timing: Timing) -> None:
         self._timing = timing
@@ -318,11 +287,13 @@ class _Simulation:
         self._rank_of = {task.stage: rank for rank in self._ranks for task in rank.program}
         self._num_stages = len(self._rank_of)
         self._ended: dict[Task, float] = {}
-        self._waiting: dict[Task, list[_Rank]] = {}  # for a task's end
-        self._events: list[tuple[float, int, _Rank | _Lane]] = []
+        self._waiting: dict[Task, list[_Rank]] = {}  # for the end of a task
+        self._events: list[tuple[float, int, _Rank | _Channel]] = []
         self._pushed = 0
-        self._lanes: dict[tuple[str, int], _Lane] = {}  # by what is sent and from where
-        self._posts: dict[Task, list[Task]] = {}  # whose results' receives are posted when a task starts
+        self._channels: dict[tuple[str, int], _Channel] = {}  # by kind and source stage
+        self._posts: dict[
+            Task, list[Task]
+        ] = {}  # receives to post when a task starts, by the tasks that send
         for edge, ahead in enumerate(timing.receives_ahead):
             if ahead is not None and self._rank_of[edge] is not self._rank_of[edge + 1]:
                 self._open("F", edge, edge + 1, ahead[0])
@@ -331,7 +302,7 @@ class _Simulation:
     def _open(self, kind: str, source: int, destination: int, ahead: int) -> None:
         timing, edge, rank = self._timing, min(source, destination), self._rank_of[destination]
         latency, share = _of_edge(timing.latency, edge), _of_edge(timing.message_share, edge)
-        self._lanes[kind, source] = _Lane(self._rank_of[source], rank, latency, share)
+        self._channels[kind, source] = _Channel(self._rank_of[source], rank, latency, share)
         kinds = "GF" if kind == "F" else "BI"
         tasks = [
             (task, half)
@@ -353,15 +324,15 @@ class _Simulation:
 
     def run(self) -> Run:
         for rank in self._ranks:
-            self._try(rank, 0.0)
+            self._start_next(rank, 0.0)
         while self._events:
             now, _, of = heappop(self._events)
-            if isinstance(of, _Lane):
+            if isinstance(of, _Channel):
                 self._arrive(of, now)
             elif of.end == now:
                 self._finish(of, now)
             elif of.end == math.inf:
-                self._try(of, now)
+                self._start_next(of, now)
         waiting = [
             f"rank {number} cannot run {rank.program[len(rank.spans)]}"
             for number, rank in enumerate(self._ranks)
@@ -371,49 +342,49 @@ class _Simulation:
             raise ValueError(f"the ranks wait for each other: {', '.join(waiting)}")
         return Run([rank.spans for rank in self._ranks])
 
-    def _push(self, time: float, of: _Rank | _Lane) -> None:
+    def _push(self, time: float, of: _Rank | _Channel) -> None:
         self._pushed += 1
         heappush(self._events, (time, self._pushed, of))
 
-    def _try(self, rank: _Rank, now: float) -> None:
-        """Start a free rank's next task, or see to it that this is tried again when it may be possible."""
+    def _start_next(self, rank: _Rank, now: float) -> None:
+        """Start the next task of an idle rank, or retry when its input may be available."""
         if len(rank.spans) == len(rank.program):
             return
         task = rank.program[len(rank.spans)]
         inputs, start = inputs_of(task, self._num_stages), now
-        lanes = [self._lane_to(rank, needed) for needed in inputs]
-        for needed, lane in zip(inputs, lanes, strict=True):
-            if lane is not None:
-                self._post(lane, needed, now)
-        for needed, lane in zip(inputs, lanes, strict=True):
+        channels = [self._channel_to(rank, needed) for needed in inputs]
+        for needed, channel in zip(inputs, channels, strict=True):
+            if channel is not None:
+                self._post(channel, needed, now)
+        for needed, channel in zip(inputs, channels, strict=True):
             end = self._ended.get(needed)
             if end is None:
                 self._waiting.setdefault(needed, []).append(rank)
                 return
-            if lane is not None:
-                end = lane.arrival[needed]
+            if channel is not None:
+                end = channel.arrival[needed]
             elif self._rank_of[needed.stage] is not rank or task.kind == "U":
                 end += self._timing.delay(task, needed)
             if end > start:
                 start = end
-        if start > now and self._lanes:  # until then messages may come and go
+        if start > now and self._channels:  # other messages may arrive until then
             self._push(start, rank)
             return
         for needed in self._posts.get(task, ()):
-            self._post(self._lanes[needed[:2]], needed, now)
+            self._post(self._channels[needed[:2]], needed, now)
         rank.start = rank.since = start
         rank.left = self._timing.seconds(task)
-        self._go_on(rank, task)
+        self._resume(rank, task)
 
-    def _lane_to(self, rank: _Rank, needed: Task) -> _Lane | None:
-        """The one in which a task's result comes to a rank, if messages occupy ranks."""
-        return None if self._rank_of[needed.stage] is rank else self._lanes.get(needed[:2])
+    def _channel_to(self, rank: _Rank, needed: Task) -> _Channel | None:
+        """The channel of a task's result to a rank, if messages occupy ranks."""
+        return None if self._rank_of[needed.stage] is rank else self._channels.get(needed[:2])
 
-    def _go_on(self, rank: _Rank, task: Task) -> None:
-        """Let the rest of a task run at the speed that the messages under way leave."""
+    def _resume(self, rank: _Rank, task: Task) -> None:
+        """Run the rest of a task at the speed that pending messages leave."""
         rank.speed = 1.0
-        if rank.lanes and task.kind not in ("G", "R"):
-            rank.speed -= sum(rank.lanes.values())
+        if rank.channels and task.kind not in ("G", "R"):
+            rank.speed -= sum(rank.channels.values())
             if rank.speed <= 0:
                 raise ValueError(f"messages take all processors while a rank runs {task}: lower their share")
         rank.end = rank.since + rank.left / rank.speed
@@ -426,38 +397,38 @@ class _Simulation:
         ended = [half._replace(kind="B") if half.kind == "I" else half for half in task.halves]
         for half in ended:
             self._ended[half] = now
-            lane = self._lanes.get(half[:2])
-            if lane is not None:
-                lane.sending += 1
-                rank.lanes[lane] = lane.share
-                self._connect(lane, half, now)
+            channel = self._channels.get(half[:2])
+            if channel is not None:
+                channel.sending += 1
+                rank.channels[channel] = channel.share
+                self._connect(channel, half, now)
         for other in [other for half in ended for other in self._waiting.pop(half, ())]:
-            self._try(other, now)
-        self._try(rank, now)
+            self._start_next(other, now)
+        self._start_next(rank, now)
 
-    def _post(self, lane: _Lane, needed: Task, now: float) -> None:
-        """Post the receive of a task's result, once."""
-        if needed not in lane.posted:
-            lane.posted.add(needed)
-            lane.receiving += 1
-            lane.destination.lanes[lane] = lane.share
-            self._connect(lane, needed, now)
+    def _post(self, channel: _Channel, needed: Task, now: float) -> None:
+        """Post the receive of a task's result, unless it is posted."""
+        if needed not in channel.posted:
+            channel.posted.add(needed)
+            channel.receiving += 1
+            channel.destination.channels[channel] = channel.share
+            self._connect(channel, needed, now)
 
-    def _connect(self, lane: _Lane, needed: Task, now: float) -> None:
-        if needed in lane.posted and needed in self._ended:
-            lane.last = lane.arrival[needed] = max(now, lane.last) + lane.latency
-            self._push(lane.last, lane)
+    def _connect(self, channel: _Channel, needed: Task, now: float) -> None:
+        if needed in channel.posted and needed in self._ended:
+            channel.last = channel.arrival[needed] = max(now, channel.last) + channel.latency
+            self._push(channel.last, channel)
 
-    def _arrive(self, lane: _Lane, now: float) -> None:
-        """A message is there, and its two ends are free of it."""
-        lane.sending -= 1
-        lane.receiving -= 1
-        if not lane.sending:
-            del lane.source.lanes[lane]
-        if not lane.receiving:  # at the same time the next one may have been posted
-            del lane.destination.lanes[lane]
-        for rank in (lane.source, lane.destination):
+    def _arrive(self, channel: _Channel, now: float) -> None:
+        """A message has arrived; it no longer occupies its ranks."""
+        channel.sending -= 1
+        channel.receiving -= 1
+        if not channel.sending:
+            del channel.source.channels[channel]
+        if not channel.receiving:  # the next one may have been posted at the same time
+            del channel.destination.channels[channel]
+        for rank in (channel.source, channel.destination):
             if rank.end < math.inf:
                 rank.left = max(rank.left - (now - rank.since) * rank.speed, 0.0)
                 rank.since = now
-                self._go_on(rank, rank.program[len(rank.spans)])
+                self._resume(rank, rank.program[len(rank.spans)])

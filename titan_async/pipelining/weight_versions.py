@@ -1,10 +1,10 @@
 """Two versions of a plain module's weights, so that a backward uses the weights of its forward.
 
-Autograd saves the parameters themselves, so a parameter that a pending backward needs must not be written.
-Here the optimizer's parameters (the masters) are never part of a graph. Forward and backward run on
-stand-ins, two for each master, and storage goes round in a circle: a batch reads the storage that the
-masters are in; before the optimizer may write, the masters move on to the storage of the version that no
-microbatch needs any more. Two copies of the weights in all, and one copy of them a batch.
+Autograd saves the parameters themselves, so a parameter that a pending backward needs must not be written to.
+Here the optimizer's parameters (the master weights) are never part of a graph. Forward and backward use
+shadow parameters, two for each master, and storages rotate: a batch reads the storage of the masters; before
+the optimizer may write, the masters move to the storage of the version that no microbatch needs any more.
+That is two copies of the weights, and one copy operation per batch.
 """
 
 from typing import NamedTuple
@@ -17,14 +17,14 @@ from titan_async.pipelining._torch_internals import ParameterWatch, assignment, 
 
 __all__ = ["WeightVersions"]
 
-_HOME = 0  # the version whose storage is that of the masters at the start
+_HOME = 0  # the version whose storage the masters have at the start
 
 
 class _Weight(NamedTuple):
     name: str
     master: nn.Parameter
-    owners: tuple[tuple[nn.Module, str], ...]  # every place in the module that shows this parameter
-    stand_ins: tuple[nn.Parameter, nn.Parameter]
+    owners: tuple[tuple[nn.Module, str], ...]  # every module and attribute that holds this parameter
+    shadows: tuple[nn.Parameter, nn.Parameter]
 
 
 def _can_hold(target: Tensor, values: Tensor) -> bool:
@@ -54,7 +54,7 @@ def _collect(module: nn.Module) -> list[_Weight]:
                 "tie them by assigning one nn.Parameter to both modules"
             )
     return [
-        _Weight(names[parameter], parameter, tuple(places), (_stand_in(parameter), _stand_in(parameter)))
+        _Weight(names[parameter], parameter, tuple(places), (_shadow(parameter), _shadow(parameter)))
         for parameter, places in owners.items()
     ]
 
@@ -71,20 +71,20 @@ def _refuse(parameter: nn.Parameter, name: str) -> None:
         )
 
 
-def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+def _shadow(parameter: nn.Parameter) -> nn.Parameter:
     # Not of detach(), which would share autograd's version counter with the parameter.
-    stand_in = nn.Parameter(parameter.data)
-    stand_in.__dict__.update(parameter.__dict__)  # what a forward may read from its weights
-    return stand_in
+    shadow = nn.Parameter(parameter.data)
+    shadow.__dict__.update(parameter.__dict__)  # attributes that a forward may read from its weights
+    return shadow
 
 
 class WeightVersions:
     """Keeps the trainable parameters of `module` in two versions.
 
-    Between batches the module shows its own parameters, and their values are what the next batch reads.
-    While batches are in flight their storage changes from batch to batch, so that a tensor taken as
-    `p.data` or `p.detach()` does not follow later updates; after `hold` it is the first one again.
-    Frozen parameters have no versions. Gradients of a batch gather on the stand-ins.
+    Between batches the module holds its own parameters, and the next batch reads their values. While batches
+    are in flight their storage changes from batch to batch, so that a tensor taken as `p.data` or
+    `p.detach()` does not follow later updates; after `freeze` it is the first storage again. Frozen
+    parameters have no versions. Gradients of a batch accumulate on the shadow parameters.
 
     Args:
         module: a module whose trainable parameters are plain `nn.Parameter`s, on any device.
@@ -93,19 +93,21 @@ class WeightVersions:
         NotImplementedError: if one is of another class, has hooks, or shares storage with another.
     """
 
+    is_gathering = False  # the weights of a plain module are complete when a batch begins
+
     def __init__(self, module: nn.Module) -> None:
         self._weights = _collect(module)
         self._watch = ParameterWatch(module)
         self._assignments = {
             version: assignment(
-                (submodule, name, weight.master if version is None else weight.stand_ins[version])
+                (submodule, name, weight.master if version is None else weight.shadows[version])
                 for weight in self._weights
                 for submodule, name in weight.owners
             )
             for version in (None, 0, 1)
         }
-        self._master_version = _HOME  # the version whose storage the masters are in
-        self._held: int | None = None
+        self._master_version = _HOME  # the version whose storage the masters have
+        self._frozen: int | None = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -117,114 +119,108 @@ class WeightVersions:
         """Their names, in the same order."""
         return [weight.name for weight in self._weights]
 
-    def read(self) -> int:
-        """The version that the next batch is to use: the masters' values now, or those that were held."""
-        if self._held is not None:
-            version, self._held = self._held, None
+    def begin_batch(self) -> int:
+        """The version of a new batch: the masters' current values, or the frozen ones."""
+        if self._frozen is not None:
+            version, self._frozen = self._frozen, None
             return version
         version = self._master_version
         for weight in self._weights:
             # Also follows a master whose storage was replaced from outside, by a load or a move.
-            weight.stand_ins[version].data = weight.master.data
+            weight.shadows[version].data = weight.master.data
         return version
 
-    def finish_reading(self) -> None:
-        """Nothing: a plain module's weights are all there when a batch begins."""
+    def finish_gather(self) -> None:
+        """Does nothing; see `is_gathering`."""
 
-    def preserve(self, version: int) -> None:
-        """Make `version` safe from the next update. The other version must no longer be needed."""
+    def activate(self, version: int | None) -> None:
+        """Put `version` into the module, or its own parameters (None)."""
+        self._assignments[version]()
+
+    def stash(self, version: int) -> None:
+        """Protect `version` from the next optimizer step. The other version must no longer be needed."""
         if version != self._master_version:
             return
         spare = 1 - version
         self._copy_masters_to(spare)
         for weight in self._weights:
-            weight.master.data = weight.stand_ins[spare].data
+            weight.master.data = weight.shadows[spare].data
         self._master_version = spare
 
-    def hold(self) -> None:
-        """Keep the masters' values of now for the next batch, whatever update comes first.
-
-        No batch may be in flight. Leaves the masters in the storage that they had at the very first:
-        what reads or writes a model between batches, such as a checkpointer, may know it from then.
-        """
-        if self._held is not None:
-            return
-        if self._master_version == _HOME:
-            self._held = 1 - _HOME
-            self._copy_masters_to(self._held)
-        else:
-            self._held = self._master_version
-            self.preserve(self._master_version)
-
-    def drop(self) -> None:
-        """Let the next batch read the masters as they then are. No batch may be in flight."""
-        self._held = None
-
-    def next_weights(self) -> dict[str, Tensor]:
-        """What the next batch will read, by parameter name: the held version itself, or a copy."""
-        if self._held is None:
-            return {weight.name: weight.master.detach().clone() for weight in self._weights}
-        return {weight.name: weight.stand_ins[self._held].detach() for weight in self._weights}
-
-    def set_next_weights(self, values: dict[str, Tensor]) -> None:
-        """Let the next batch read `values`, which name every trainable parameter. None may be in flight."""
-        for weight in self._weights:
-            if values[weight.name].shape != weight.master.shape:
-                raise ValueError(
-                    f"the weight {weight.name} has shape {tuple(weight.master.shape)} in the module but "
-                    f"{tuple(values[weight.name].shape)} in what is loaded"
-                )
-        self.hold()
-        assert self._held is not None
-        with torch.no_grad():
-            for weight in self._weights:
-                weight.stand_ins[self._held].copy_(values[weight.name])
-
-    def _copy_masters_to(self, version: int) -> None:
-        stand_ins: list[Tensor] = [weight.stand_ins[version] for weight in self._weights]
-        masters = [weight.master.data for weight in self._weights]
-        for stand_in, master in zip(stand_ins, masters, strict=True):
-            if not _can_hold(stand_in, master):
-                stand_in.data = torch.empty_like(master)
-        if masters:
-            with torch.no_grad():
-                # On the stand-ins themselves: autograd then sees the write, and a backward that still needed
-                # the old values raises instead of computing a wrong gradient.
-                torch._foreach_copy_(stand_ins, masters)
-
-    def release_other(self, version: int) -> None:
-        """Free the storage of the version that is not `version`, unless the masters are in it."""
+    def free_other(self, version: int) -> None:
+        """Free the storage of the version other than `version`, unless the masters use it."""
         if version != self._master_version:
             return
         for weight in self._weights:
-            other = weight.stand_ins[1 - version]
+            other = weight.shadows[1 - version]
             if other.numel():
                 other.data = other.data.new_empty(0)
 
-    def show(self, version: int | None) -> None:
-        """Let the module show `version`, or its own parameters (None)."""
-        self._assignments[version]()
+    def freeze(self) -> None:
+        """Keep the masters' current values for the next batch, whatever update comes first.
 
-    @property
-    def is_gathering(self) -> bool:
-        """No: a plain module's weights are all there when a batch begins."""
-        return False
+        No batch may be in flight. The masters get back the storage that they had first: code that reads or
+        writes a model between batches, such as a checkpointer, may hold references to it.
+        """
+        if self._frozen is not None:
+            return
+        if self._master_version == _HOME:
+            self._frozen = 1 - _HOME
+            self._copy_masters_to(self._frozen)
+        else:
+            self._frozen = self._master_version
+            self.stash(self._master_version)
 
-    def pass_state(self) -> object:
-        """None: a plain module keeps no state within a forward or backward."""
-        return None
+    def unfreeze(self) -> None:
+        """Let the next batch read the masters when it begins. No batch may be in flight."""
+        self._frozen = None
 
-    def set_pass_state(self, saved: object) -> None:
-        """See `pass_state`."""
+    def state_dict(self) -> dict[str, Tensor]:
+        """The values that the next batch will read, by parameter name: the frozen version, or copies."""
+        if self._frozen is None:
+            return {weight.name: weight.master.detach().clone() for weight in self._weights}
+        return {weight.name: weight.shadows[self._frozen].detach() for weight in self._weights}
 
-    def take_gradients(self, version: int) -> list[Tensor | None]:
-        """Remove and return the gradients gathered on `version`, in the order of the parameters."""
-        gradients = []
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Let the next batch read `state_dict`, which names every trainable parameter."""
         for weight in self._weights:
-            stand_in = weight.stand_ins[version]
-            gradients.append(stand_in.grad)
-            stand_in.grad = None
-        return gradients
+            if state_dict[weight.name].shape != weight.master.shape:
+                raise ValueError(
+                    f"the weight {weight.name} has shape {tuple(weight.master.shape)} in the module but "
+                    f"{tuple(state_dict[weight.name].shape)} in what is loaded"
+                )
+        self.freeze()
+        assert self._frozen is not None
+        with torch.no_grad():
+            for weight in self._weights:
+                weight.shadows[self._frozen].copy_(state_dict[weight.name])
+
+    def _copy_masters_to(self, version: int) -> None:
+        shadows: list[Tensor] = [weight.shadows[version] for weight in self._weights]
+        masters = [weight.master.data for weight in self._weights]
+        for shadow, master in zip(shadows, masters, strict=True):
+            if not _can_hold(shadow, master):
+                shadow.data = torch.empty_like(master)
+        if masters:
+            with torch.no_grad():
+                # On the shadows themselves, so that autograd sees the write: a backward that still needed the
+                # old values raises instead of computing a wrong gradient.
+                torch._foreach_copy_(shadows, masters)
+
+    def training_state(self) -> None:
+        """None: a plain module has no state within a forward or backward."""
+
+    def set_training_state(self, state: object) -> None:
+        """See `training_state`."""
+
+    def pop_grads(self, version: int) -> list[Tensor | None]:
+        """Remove and return the gradients accumulated on `version`, in the order of the parameters."""
+        grads = []
+        for weight in self._weights:
+            shadow = weight.shadows[version]
+            grads.append(shadow.grad)
+            shadow.grad = None
+        return grads
 
     def check_unchanged(self) -> None:
         """Refuse to go on with a module whose trainable parameters are no longer those of the start.
@@ -234,8 +230,8 @@ class WeightVersions:
             NotImplementedError: if one has got a hook.
         """
         if self._watch.changed() or not all(
-            weight.master.dtype == weight.stand_ins[_HOME].dtype
-            and weight.master.device == weight.stand_ins[_HOME].device
+            weight.master.dtype == weight.shadows[_HOME].dtype
+            and weight.master.device == weight.shadows[_HOME].device
             for weight in self._weights
         ):
             raise RuntimeError(

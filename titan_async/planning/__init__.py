@@ -1,5 +1,5 @@
-"""What a recipe will need: memory, time and traffic of a run, computed without building its model.
+"""Estimates memory, time and traffic of a run without building its model, for `titan-async plan`.
 
-`titan-async plan` prints it. The model is looked at on the meta device, one layer of each kind; the schedule
-is simulated task by task; hardware is a few stated numbers.
+The model is traced on fake tensors, one layer of each kind; the schedule is simulated task by task; hardware
+is described by a few numbers.
 """

@@ -1,4 +1,4 @@
-"""Everything that the planner uses of torch's private names.
+"""All uses of torch's private names in this layer.
 
 `tests/planning/test_torch_internals.py` fails when one of them is gone.
 """
@@ -25,19 +25,21 @@ __all__ = [
     "flash_attention",
     "fused_rms_norm",
     "input_backward",
-    "telling_of_resized_storages",
+    "observing_resizes",
     "tree_iter",
 ]
 
 
 def address_of(storage: torch.UntypedStorage) -> int:
-    """A number that no other living storage has."""
+    """An identifier that is unique among live storages."""
     return storage._cdata
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """Causal attention of [B, heads, L, head size]; there may be fewer heads of keys and values. Narrower
-    values, as in multi-head latent attention, are padded, and so cost as much as keys."""
+    """Causal attention of [B, heads, L, head size], with grouped queries if there are fewer key-value heads.
+
+    Narrower values, as in multi-head latent attention, are padded, and so cost as much as keys.
+    """
     width = v.shape[-1]
     v = torch.nn.functional.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v
     out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True, scale=scale)[0]
@@ -45,7 +47,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Ten
 
 
 def fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:
-    """`torch.nn.functional.rms_norm` as the kernel of accelerators, also on fake CPU tensors."""
+    """`torch.nn.functional.rms_norm` by the fused kernel of accelerators, also on fake CPU tensors."""
     return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
 
 
@@ -69,27 +71,27 @@ FLOP_FORMULAS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
 }
-"""For `torch.utils.flop_counter`, of operators that it does not know."""
+"""For `torch.utils.flop_counter`, of operators that it lacks."""
 
 
 def input_backward(end: Tensor, gradient: Tensor | None, start: Tensor, part: nn.Module) -> Sequence[Any]:
-    """The first half of a backward, as schedules that split it do; the gradient goes to `start.grad`.
+    """The input half of a split backward; the gradient goes to `start.grad`.
 
     Returns:
-        What has to be kept for the other half.
+        State for the weight half.
     """
     gradients = None if gradient is None else [gradient]
     return stage_backward_input([end], gradients, [start], part.parameters())[1]
 
 
 @contextmanager
-def telling_of_resized_storages(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Calls `tell` whenever FSDP2 gives memory to an unsharded parameter or takes it away."""
+def observing_resizes(callback: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call `callback` whenever FSDP2 allocates or frees the storage of an unsharded parameter."""
 
-    def telling(function: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    def observed(function: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
         def call(tensor: Tensor) -> None:
             function(tensor)
-            tell(tensor.untyped_storage())
+            callback(tensor.untyped_storage())
 
         return call
 
@@ -100,7 +102,7 @@ def telling_of_resized_storages(tell: Callable[[torch.UntypedStorage], None]) ->
     ]
     before = [getattr(module, name) for module, name in places]
     for (module, name), function in zip(places, before, strict=True):
-        setattr(module, name, telling(function))
+        setattr(module, name, observed(function))
     try:
         yield
     finally:

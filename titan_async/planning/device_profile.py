@@ -1,6 +1,7 @@
-"""What `titan-async calibrate` finds out about a device, its file, and the cluster that a plan makes of it.
+"""The result of `titan-async calibrate`, its file, and the cluster that a plan derives from it.
 
-The file is JSON with what was timed beside what was fitted to it, so that a doubtful rate can be looked at.
+The file is JSON with the timings and the rates that were fitted to them, so that doubtful rates can be
+checked.
 """
 
 import dataclasses
@@ -38,14 +39,14 @@ VERSION = 1
 
 _STRICT = ConfigDict(extra="forbid")
 _LEAST, _MOST = 1e-12, 1e21
-"""Between these lie all seconds, bytes and rates of any device."""
+"""Bounds of all seconds, bytes and rates of any device."""
 _SAME_MEMORY = 0.15
-"""By how much the memory that a driver reports may differ from the data sheet's."""
+"""Tolerance between the memory that a driver reports and the data sheet's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What was measured."""
+    """The measured device."""
 
     kind: Literal["cuda", "cpu"]
     name: str
@@ -58,7 +59,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class FitError:
-    """Factors by which fitted seconds are off from timed ones: 1.1 for a tenth."""
+    """Factors between fitted and measured seconds: 1.1 for 10 %."""
 
     mean: float
     worst: float
@@ -67,7 +68,7 @@ class FitError:
 
 @dataclass(frozen=True, kw_only=True)
 class ProductTiming:
-    """A product of m x k and k x n; of several at a time, each by another matrix, one of them."""
+    """A product of m x k and k x n; of a grouped product, one of its products."""
 
     m: int
     n: int
@@ -94,7 +95,7 @@ class AttentionTiming:
 
 @dataclass(frozen=True, kw_only=True)
 class OfDtype:
-    """Rates of one dtype, and the timings that they were fitted to."""
+    """Rates of one dtype, and the timings they were fitted to."""
 
     rates: Rates
     fastest_product: float
@@ -108,13 +109,13 @@ class OfDtype:
 
 @dataclass(frozen=True, kw_only=True)
 class Elementwise:
-    """What elementwise operations move."""
+    """Memory traffic of elementwise operations."""
 
     bandwidth: float
-    """Bytes a second, of the sum of two large tensors."""
+    """Bytes per second, of the sum of two large tensors."""
     forward_passes: float | None
-    """Times that those of a layer move what they leave behind; None where they are compiled, and the
-    constants of `hardware` stay."""
+    """Traffic of a layer's elementwise operations relative to its saved bytes; None if they are compiled, for
+    the constants of `hardware`."""
     backward_passes: float | None
     __pydantic_config__ = _STRICT
 
@@ -134,16 +135,16 @@ class Link:
     """Messages between two processes of this machine."""
 
     latency: float
-    """Seconds of a small one."""
+    """Seconds of a small message."""
     bandwidth: float
-    """Bytes a second of large ones."""
+    """Bytes per second of large messages."""
     messages: list[MessageTiming]
     __pydantic_config__ = _STRICT
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceProfile:
-    """The content of a calibration's file."""
+    """The content of a calibration file."""
 
     format: Literal["titan-async calibration"] = FORMAT
     version: Literal[1] = VERSION
@@ -153,12 +154,12 @@ class DeviceProfile:
     bfloat16: OfDtype
     elementwise: Elementwise
     link: Link | None
-    """None of a GPU: networks are those of `--gpu`."""
+    """None for a GPU: its network is that of `--gpu`."""
     __pydantic_config__ = _STRICT
 
 
 def write_profile(path: Path, profile: DeviceProfile) -> None:
-    """Write a profile as JSON, whole or not at all.
+    """Write a profile as JSON, atomically.
 
     Raises:
         UserError: if it cannot be written.
@@ -168,10 +169,10 @@ def write_profile(path: Path, profile: DeviceProfile) -> None:
 
 
 def read_profile(path: Path) -> DeviceProfile:
-    """Read what `write_profile` has written.
+    """Read a file of `write_profile`.
 
     Raises:
-        UserError: if the file cannot be read, is none of a calibration, or is damaged.
+        UserError: if the file cannot be read, is not a calibration file, or is damaged.
     """
     try:
         record = read_json(path)
@@ -187,7 +188,7 @@ def read_profile(path: Path) -> DeviceProfile:
             "calibrate anew"
         )
     try:
-        # By way of JSON: of Python's values the strict check would take instances alone.
+        # From JSON, because strict validation of Python values only accepts instances.
         profile = TypeAdapter(DeviceProfile).validate_json(json.dumps(record), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
@@ -210,18 +211,18 @@ def _numbers(value: Any, where: str = "") -> Iterator[tuple[str, float]]:
 
 
 def calibrated_cluster(profile: DeviceProfile, gpu: str | None, file: str) -> Cluster:
-    """The cluster that a plan is made for: this device's rates, and a network.
+    """A cluster with this device's rates, and a network.
 
-    Of a GPU the network is that of `gpu`, by default that of the kind which the device is; of a CPU, whose
-    file has one, a node is the machine and a rank one of its cores.
+    A GPU's network is that of `gpu`, by default that of the device's own kind. For a CPU the network is in
+    the profile; a node is the machine, and a rank one of its cores.
 
     Args:
         profile: of the device.
         gpu: a name of `CLUSTERS`.
-        file: the profile's, for messages.
+        file: of the profile, for messages.
 
     Raises:
-        UserError: if the device and `gpu` do not go together, or it takes a `gpu` to know the network.
+        UserError: if the device and `gpu` do not match, or the network is unknown without `gpu`.
     """
     name = profile.device.name
     if profile.device.kind == "cpu":
@@ -251,8 +252,8 @@ def calibrated_cluster(profile: DeviceProfile, gpu: str | None, file: str) -> Cl
 
 
 def _is_kind(device: Device, key: str, cluster: Cluster) -> bool:
-    """Whether a GPU is that of a cluster: by its name, memory and multiprocessors, for SXM and PCI Express
-    models of one name differ."""
+    """Whether a GPU is that of a cluster, by name, memory and multiprocessors: SXM and PCI Express models of
+    one name differ."""
     gpu = cluster.accelerator
     return (
         key.partition("-")[0] in device.name.lower().replace(" ", "")
@@ -290,17 +291,17 @@ def _accelerator(profile: DeviceProfile, **known: Any) -> Accelerator:
 
 def _cpu_cluster(profile: DeviceProfile) -> Cluster:
     link, cores = profile.link, profile.device.processors
-    assert link is not None  # as `read_profile` has seen
+    assert link is not None  # checked by `read_profile`
     accelerator = _accelerator(
         profile, name="CPU core", memory=profile.device.memory // cores, processors=1, watts=0.0, on_cpu=True
     )
-    bandwidth = link.bandwidth / ACHIEVABLE_BANDWIDTH  # of which plans take that share
+    bandwidth = link.bandwidth / ACHIEVABLE_BANDWIDTH  # plans multiply by that share
     return Cluster(
         accelerator=accelerator,
         per_node=cores,
         link_bandwidth=bandwidth,
         link_latency=link.latency,
-        # Plans of more ranks than cores are refused, so that nothing leaves the machine.
+        # Plans with more ranks than cores are refused, so no message leaves the machine.
         network_bandwidth=bandwidth,
         network_latency=link.latency,
         link_blocks=0,

@@ -1,8 +1,8 @@
-"""Times what a plan needs to know of a device: products, attention and what moves through memory.
+"""Measures the rates of a device for plans: matrix products, attention and memory traffic.
 
-With torch alone, on one device, in about a minute: medians of repeats, after warm-ups. On CUDA time is that
-between two events. On a CPU it is the processor time of one thread, as ranks there have one each
-(`titan_async.cli.launch`), so that other programs on the machine do not count.
+Uses torch only, on one device, for about a minute: medians of repeats, after warm-ups. On CUDA the time is
+that between two events. On a CPU it is the CPU time of one thread, because ranks have one thread each there
+(`titan_async.cli.launch`), and other processes should not count.
 """
 
 import math
@@ -29,45 +29,44 @@ from titan_async.planning.device_profile import (
     ProductTiming,
 )
 from titan_async.planning.hardware import Rates
-from titan_async.planning.live_tensors import StorageTracker
 from titan_async.planning.message_timing import time_messages
 from titan_async.planning.rate_fit import fit_attention, fit_products
+from titan_async.planning.storage_tracker import StorageTracker
 
 __all__ = ["Sizes", "profile_device"]
 
 _REPEATS = 5
 _SAMPLE = 0.02
-"""Seconds that a repeat takes at least, by calls."""
+"""Minimal seconds of a repeat, which has several calls."""
 _MOST_CALLS = 2000
 _LONGEST = 0.25
-"""Seconds of a call beyond which a shape is left out, on devices that are slow in a dtype."""
+"""Seconds of a call above which a shape is skipped, on devices that are slow in a dtype."""
 _WARM = 3.0
-"""Seconds of products before the first timing on a GPU, whose clock falls under load."""
+"""Seconds of warm-up on a GPU, whose clock drops under load."""
 _LEAST_TIMINGS = 3
 _LAYERS = 8
-"""Whose elementwise operations are timed together: memory that was not used before costs a CPU time."""
+"""Layers whose elementwise operations are timed together: first use of memory takes time on a CPU."""
 
 # Shapes: T tokens, D width
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is timed on a kind of device."""
+    """Shapes to measure on a kind of device."""
 
     products: Sequence[tuple[int, int, int]]
-    """m, n, k; from fewer operations to more."""
+    """m, n, k; by increasing number of operations."""
     grouped: Sequence[tuple[int, int, int, int]]
-    """Number of products at a time, and m, n, k of each: experts with few rows."""
+    """Number of products of a grouped product, and m, n, k of each: experts with few rows."""
     heads: int
     head_size: int
     tokens: int
-    """Of all sequences of one attention together, if one of them is not longer."""
+    """Of all sequences of one attention call, unless a single sequence is longer."""
     seq_lens: Sequence[int]
     elementwise: int
-    """Numbers of each of the tensors that are added."""
+    """Elements of each of the tensors that are added."""
     touched: int
-    """Bytes of matrices that products take turns with, so that none is in a cache that a step would not find
-    it in."""
+    """Bytes of matrices that products rotate through, so that caches are as cold as in training."""
 
 
 SIZES = {
@@ -103,28 +102,28 @@ SIZES = {
 }  # fmt: skip
 
 
-def profile_device(kind: str, tell: Callable[[str], None] = lambda line: None) -> DeviceProfile:
-    """Measure this machine's GPU that is current, or one core of its CPU and messages between two.
+def profile_device(kind: str, log: Callable[[str], None] = lambda line: None) -> DeviceProfile:
+    """Measure the current GPU, or one CPU core and messages between two processes.
 
     Args:
         kind: "cuda" or "cpu".
-        tell: called with a line about what is measured next.
+        log: called with a line before each measurement.
 
     Raises:
-        UserError: if the device has too little memory left, or messages do not get through.
+        UserError: if the device has too little free memory, or messages between processes fail.
     """
     device, sizes = torch.device(kind), SIZES[kind]
     with _one_thread():
         try:
             if kind == "cuda":
-                tell("warming up")
+                log("warming up")
                 _warm_up(device)
             dtypes = {}
             for dtype in (torch.float32, torch.bfloat16):
                 name = str(dtype).removeprefix("torch.")
-                tell(f"products and attention in {name}")
+                log(f"products and attention in {name}")
                 dtypes[name] = _profile_dtype(device, dtype, sizes)
-            tell("elementwise operations")
+            log("elementwise operations")
             elementwise = _profile_elementwise(device, sizes)
         except torch.OutOfMemoryError as error:
             raise UserError(
@@ -132,7 +131,7 @@ def profile_device(kind: str, tell: Callable[[str], None] = lambda line: None) -
             ) from error
     link = None
     if kind == "cpu":
-        tell("messages between two processes")
+        log("messages between two processes")
         link = time_messages()
     return DeviceProfile(
         torch=torch.__version__, device=_describe(device), elementwise=elementwise, link=link, **dtypes
@@ -169,7 +168,7 @@ def _profile_dtype(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Of
 
 
 def _time_products(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterator[ProductTiming]:
-    slowest = 0.0  # seconds of an operation, of the shape before
+    slowest = 0.0  # seconds per operation, of the previous shape
     for count, (m, n, k) in enumerate(sizes.products):
         operations = 2 * m * n * k
         if count >= _LEAST_TIMINGS and operations * slowest > _LONGEST:
@@ -197,7 +196,7 @@ def _time_products(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> It
 def _grouped(
     device: torch.device, dtype: torch.dtype, x: torch.Tensor, weights: torch.Tensor
 ) -> Callable[[int], object] | None:
-    """Products of experts as they are computed on the device; None if torch has no kernel for them there."""
+    """Grouped products as experts use them on the device; None if torch has no kernel for them there."""
     groups = len(weights)
     if device.type == "cpu":
         rows = x.view(groups, -1, x.shape[-1])
@@ -220,7 +219,7 @@ def _time_attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> I
     for count, length in enumerate(sizes.seq_lens):
         batch = max(sizes.tokens // length, 1)
         # A forward has two products of the scores' size, a backward five. On accelerators half of the scores
-        # is skipped and not counted; on a CPU the mask is dense, as packed documents need it.
+        # is skipped and not counted; on a CPU the mask is dense, as for packed documents.
         operations = 14.0 * batch * sizes.heads * length**2 * sizes.head_size
         operations /= 1 if device.type == "cpu" else 2
         if count >= 2 and operations * slowest > _LONGEST:
@@ -264,8 +263,8 @@ def _profile_elementwise(device: torch.device, sizes: Sizes) -> Elementwise:
 
 
 def _time_layer(tokens: int = 512, width: int = 256) -> tuple[float, float, int]:
-    """Forward and backward of the elementwise operations of a Llama's layer, one by one as on a CPU, and the
-    bytes that are left behind: by them, and by the products that made what they read."""
+    """Forward and backward of a Llama layer's elementwise operations, unfused as on a CPU, and their saved
+    bytes, including the inputs that matrix products have computed."""
     x, attended, fed, q, k = (torch.randn(tokens, width, requires_grad=True) for _ in range(5))
     gate, up = (torch.randn(tokens, 8 * width // 3, requires_grad=True) for _ in range(2))
     scale = torch.ones(width, requires_grad=True)
@@ -288,7 +287,7 @@ def _time_layer(tokens: int = 512, width: int = 256) -> tuple[float, float, int]
     inputs, gradients = [x, *read, scale], [torch.randn_like(output) for output in outputs]
     device = torch.device("cpu")
 
-    def layers(call: int) -> list[list[torch.Tensor]]:  # whose outputs are all held, as until their backwards
+    def layers(call: int) -> list[list[torch.Tensor]]:  # all outputs are held, as until their backwards
         return [forward() for _ in range(_LAYERS)]
 
     def trained(call: int) -> None:
@@ -300,7 +299,7 @@ def _time_layer(tokens: int = 512, width: int = 256) -> tuple[float, float, int]
 
 
 def _median(device: torch.device, function: Callable[[int], object]) -> float:
-    """Seconds of a call, the median of repeats. The function gets the number of the call."""
+    """Seconds per call, the median of repeats. The function gets the number of the call."""
     for call in range(2):
         function(call)
     once = _elapsed(device, function, 1)

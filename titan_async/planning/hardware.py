@@ -1,13 +1,13 @@
-"""Accelerators and the networks between them, as the few numbers that a plan needs.
+"""Accelerators and networks, as the few numbers that a plan needs.
 
-Peaks, memories and bandwidths are those of the vendor's data sheets; sources stand beside them. What a
-training step reaches of them is stated here and nowhere else. `achievable` was fitted, one number for A100
+Peaks, memory sizes and bandwidths are those of the vendors' data sheets, with sources in comments. The
+achieved shares of them are stated here only. `achievable` was fitted, one number for A100
 and one for H100, to half of the published runs of tools/bench/published.py; H200 has that of H100, and B200
 in proportion to the fastest products that were found on either (80.3 % and 77.6 %, stas00/ml-engineering,
-compute/accelerator); those of L40S and RTX 4090 are assumed. `attention` is FlexAttention's and
+compute/accelerator); those of L40S and RTX 4090 are assumptions. `attention` is FlexAttention's and
 FlashAttention-2's share: 378 and 335 of 989 TFLOP/s on H100 (arXiv 2407.08608), the middle of 50 to 73 % on
-A100 (arXiv 2307.08691), assumed for the others. What NCCL takes is read and not measured.
-`titan-async calibrate` measures the rates of one accelerator; `device_profile` puts them in place of these.
+A100 (arXiv 2307.08691), an assumption for the others. NCCL's resources are from its sources, not measured.
+`titan-async calibrate` measures the rates of one accelerator, which `device_profile` then uses instead.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ __all__ = [
     "CHANNEL_BYTES",
     "CLUSTERS",
     "COLLECTIVE_CHANNELS",
-    "LANE_BLOCKS",
+    "P2P_BLOCKS",
     "Accelerator",
     "Cluster",
     "Rates",
@@ -29,54 +29,54 @@ __all__ = [
 ]
 
 ACHIEVABLE_BANDWIDTH = 0.8
-"""Of a data sheet's bandwidth, what large transfers get: between accelerators as in NCCL's own tests, from
-memory as in STREAM. Assumed for all of them."""
+"""Share of a data sheet's bandwidth that large transfers reach: between accelerators as in NCCL's tests, from
+memory as in STREAM. An assumption for all of them."""
 
 FORWARD_PASSES = 1.0
-"""Times that the elementwise operations of a layer's forward move what it leaves behind, where they are
+"""Memory traffic of a layer's elementwise operations in the forward, relative to its saved bytes, if they are
 compiled or fused: a norm reads and writes one of two tensors, SwiGLU reads two and writes the third."""
 
 BACKWARD_PASSES = 3.0
-"""The same of a backward, which reads what was left and gradients, and writes gradients."""
+"""The same in the backward, which reads saved tensors and gradients, and writes gradients."""
 
 ATTENTION_RAMP = 350
-"""Tokens of a sequence at which causal attention reaches half of what it does over long ones:
+"""Sequence length at which causal attention reaches half of its rate over long sequences:
 FlashAttention-2 on H100 with heads of 128 makes 191, 260, 298, 319, 333 and 335 TFLOP/s of 512 to 16k (arXiv
 2407.08608)."""
 
 TENSOR_HIDDEN = 0.5
-"""Of the tensor-parallel collectives, what `enable_async_tensor_parallel` hides behind products; without it
-none. Chosen by the fitted runs."""
+"""Share of the tensor-parallel collectives that `enable_async_tensor_parallel` hides; without it none. Chosen
+by the fitted runs."""
 
 EXPERT_IMBALANCE = 1.1
-"""Times the mean that the busiest of the ranks which share experts gets of tokens. Assumed; routers that are
-forced to balance (`debug.moe_force_load_balance`) have 1."""
+"""Tokens of the busiest expert-parallel rank relative to the mean. An assumption; 1 with
+`debug.moe_force_load_balance`."""
 
-LANE_BLOCKS = 4
-"""Blocks of a send or receive of Async2BW, whose process groups ask NCCL for no more (`max_ctas`). By itself
-NCCL takes about 16 on NVLink and about 4 between nodes. Each has a processor to itself while it waits
+P2P_BLOCKS = 4
+"""Thread blocks of a send or receive of Async2BW, whose process groups limit them by `max_ctas`. NCCL's
+default is about 16 on NVLink and about 4 between nodes. Each occupies a multiprocessor while it waits
 (NVIDIA/nccl issue 689)."""
 
 COLLECTIVE_CHANNELS = 16
-"""About what NCCL takes for a group with NVLink; each is a block too."""
+"""NCCL's approximate number of channels of a group with NVLink; each is a thread block too."""
 
 CHANNEL_BYTES = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + 2**22
-"""About what a connection takes for each of its channels, 9.6 MB: NCCL's default buffers for its protocols
-LL, LL128 and Simple (`DEFAULT_LL_BUFFSIZE`, `DEFAULT_LL128_BUFFSIZE`, `DEFAULT_BUFFSIZE` in its init.cc)."""
+"""Approximate memory of a connection per channel, 9.6 MB: NCCL's default buffers for its protocols LL, LL128
+and Simple (`DEFAULT_LL_BUFFSIZE`, `DEFAULT_LL128_BUFFSIZE`, `DEFAULT_BUFFSIZE` in its init.cc)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What an accelerator reaches in one dtype."""
+    """Achieved rates of an accelerator in one dtype."""
 
     products: float
-    """FLOP/s of matrix products, if moving their operands does not count."""
+    """FLOP/s of matrix products, without the traffic of their operands."""
     operands: float
-    """Bytes a second at which the operands and results of products move."""
+    """Bytes per second of the operands and results of products."""
     attention: float
     """FLOP/s of attention over long sequences, forward and backward together."""
     attention_ramp: float
-    """Tokens of a sequence at which attention reaches half of that."""
+    """Sequence length at which attention reaches half of that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,29 +87,29 @@ class Accelerator:
     memory: int
     """Bytes."""
     matrix_peak: float
-    """FLOP/s of dense products of bfloat16 or float16 matrices, summed up in float32."""
+    """FLOP/s of dense bfloat16 or float16 products with float32 accumulation."""
     float32_peak: float
     """FLOP/s in float32, without tensor cores."""
     processors: int
     """Streaming multiprocessors."""
     memory_bandwidth: float
-    """Bytes a second: of the data sheet, or of a large elementwise operation if it was calibrated."""
+    """Bytes per second: of the data sheet, or of a large elementwise operation if calibrated."""
     achievable: float
-    """Of a peak, what matrix products reach in training, at the clock that is left to them, if moving their
-    operands does not count: fitted to published runs (docs/planning.md). `--achievable` sets another,
-    `--calibration` takes measured rates instead, `--measured` the whole of a layer's time from a run."""
+    """Share of the peak that matrix products reach in training, without the traffic of their operands: fitted
+    to published runs (docs/planning.md). `--achievable` overrides it, `--calibration` uses measured rates
+    instead, `--measured` measured times of a run."""
     attention: float
-    """Of a peak, what attention reaches over long sequences."""
+    """Share of the peak that attention reaches over long sequences."""
     watts: float
-    """Power limit of the data sheet; 0 if it is not known."""
+    """Power limit of the data sheet; 0 if unknown."""
     forward_passes: float = FORWARD_PASSES
     backward_passes: float = BACKWARD_PASSES
     calibrated_on: str = ""
-    """The device on which `titan-async calibrate` measured; empty if the numbers are those of this module."""
+    """The device measured by `titan-async calibrate`; empty for the numbers of this module."""
     measured: Mapping[str, Rates] | None = None
-    """By dtype what was measured there. `achievable` and `attention` are then not used."""
+    """Its measured rates by dtype, used instead of `achievable` and `attention`."""
     on_cpu: bool = False
-    """Whether it is a core of a CPU: attention computes all of its scores there, and there is no NCCL."""
+    """Whether it is a core of a CPU, where attention computes all scores, and NCCL is not used."""
 
     def peak(self, dtype: str) -> float:
         """FLOP/s for the dtype of `training.mixed_precision_param`."""
@@ -117,11 +117,11 @@ class Accelerator:
 
     @property
     def moved_bandwidth(self) -> float:
-        """Bytes a second that elementwise operations move through memory."""
+        """Memory traffic of elementwise operations in bytes per second."""
         return self.memory_bandwidth * (ACHIEVABLE_BANDWIDTH if self.measured is None else 1.0)
 
     def rates(self, dtype: str) -> Rates:
-        """What it reaches in a dtype, measured if it was calibrated."""
+        """The achieved rates in a dtype, measured if calibrated."""
         if self.measured is not None:
             return self.measured["bfloat16" if dtype == "float16" else dtype]
         return Rates(
@@ -132,23 +132,23 @@ class Accelerator:
         )
 
     def product_share(self, dtype: str, m: float, n: float, k: float) -> float:
-        """Of the peak, what a product of m x k and k x n reaches: its operations take their time, and so do
-        its operands and its result on their way through memory, on top. The smallest dimension counts most.
-        Most products in the tables of DeepGEMM's first README, of 64 to 8192 rows a group, are within a
-        third."""
+        """Share of the peak that a product of m x k and k x n reaches.
+
+        Its time is that of its operations plus that of the traffic of operands and result. Most products in
+        the tables of DeepGEMM's first README, of 64 to 8192 rows per group, are within a third.
+        """
         each = 2 if dtype in ("bfloat16", "float16") else 4
         rates, operations = self.rates(dtype), 2.0 * m * n * k
         moved = each * (m * k + k * n + m * n) / rates.operands
         return operations / self.peak(dtype) / (operations / rates.products + moved)
 
     def attention_share(self, seq_len: int, dtype: str = "bfloat16") -> float:
-        """Of the peak, what causal attention over sequences of that length reaches."""
+        """Share of the peak that causal attention reaches at that sequence length."""
         rates = self.rates(dtype)
         return rates.attention / self.peak(dtype) / (1 + rates.attention_ramp / seq_len)
 
     def limited_to(self, watts: float) -> "Accelerator":
-        """This accelerator with another power limit: what the arithmetic takes goes about with the cube of
-        the clock, as voltage follows frequency."""
+        """This accelerator with another power limit; power is about proportional to the cube of the clock."""
         clock = (watts / self.watts) ** (1 / 3)
         return replace(
             self, watts=watts, achievable=self.achievable * clock, attention=self.attention * clock
@@ -157,34 +157,34 @@ class Accelerator:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes of equal accelerators."""
+    """A cluster of equal nodes."""
 
     accelerator: Accelerator
     per_node: int
-    """Accelerators."""
+    """Accelerators per node."""
     link_bandwidth: float
-    """Bytes a second that one accelerator sends to others of its node, while as many come in."""
+    """Bytes per second from one accelerator to others of its node, in each direction."""
     link_latency: float
-    """Seconds until a small message between two accelerators of a node is there."""
+    """Latency in seconds of a small message within a node."""
     network_bandwidth: float
-    """Bytes a second that one accelerator sends to other nodes, while as many come in, its share of the
-    node's network cards."""
+    """Bytes per second from one accelerator to other nodes, in each direction: its share of the node's
+    network cards."""
     network_latency: float
-    """Seconds until a small message to another node is there."""
-    link_blocks: int = LANE_BLOCKS
-    """Processors that a message between two accelerators of a node takes on each of them from when it is sent
-    or its receive is posted until it is there; 0 where messages are copied without."""
-    network_blocks: int = LANE_BLOCKS
-    """The same of a message to another node."""
+    """Latency in seconds of a small message to another node."""
+    link_blocks: int = P2P_BLOCKS
+    """Processors that a message within a node occupies on each accelerator, from when it is sent or its
+    receive is posted until it has arrived; 0 if messages are copied without kernels."""
+    network_blocks: int = P2P_BLOCKS
+    """The same for a message to another node."""
     collective_blocks: int = COLLECTIVE_CHANNELS
-    """The same of a collective of FSDP's while it runs beside the computation."""
+    """The same for a collective of FSDP that overlaps with computation."""
 
     def reaching(self, achievable: float) -> "Cluster":
         """This cluster with another `Accelerator.achievable`."""
         return replace(self, accelerator=replace(self.accelerator, achievable=achievable))
 
 
-# Of messages by NCCL, inside a node and over InfiniBand or RoCE; through PCI Express, by way of the host.
+# Of messages by NCCL within a node, through PCI Express and the host, and over InfiniBand or RoCE.
 _NVLINK_LATENCY, _PCIE_LATENCY, _NETWORK_LATENCY = 5e-6, 15e-6, 12e-6
 
 _GB = 10**9

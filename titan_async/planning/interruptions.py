@@ -1,12 +1,11 @@
-"""What saves and failures add to the days of a run.
+"""Time that checkpoints and failures add to a run.
 
-A save of S seconds follows every I seconds of training, and a failure comes every M seconds of the whole job.
-It costs a restart of R seconds and what was trained since the last complete save: half of the time from one
-save to the next on average, and S more if the save goes on beside training. Of T seconds of training with n
-saves
+A save takes S seconds and follows every I seconds of training; a failure of the job occurs every M seconds on
+average. It costs a restart of R seconds and the training since the last complete save: on average half the
+time between saves, and S more if saves are asynchronous. For T seconds of training with n saves
 
-    days = (T + n S) / (1 - (R + (I + S) / 2) / M)        saves that training waits for
-    days = T / (1 - (R + I / 2 + S) / M)                  saves beside training ("async")
+    days = (T + n S) / (1 - (R + (I + S) / 2) / M)        synchronous saves
+    days = T / (1 - (R + I / 2 + S) / M)                  asynchronous saves
 """
 
 from dataclasses import dataclass
@@ -20,42 +19,41 @@ from titan_async.planning.step_time import StepTime, run_seconds
 __all__ = ["NODE_SAVES", "RESTART_SECONDS", "Interruptions", "interruptions_of"]
 
 NODE_SAVES = 2e9
-"""Bytes a second that a node writes to shared storage while all others do. An assumption."""
+"""Bytes per second that a node writes to shared storage while all nodes write. An assumption."""
 
 RESTART_SECONDS = 600.0
-"""From a failure until training goes on from the last save, once the failure is found: a new node, the start,
-loading. An assumption."""
+"""From the detection of a failure until training resumes: node replacement, start, loading. An assumption."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interruptions:
-    """Of a whole run."""
+    """Saves and failures of a whole run."""
 
     mtbf_hours: float
     """Mean time between failures of the whole job."""
     interval_seconds: float
-    """Of training, from one save to the next."""
+    """Of training between saves."""
     save_seconds: float
     blocking: bool
-    """Whether training waits for a save."""
+    """Whether saves are synchronous."""
     saves: int
     failures: float
     lost_seconds: float
-    """By a failure, the restart included."""
+    """Per failure, including the restart."""
     days: float
-    """Of the run with all of it."""
+    """Of the run with saves and failures."""
 
 
 def interruptions_of(
     config: Trainer.Config, layout: Layout, time: StepTime, saved_bytes: float, per_node: int, hours: float
 ) -> Interruptions:
-    """What failures and saves add to a run.
+    """The time that saves and failures add to a run.
 
     Args:
-        config: for its saves.
+        config: for its checkpoint section.
         layout: of the run.
-        time: its step.
-        saved_bytes: of a checkpoint, which the ranks of one replica write.
+        time: of its step.
+        saved_bytes: of a checkpoint, written by the ranks of one replica.
         per_node: accelerators of a node.
         hours: between failures of the whole job, on average.
 

@@ -1,4 +1,4 @@
-"""How a run lies on its ranks: degrees of parallelism, stages, microbatches."""
+"""The layout of a run: degrees of parallelism, stages, microbatches."""
 
 import math
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ __all__ = ["Layout", "layout_of", "microbatch_size_of", "ranks_without_shards", 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The numbers that say who computes what.
+    """Degrees of parallelism, batch and stages of a run.
 
-    Ranks are numbered as torchtitan numbers them: of two ranks that differ in the pipeline stage only,
-    `world_size / pp` others lie in between; tensor-parallel ranks are neighbours.
+    Ranks are numbered as by torchtitan, with tensor parallelism innermost and stages `world_size / pp` ranks
+    apart.
     """
 
     schedule: str
@@ -36,13 +36,13 @@ class Layout:
     dp_shard: int
     tp: int
     ep: int
-    """Of the dp_shard x tp ranks of a stage; takes none of its own."""
+    """Divides the dp_shard x tp ranks of a stage."""
     microbatch_size: int
     """Sequences."""
     microbatches: int
-    """Of a batch, on each data-parallel rank."""
+    """Per batch and data-parallel rank."""
     passes: int
-    """Times that a synchronous schedule fills and empties the pipeline in a batch; 1 of Async2BW."""
+    """Pipeline flushes per batch of a synchronous schedule (gradient accumulation); 1 for Async2BW."""
     seq_len: int
     lookahead: int
     overlap: bool = False
@@ -50,9 +50,9 @@ class Layout:
     steps: int
     """Optimizer updates of the whole run."""
     synchronous_steps: int = 0
-    """Those at its start that drain the pipeline."""
+    """Steps at the start that drain the pipeline."""
     stages: tuple[tuple[str, ...], ...]
-    """The names of the parts on each stage; see `titan_async.planning.parts`."""
+    """The names of the parts on each stage; see `traced_parts`."""
 
     @property
     def world_size(self) -> int:
@@ -60,7 +60,7 @@ class Layout:
 
     @property
     def data_parallel(self) -> int:
-        """Ranks among which a batch's sequences are divided."""
+        """Data-parallel ranks."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -69,17 +69,17 @@ class Layout:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all ranks."""
+        """Over all ranks."""
         return self.tokens_per_microbatch * self.microbatches * self.data_parallel
 
     @property
     def delayed(self) -> bool:
-        """Whether gradients come one update late."""
+        """Whether gradients are delayed by one update."""
         return self.schedule == ASYNC_SCHEDULE and self.pp > 1
 
     @property
     def degrees(self) -> str:
-        """Those above one, in words."""
+        """The degrees above one, as text."""
         degrees = {
             "stages": self.pp,
             "replicas": self.dp_replicate,
@@ -90,7 +90,7 @@ class Layout:
         return f"{words}, experts over {self.ep}" if self.ep > 1 else words
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
-        """The indices of the stages on a rank of the pipeline, from the first to the last of the model."""
+        """The stage indices of a pipeline rank, in ascending order."""
         if len(self.stages) == self.pp:
             return (pp_rank,)
         if self.schedule in V_SHAPED:
@@ -98,7 +98,7 @@ class Layout:
         return tuple(range(pp_rank, len(self.stages), self.pp))
 
     def programs(self, microbatches: int, batches: int, drains: bool = False) -> list[list[Task]]:
-        """What each rank of a pipeline does in so many batches of so many microbatches.
+        """Each pipeline rank's tasks.
 
         Args:
             microbatches: of each batch.
@@ -106,9 +106,9 @@ class Layout:
             drains: whether they are of a synchronous start.
 
         Raises:
-            ValueError: if the schedule does not go together with these numbers.
+            ValueError: if the schedule does not support these numbers.
         """
-        schedule = self.schedule if self.pp > 1 else "1F1B"  # one stage knows no difference
+        schedule = self.schedule if self.pp > 1 else "1F1B"  # equivalent for one stage
         each = len(self.stages) // self.pp
         return schedule_programs(
             schedule, self.pp, microbatches, batches, self.lookahead, self.passes, each, self.overlap, drains
@@ -116,11 +116,11 @@ class Layout:
 
 
 def layout_of(config: Trainer.Config, world_size: int) -> Layout:
-    """The layout that a configuration describes, which has passed `preflight.check`.
+    """The layout of a configuration that has passed `preflight.check`.
 
     Args:
         config: the resolved configuration.
-        world_size: ranks of the run; decides `data_parallel_shard_degree` where that is -1.
+        world_size: of the run; determines `data_parallel_shard_degree` if that is -1.
 
     Examples:
         >>> from titan_async.config.recipe_file import resolve
@@ -157,14 +157,14 @@ def layout_of(config: Trainer.Config, world_size: int) -> Layout:
 
 
 def microbatch_size_of(config: Trainer.Config) -> int:
-    """Sequences of a microbatch. Without a pipeline one is all that a rank computes at a time."""
+    """Sequences of a microbatch. Without a pipeline it is the local batch."""
     parallelism, training = config.parallelism, config.training
     pipelined = parallelism.pipeline_parallel_degree > 1
     return parallelism.pipeline_parallel_microbatch_size if pipelined else training.local_batch_size
 
 
 def ranks_without_shards(parallelism: ParallelismConfig) -> int:
-    """What the degrees multiply to, but for that of FSDP."""
+    """The product of the degrees, without that of FSDP."""
     return (
         parallelism.pipeline_parallel_degree
         * parallelism.data_parallel_replicate_degree
@@ -176,7 +176,7 @@ def ranks_without_shards(parallelism: ParallelismConfig) -> int:
 def split_of(parallelism: ParallelismConfig, num_layers: int) -> tuple[tuple[str, ...], ...]:
     """The parts of each stage: "tok_embeddings", "layers.0", ..., "head".
 
-    A split that is measured when training starts is taken to be the one that counts layers.
+    A split that is measured at the start of training is assumed to balance the number of layers.
 
     Raises:
         ValueError: if there are fewer layers than stages need.

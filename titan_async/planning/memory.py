@@ -1,9 +1,9 @@
-"""Bytes of a rank at its fullest, item by item.
+"""Peak memory of a rank, by item.
 
-The rank's tasks are gone through in their order, and what each makes and frees is added up. Counted are
-tensors, as torch allocates them, and about what NCCL allocates beside them; what the allocator rounds up,
-other libraries and the CUDA context take comes on top (`usable_memory`). docs/memory.md describes what the
-schedule holds, docs/planning.md how this was compared with runs.
+Allocations and frees of the rank's tasks are added up in their order. Included are tensors, as torch
+allocates them, and an estimate for NCCL; the allocator's rounding, other libraries and the CUDA context are a
+reserve (`usable_memory`). docs/memory.md describes what the schedule holds, docs/planning.md how this was
+compared with runs.
 """
 
 import dataclasses
@@ -16,41 +16,41 @@ from torchtitan.trainer import Trainer
 
 from titan_async.pipelining.actions import in_flight
 from titan_async.pipelining.simulation import Task
-from titan_async.planning.hardware import Cluster
-from titan_async.planning.layerwise import (
+from titan_async.planning.fsdp_memory import (
     Held,
     Unit,
-    backward_moments,
-    forward_moments,
+    backward_memory,
+    forward_memory,
     reshards_after_forward,
 )
+from titan_async.planning.hardware import Cluster
 from titan_async.planning.layout import Layout
 from titan_async.planning.network import buffer_bytes
-from titan_async.planning.optimizer_memory import Shards, optimizer_bytes, shards_of
-from titan_async.planning.parts import Part, together
-from titan_async.planning.regathers import KEPT_STAGES
+from titan_async.planning.optimizer_cost import Shards, optimizer_bytes, shards_of
+from titan_async.planning.step_time import KEPT_STAGES
+from titan_async.planning.traced_parts import Part, together
 from titan_async.training.checkpoint.ema import keeps_average
 from titan_async.training.pipeline.schedule import needs_fsdp
 
 __all__ = ["Memory", "memory_of", "usable_memory"]
 
 _RESERVED_SHARE = 0.1
-"""Of an accelerator's memory, not to be planned with: context, libraries, fragmentation. An assumption."""
+"""Reserved share of an accelerator's memory: context, libraries, fragmentation. An assumption."""
 
 _BATCHES = 4
-"""After so many, Async2BW holds all that it ever does."""
+"""Batches after which Async2BW has reached its peak."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a rank holds when it holds the most."""
+    """Peak memory of a rank."""
 
     items: dict[str, int]
-    """Bytes by what they are for."""
+    """Bytes by purpose."""
     moment: str
-    """The task during which that is so."""
+    """The task during which the peak occurs."""
     saved: int
-    """Bytes that it writes into a checkpoint: weights, the next batch's weights, their average, state."""
+    """Bytes that it saves in a checkpoint: weights, the next batch's weights, average, optimizer state."""
 
     @property
     def total(self) -> int:
@@ -58,24 +58,24 @@ class Memory:
 
 
 def usable_memory(cluster: Cluster) -> float:
-    """Bytes of an accelerator that a plan may fill."""
+    """Bytes of an accelerator that are available to a plan."""
     return cluster.accelerator.memory * (1 - _RESERVED_SHARE)
 
 
 def memory_of(
     config: Trainer.Config, layout: Layout, parts: dict[str, Part], pp_rank: int, *, on_cpu: bool = False
 ) -> Memory:
-    """The fullest moment of a rank in training; a validation or a checkpoint takes less.
+    """Peak memory of a rank in training; validation and checkpoints need less.
 
     Args:
         config: resolved; for its dtypes and optimizers.
         layout: of the run.
         parts: of its model.
         pp_rank: the rank's place in the pipeline.
-        on_cpu: as the parts were traced.
+        on_cpu: whether the parts were traced for a CPU.
 
     Raises:
-        ValueError: if the schedule does not go together with the layout.
+        ValueError: if the schedule does not support the layout.
     """
     stages = {
         stage: _Stage(config, layout, [parts[name] for name in layout.stages[stage]], stage, on_cpu)
@@ -83,7 +83,7 @@ def memory_of(
     }
     account = _Account(stages, layout)
     account.run(layout.programs(layout.microbatches, _BATCHES)[pp_rank])
-    items = {name: size for name, size in account.fullest.items() if size}
+    items = {name: size for name, size in account.at_peak.items() if size}
     if not on_cpu and layout.world_size > 1:
         items["NCCL's buffers"] = buffer_bytes(layout, pp_rank)
     saved = sum(
@@ -114,7 +114,7 @@ class _Stage:
         self.sharded = sum(shard.sharded for shard in shards.values()) * master
         self.average = self.sharded if keeps_average(config) else 0
         self.unsharded = sum(shard.unsharded for shard in shards.values()) * compute
-        self.first_copy = self.unsharded if wrapped else 0  # else the parameters themselves are computed with
+        self.first_copy = self.unsharded if wrapped else 0  # else computation uses the parameters themselves
         units: dict[str, list[Shards]] = {}
         for weight in weights:
             units.setdefault(weight.unit, []).append(shards[weight.name])
@@ -139,7 +139,7 @@ class _Stage:
             else []
         )
         self.prefetches = layout.ep > 1
-        self.splits = index > 0  # torch leaves the whole backward of the first stage to its second half
+        self.splits = index > 0  # on the first stage torch runs the whole backward as "W"
         self.between = sum(part.between_bytes for part in parts) // tp if self.splits else self.activations
         self.input_peak = self._input_peak() // tp if self.splits else self.activations
         self.masks = parts[0].mask_bytes * layout.microbatches
@@ -185,7 +185,7 @@ class _Stage:
         return peak
 
     def _backward_peak(self, first: bool) -> int:
-        """Beyond what there was before the forward; without the gradients once they are reduced or cast."""
+        """Beyond the memory before the forward; without gradients after they are reduced or cast."""
         peak, before = 0, sum(part.saved_bytes for part in self.parts)
         made = 0
         for part in reversed(self.parts):
@@ -211,7 +211,7 @@ class _Stage:
             return 0
         if layout.delayed:
             inputs = sent = in_flight(index, layout.pp, layout.lookahead, layout.overlap) + 2
-            gradients = 2  # the one that a backward uses, and the next, which is on its way
+            gradients = 2  # one in use by a backward, and the next
         else:
             inputs = gradients = layout.microbatches // layout.passes
             sent = 1
@@ -224,21 +224,21 @@ def _without_output(part: Part) -> Part:
 
 
 def _buffers(unit: Sequence[Shards], itemsize: int, copies_alone: bool) -> int:
-    """Bytes that a collective of a unit passes through; a rank alone gathers without, and reduces with."""
+    """Buffer bytes of a unit's collective; without data parallelism only the reduction has one."""
     return sum(s.unsharded for s in unit if s.gathering > 1 or copies_alone) * itemsize
 
 
 class _Account:
-    """Adds up what is there, and keeps what there was when it was most."""
+    """Tracks live bytes by item, and the items at the peak."""
 
     def __init__(self, stages: dict[int, _Stage], layout: Layout) -> None:
         self._stages, self._delayed = stages, layout.delayed
         self._microbatches = layout.microbatches
         self._live: Counter[str] = Counter()
-        self._delivered: Counter[int] = Counter()  # gradients of updates that have been made, by stage
+        self._delivered: Counter[int] = Counter()  # gradients of past updates, by stage
         self._gathered: Counter[int] = Counter()
-        self._started: set[tuple[int, int]] = set()  # batches of a stage that have unsharded gradients
-        self.fullest: Counter[str] = Counter()
+        self._started: set[tuple[int, int]] = set()  # batches with unsharded gradients
+        self.at_peak: Counter[str] = Counter()
         self.moment = ""
         for stage in stages.values():
             self._live["weights"] += stage.sharded
@@ -252,14 +252,14 @@ class _Account:
             stage = self._stages[task.stage]
             for half in task.halves:
                 getattr(self, f"_{half.kind}")(half, stage)
-                if task.beside is not None:  # what the forward needs for a while is there during the backward
+                if task.overlapped is not None:  # the forward's temporary tensors are held
                     sign = 1 if half.kind == "F" else -1
                     self._live["temporary"] += sign * (stage.forward_peak - stage.activations)
 
     def _note(self, task: Task, extra: int, **held: int) -> None:
-        if self._live.total() + extra + sum(held.values()) > self.fullest.total():
+        if self._live.total() + extra + sum(held.values()) > self.at_peak.total():
             named = Counter({name.replace("_", " "): size for name, size in held.items()})
-            self.fullest = self._live + Counter({"temporary": extra}) + named
+            self.at_peak = self._live + Counter({"temporary": extra}) + named
             self.moment = str(task)
 
     def _note_units(self, task: Task, moments: Iterable[Held]) -> None:
@@ -275,21 +275,21 @@ class _Account:
 
     def _G(self, task: Task, stage: _Stage) -> None:  # noqa: N802
         self._live["gradients"] -= self._delivered.pop(task.stage, 0)
-        if stage.units:  # gathered for each microbatch
+        if stage.units:  # gathered per microbatch
             return
         if self._gathered[task.stage] < stage.versions:
             self._gathered[task.stage] += 1
             if self._gathered[task.stage] == 2:
                 self._live["second version"] += stage.unsharded
             self._count_gathered()
-        # One unit is copied out while the next one comes in.
+        # The copy-out of one unit overlaps with the gather of the next.
         pairs = zip(stage.gathers, [*stage.gathers[1:], 0], strict=True)
         self._note(task, max(one + other for one, other in pairs))
 
     def _F(self, task: Task, stage: _Stage) -> None:  # noqa: N802
         if stage.units:
             first = (task.stage, task.batch) not in self._started
-            self._note_units(task, forward_moments(stage.units, stage.tp, stage.prefetches, first))
+            self._note_units(task, forward_memory(stage.units, stage.tp, stage.prefetches, first))
             return
         self._note(task, stage.forward_peak)
         self._live["activations"] += stage.activations
@@ -298,7 +298,7 @@ class _Account:
     def _B(self, task: Task, stage: _Stage) -> None:  # noqa: N802
         first = (task.stage, task.batch) not in self._started
         if stage.units:
-            self._note_units(task, backward_moments(stage.units, stage.tp, first))
+            self._note_units(task, backward_memory(stage.units, stage.tp, first))
             self._started.add((task.stage, task.batch))
             self._live["gradients"] += sum(unit.shard for unit in stage.units) * first
             return
@@ -306,7 +306,7 @@ class _Account:
         peak = stage.first_backward_peak if first else stage.backward_peak
         if first and stage.casts_gradients:
             self._make_gradients(task, stage)
-        # The activations that are left are counted as such.
+        # Remaining activations are counted as such.
         self._live["activations"] += stage.activations
         self._note(task, peak - stage.activations)
         self._live["activations"] -= stage.activations
@@ -332,7 +332,7 @@ class _Account:
             self._B(task, stage)
 
     def _R(self, task: Task, stage: _Stage) -> None:  # noqa: N802
-        if stage.units:  # reduced in each backward
+        if stage.units:  # reduced per backward
             return
         for buffer, unit, shard in zip(
             stage.reductions, stage.unit_gradients, stage.unit_shards, strict=True

@@ -1,4 +1,4 @@
-"""Times messages between two processes of this machine over gloo, as stages on a CPU send them."""
+"""Measures P2P latency and bandwidth between two processes of this machine over gloo."""
 
 import json
 import os
@@ -21,15 +21,15 @@ SIZES = (8, 2**14, 2**18, 2**20, 2**22)
 """Bytes of the messages."""
 _TURNS = 50
 _LIMIT = 120.0
-"""Seconds that both processes get, to start and to end."""
+"""Timeout of both processes in seconds."""
 _PROGRAM = f"import sys; from {__name__} import exchange; exchange(int(sys.argv[1]), sys.argv[2])"
 
 
 def time_messages() -> Link:
-    """Let two processes send messages of several sizes to and fro.
+    """Measure a ping-pong of messages of several sizes between two processes.
 
     Raises:
-        UserError: if they do not get through.
+        UserError: if the processes fail or time out.
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +65,7 @@ def time_messages() -> Link:
 
 
 def exchange(rank: int, store: str) -> None:
-    """One of the two processes; the first prints the seconds of each size as JSON."""
+    """The program of the two processes; rank 0 prints the seconds of each size as JSON."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     found = [_seconds(rank, size) for size in SIZES]
@@ -76,7 +76,7 @@ def exchange(rank: int, store: str) -> None:
 
 
 def _seconds(rank: int, size: int) -> float:
-    """Of one message: half of the shortest way there and back, for others may use the cores in between."""
+    """Of one message: half of the shortest round trip, because other processes may interrupt."""
     message, times = torch.zeros(size, dtype=torch.uint8), []
     for _ in range(_TURNS):
         begin = time.perf_counter()

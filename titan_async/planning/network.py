@@ -1,9 +1,8 @@
-"""Which ranks talk to each other, how much of that leaves a node, and how long it takes.
+"""Times of collectives and P2P messages on a cluster.
 
-Groups follow torchtitan's order of ranks, innermost first: tensor parallelism, shards, replicas, stages. A
-collective is limited by its slowest link: of a group that leaves its nodes, all members on a node share out
-its network cards, each its own. Time is latency, once for each doubling of the group, plus bytes over
-bandwidth.
+Process groups follow torchtitan's order of ranks, innermost first: tensor parallelism, shards, replicas,
+stages. A collective is limited by its slowest link; if a group spans nodes, each of its members on a node
+uses its own network card. Time is latency, once per doubling of the group, plus bytes divided by bandwidth.
 """
 
 import math
@@ -13,7 +12,7 @@ from titan_async.planning.hardware import (
     ACHIEVABLE_BANDWIDTH,
     CHANNEL_BYTES,
     COLLECTIVE_CHANNELS,
-    LANE_BLOCKS,
+    P2P_BLOCKS,
     Cluster,
 )
 from titan_async.planning.layout import Layout
@@ -23,15 +22,15 @@ __all__ = ["Group", "Groups", "Network", "buffer_bytes"]
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that take part in one collective."""
+    """Ranks of one collective."""
 
     size: int
     on_a_node: int
-    """Of them; the same on every node."""
+    """Of these; the same on every node."""
 
     @property
     def share_sent(self) -> float:
-        """Of what a collective puts together, what passes one rank: (n - 1) / n."""
+        """Share of a collective's data that each rank sends: (n - 1) / n."""
         return (self.size - 1) / self.size
 
 
@@ -41,17 +40,16 @@ class Groups:
 
     tensor: Group
     shards: Group
-    """Over which FSDP shards what expert parallelism leaves whole."""
+    """FSDP's ranks for dense parameters."""
     replicas: Group
     experts: Group
-    """Over which experts are spread."""
+    """Expert-parallel ranks."""
     expert_shards: Group
-    """Over which FSDP shards those that lie on one rank."""
+    """FSDP's ranks for experts."""
     holders: Group
-    """All that hold parts of what expert parallelism leaves whole: shards, replicas, tensor-parallel
-    ranks."""
+    """All ranks that hold parts of dense parameters: shards, replicas, tensor-parallel ranks."""
     expert_holders: Group
-    """All that hold parts of one expert."""
+    """All ranks that hold parts of one expert."""
 
 
 class Network:
@@ -59,7 +57,7 @@ class Network:
 
     Args:
         cluster: the hardware.
-        layout: how the run lies on it; node after node is filled with ranks in their order.
+        layout: of the run; consecutive ranks fill one node after another.
     """
 
     def __init__(self, cluster: Cluster, layout: Layout) -> None:
@@ -78,13 +76,13 @@ class Network:
     def _group(self, size: int, stride: int) -> Group:
         return Group(size, min(size, max(1, self.cluster.per_node // stride)))
 
-    def apart(self, pp_rank: int, other: int) -> bool:
-        """Whether two ranks of the pipeline are on different nodes, for the first of those pipelines."""
+    def spans_nodes(self, pp_rank: int, other: int) -> bool:
+        """Whether two ranks of the first pipeline are on different nodes."""
         stride = self.layout.world_size // self.layout.pp
         return pp_rank * stride // self.cluster.per_node != other * stride // self.cluster.per_node
 
     def gather_seconds(self, group: Group, size: float) -> float:
-        """An all-gather of `size` bytes altogether, or a reduce-scatter."""
+        """An all-gather or reduce-scatter of `size` bytes in total."""
         if group.size == 1:
             return 0.0
         return self._latency(group) + size * group.share_sent / self._bandwidth(group)
@@ -94,7 +92,7 @@ class Network:
         return 2 * self.gather_seconds(group, size)
 
     def all_to_all_seconds(self, group: Group, size: float) -> float:
-        """An all-to-all of which each rank has `size` bytes, evenly for all ranks and itself."""
+        """An all-to-all with `size` bytes per rank, evenly distributed over all ranks including itself."""
         if group.size == 1:
             return 0.0
         inside = size * (group.on_a_node - 1) / group.size / self.cluster.link_bandwidth
@@ -102,15 +100,14 @@ class Network:
         return self._latency(group) + max(inside, outside) / ACHIEVABLE_BANDWIDTH
 
     def dispatch_seconds(self, group: Group, size: float, choices: float, *, once: bool) -> float:
-        """Sending tokens to their experts, or results back: a rank's tokens, once for each of their
-        `choices`, are `size` bytes, which the ranks of the group share evenly.
+        """A dispatch of tokens to experts, or a combine: a rank's tokens, once per choice, are `size` bytes.
 
         Args:
-            group: the ranks that share experts.
+            group: the expert-parallel ranks.
             size: bytes.
-            choices: experts of a token.
-            once: whether a token goes to a rank once however many of its experts are there, and to a node
-                once, as DeepEP sends it.
+            choices: experts per token.
+            once: whether a token is sent once per rank and once per node, as by DeepEP, however many of its
+                experts are there.
         """
         if not once or group.size == 1:
             return self.all_to_all_seconds(group, size)
@@ -122,31 +119,31 @@ class Network:
         return self._latency(group) + max(inside, outside) / ACHIEVABLE_BANDWIDTH
 
     def exchange_seconds(self, group: Group, sent: float) -> float:
-        """The same where each rank sends `sent` bytes to the others."""
+        """An all-to-all in which each rank sends `sent` bytes to others."""
         return self.all_to_all_seconds(group, sent / group.share_sent) if sent else 0.0
 
     def message_seconds(self, pp_rank: int, other: int, size: float) -> float:
-        """A message of `size` bytes from one rank of the pipeline to another."""
+        """A P2P message of `size` bytes between two pipeline ranks."""
         cluster = self.cluster
-        if self.apart(pp_rank, other):
+        if self.spans_nodes(pp_rank, other):
             return cluster.network_latency + size / (cluster.network_bandwidth * ACHIEVABLE_BANDWIDTH)
         return cluster.link_latency + size / (cluster.link_bandwidth * ACHIEVABLE_BANDWIDTH)
 
     def message_blocks(self, pp_rank: int, other: int) -> int:
-        """The processors of either rank that a message between them takes while it is under way."""
-        return self.cluster.network_blocks if self.apart(pp_rank, other) else self.cluster.link_blocks
+        """Processors that a pending message occupies on either rank."""
+        return self.cluster.network_blocks if self.spans_nodes(pp_rank, other) else self.cluster.link_blocks
 
     def message_share(self, pp_rank: int, other: int) -> float:
-        """`message_blocks` as a share of a rank's processors."""
+        """`message_blocks` relative to the number of processors."""
         return self.message_blocks(pp_rank, other) / self.cluster.accelerator.processors
 
     @property
     def collective_share(self) -> float:
-        """The processors of a rank that a collective takes while it runs, as a share of them."""
+        """Share of a rank's processors that a running collective occupies."""
         return self.cluster.collective_blocks / self.cluster.accelerator.processors
 
     def norm_seconds(self) -> float:
-        """The all-reduce of one number over all ranks."""
+        """An all-reduce of one number over all ranks."""
         if self.layout.world_size == 1:
             return 0.0
         everyone = Group(self.layout.world_size, min(self.layout.world_size, self.cluster.per_node))
@@ -165,14 +162,14 @@ class Network:
 
 
 def buffer_bytes(layout: Layout, pp_rank: int) -> int:
-    """About what NCCL's connections take on a rank of the pipeline, outside of torch's allocator.
+    """Estimated memory of NCCL's connections on a pipeline rank, outside of torch's allocator.
 
-    Counted are one of each of its groups that gathers or reduces, and those to its neighbours in the
-    pipeline, for Async2BW one in each direction.
+    These are one for each of its groups with collectives, and those to its neighbors in the pipeline, for
+    Async2BW one in each direction.
     """
     stage = layout.dp_shard * layout.tp
     sizes = (layout.pp, layout.tp, layout.dp_shard, layout.dp_replicate, layout.ep, stage // layout.ep)
     collectives = sum(size > 1 for size in sizes[: None if layout.ep > 1 else -1])
-    neighbours = sum(0 <= other < layout.pp for other in (pp_rank - 1, pp_rank + 1))
-    lanes = neighbours * (2 * LANE_BLOCKS if layout.delayed else COLLECTIVE_CHANNELS)
-    return CHANNEL_BYTES * (collectives * COLLECTIVE_CHANNELS + lanes)
+    neighbors = sum(0 <= other < layout.pp for other in (pp_rank - 1, pp_rank + 1))
+    p2p = neighbors * (2 * P2P_BLOCKS if layout.delayed else COLLECTIVE_CHANNELS)
+    return CHANNEL_BYTES * (collectives * COLLECTIVE_CHANNELS + p2p)

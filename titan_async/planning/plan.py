@@ -1,21 +1,20 @@
-"""Puts a plan together: stages, memory, the schedules side by side, traffic, and a faster layout if there
-is one."""
+"""Makes a plan: stages, memory, compared schedules, traffic, and a faster layout if there is one."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.trainer import Trainer
 
 from titan_async.errors import UserError
-from titan_async.pipelining.actions import least_microbatches
+from titan_async.pipelining.actions import min_microbatches
+from titan_async.planning.config_variants import with_overlap, with_schedule, world_size_of
 from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH, Cluster
 from titan_async.planning.interruptions import Interruptions, interruptions_of
 from titan_async.planning.layout import Layout, layout_of, microbatch_size_of
-from titan_async.planning.measured import AS_ASSUMED, Calibration
+from titan_async.planning.measured_times import AS_ASSUMED, Calibration
 from titan_async.planning.memory import Memory, memory_of, usable_memory
-from titan_async.planning.parts import Part, together, trace_parts
-from titan_async.planning.scale import with_schedule, world_size_of
 from titan_async.planning.stage_cost import StageCost
 from titan_async.planning.step_time import (
     Receives,
@@ -25,21 +24,22 @@ from titan_async.planning.step_time import (
     step_time,
 )
 from titan_async.planning.suggest import Searcher, Suggestion
+from titan_async.planning.traced_parts import Part, together, trace_parts
 from titan_async.planning.verdict import COMPARED, Verdict, verdict_of
 from titan_async.training.preflight.layout import check_layout
 
 __all__ = ["Overlapped", "Plan", "Planner", "Refused"]
 
 _MOST_TASKS = 2**15
-"""Microbatches times stages: some seconds of simulation under each schedule."""
+"""Limit of microbatches times stages: some seconds of simulation per schedule."""
 
 _LEAST_STATE = 12
-"""Bytes of every parameter that no layout is without: itself, its gradient and one state, in float32."""
+"""Minimal bytes per parameter: weight, gradient and one state tensor, in float32."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A schedule that cannot run, and why."""
+    """A schedule that cannot run, and the reason."""
 
     schedule: str
     reason: str
@@ -47,17 +47,17 @@ class Refused:
 
 @dataclass(frozen=True)
 class Overlapped:
-    """A step with overlapped pairs, or without."""
+    """A step with or without overlapped pairs."""
 
     step_seconds: float
     most_memory: int
-    """Bytes of the fullest rank."""
+    """Peak bytes, the maximum over ranks."""
     fits: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that `titan-async plan` says."""
+    """The output of `titan-async plan`."""
 
     recipe: str
     cluster: Cluster
@@ -66,21 +66,21 @@ class Plan:
     costs: list[StageCost]
     calibration: Calibration
     memory: list[Memory]
-    """Of each rank of the pipeline."""
+    """Of each pipeline rank."""
     schedules: list[StepTime | Refused]
-    """The plan's own first."""
+    """The plan's own schedule first."""
     receives: Receives
-    """Which of Async2BW's are posted early in the plan."""
+    """Which receives of Async2BW are posted early in the plan."""
     seconds_by_receives: dict[Receives, float]
-    """Of a step; empty where that makes no difference."""
+    """Of a step; empty if it makes no difference."""
     by_overlap: dict[bool, Overlapped]
-    """What overlapped pairs (true) would change; empty where no tokens travel between experts. Without them
-    alone if there are too few microbatches."""
+    """With overlapped pairs (true) and without; empty without all-to-alls between experts. Only without if
+    there are too few microbatches."""
     suggestion: Suggestion | None
     verdict: Verdict
     """Whether Async2BW pays."""
     interruptions: Interruptions | None
-    """What saves and failures add, where it is known how often something fails."""
+    """Time added by saves and failures, if the failure rate is given."""
 
     @property
     def time(self) -> StepTime:
@@ -91,31 +91,31 @@ class Plan:
 
     @property
     def usable_memory(self) -> float:
-        """Bytes of an accelerator that a rank may fill."""
+        """Bytes of an accelerator that are available to a rank."""
         return usable_memory(self.cluster)
 
     @property
     def fits(self) -> list[bool]:
-        """Whether each rank of the pipeline does."""
+        """Whether each pipeline rank fits."""
         return [memory.total <= self.usable_memory for memory in self.memory]
 
     @property
     def parameters(self) -> int:
-        """Of the whole model. A tied weight counts once, though both ends of a pipeline have it."""
+        """Of the whole model. A tied weight counts once, although two stages hold it."""
         return sum(part.dense + part.experts for part in together(self.parts.values()))
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token needs, the embedding among them."""
+        """Active parameters per token, including the embedding."""
         return sum(part.active for part in together(self.parts.values()))
 
     @property
     def forward_flops_per_token(self) -> float:
-        """Of the whole model; a token's training takes three times as many."""
+        """Of the whole model; training takes three times as many."""
         return sum(part.forward_flops for part in self.parts.values()) / self.layout.tokens_per_microbatch
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as numbers and names: seconds, bytes, FLOPs."""
+        """The plan as JSON values: seconds, bytes, FLOPs."""
         layout = self.layout
         return {
             "recipe": self.recipe,
@@ -178,11 +178,11 @@ class Plan:
 
 
 class Planner:
-    """Makes plans of one model, whose parts are traced once for each size of microbatches.
+    """Makes plans of one model, whose parts are traced once per microbatch size.
 
     Args:
         cluster: the hardware.
-        calibration: what measured times say.
+        calibration: from measured times.
     """
 
     def __init__(self, cluster: Cluster, calibration: Calibration = AS_ASSUMED) -> None:
@@ -192,22 +192,22 @@ class Planner:
 
     @property
     def searcher(self) -> Searcher:
-        """Looks for layouts; sizes of microbatches that have not been traced are taken in proportion."""
+        """Searches for layouts; parts of other microbatch sizes are scaled from traced ones."""
         return Searcher(self.cluster, self.calibration, self._parts_about, self._fits)
 
     def plan(
         self, config: Trainer.Config, recipe: str, *, suggests: bool = True, mtbf: float | None = None
     ) -> Plan:
-        """A plan for a configuration whose shard degree is a number.
+        """A plan for a configuration whose shard degree is not -1.
 
         Args:
             config: resolved.
             recipe: its name.
-            suggests: whether to look for a faster layout.
+            suggests: whether to search for a faster layout.
             mtbf: hours between failures of the whole job, on average.
 
         Raises:
-            UserError: if its numbers do not go together.
+            UserError: if its numbers are inconsistent.
         """
         context = config.parallelism.context_parallel_degree
         if context > 1:
@@ -226,8 +226,17 @@ class Planner:
             )
         parts = self.parts_of(config)
         costs = self.calibration.apply(stage_costs(config, layout, parts, self.cluster))
-        own = self.time(config)
-        others = [self._other(config, name) for name in COMPARED if name != layout.schedule and layout.pp > 1]
+        times: dict[Layout, StepTime] = {}  # the model and its optimizer are the same
+
+        def time(changed: Trainer.Config) -> StepTime:
+            key = layout_of(changed, world_size_of(changed))
+            if key not in times:
+                times[key] = self.time(changed)
+            return times[key]
+
+        own = time(config)
+        compared = [name for name in COMPARED if name != layout.schedule and layout.pp > 1]
+        others = [_time_or_reason(config, name, time) for name in compared]
         found = None
         memory = [self._memory(config, layout, parts, rank) for rank in range(layout.pp)]
         interruptions = None
@@ -236,8 +245,9 @@ class Planner:
             interruptions = interruptions_of(config, layout, own, saved, self.cluster.per_node, mtbf)
         if suggests:
             found = self._suggest(config, own)
-        timed = {each.schedule: each for each in (own, *others) if isinstance(each, StepTime)}
-        verdict = verdict_of(config, self.searcher, self.time, timed, found, searches=suggests)
+        if found is not None:
+            times[layout_of(found.config, world_size)] = found.time
+        verdict = verdict_of(config, self.searcher, time, found, searches=suggests)
         return Plan(
             recipe=recipe,
             cluster=self.cluster,
@@ -249,7 +259,7 @@ class Planner:
             schedules=[own, *others],
             receives=config.pipeline.early_receives,
             seconds_by_receives=seconds_by_receives(config, layout, costs, self.cluster),
-            by_overlap=self._by_overlap(config, layout, parts, costs, own, memory),
+            by_overlap=self._by_overlap(config, layout, parts, costs, memory, time),
             suggestion=found,
             verdict=verdict,
             interruptions=interruptions,
@@ -259,7 +269,7 @@ class Planner:
         """A step of a configuration.
 
         Raises:
-            UserError: if its schedule does not take its numbers.
+            UserError: if its schedule does not support its numbers.
         """
         layout = layout_of(config, world_size_of(config))
         parts = self.parts_of(config)
@@ -275,25 +285,24 @@ class Planner:
         layout: Layout,
         parts: dict[str, Part],
         costs: list[StageCost],
-        own: StepTime,
         memory: list[Memory],
+        time: Callable[[Trainer.Config], StepTime],
     ) -> dict[bool, Overlapped]:
         found: dict[bool, Overlapped] = {}
         if not layout.delayed or not any(cost.exchange[0] for cost in costs):
             return found
-        least = least_microbatches(layout.pp, layout.lookahead, overlap=True)
+        least = min_microbatches(layout.pp, layout.lookahead, overlap=True)
         for overlap in (False, True)[: 1 + (layout.microbatches >= least)]:
-            time, of_ranks = own, memory
+            changed, of_ranks = with_overlap(config, overlap), memory
             if overlap != layout.overlap:
                 other = dataclasses.replace(layout, overlap=overlap)
-                time = step_time(config, other, parts, self.cluster, costs=costs)
                 of_ranks = [self._memory(config, other, parts, rank) for rank in range(layout.pp)]
             most = max(of_rank.total for of_rank in of_ranks)
-            found[overlap] = Overlapped(time.step_seconds, most, most <= usable_memory(self.cluster))
+            found[overlap] = Overlapped(time(changed).step_seconds, most, most <= usable_memory(self.cluster))
         return found
 
     def parts_of(self, config: Trainer.Config) -> dict[str, Part]:
-        """The parts of a configuration's model for microbatches of its size.
+        """The parts of a configuration's model for its microbatch size.
 
         Raises:
             UserError: if torchtitan refuses the model.
@@ -307,7 +316,7 @@ class Planner:
         return self._parts[key]
 
     def _parts_about(self, config: Trainer.Config) -> dict[str, Part]:
-        """The same, in proportion to another size if this one has not been traced, which takes seconds."""
+        """The same, scaled from another size if this one is not traced, which takes seconds."""
         size, seq_len = _microbatch(config)
         traced = [key for key in self._parts if key[1] == seq_len]
         if (size, seq_len) in self._parts or not traced:
@@ -323,13 +332,7 @@ class Planner:
             found = self.searcher.suggest(config, own)
             if found is None or _microbatch(found.config) in self._parts:
                 return found
-            self.parts_of(found.config)  # and look again, now that its size is known
-
-    def _other(self, config: Trainer.Config, schedule: str) -> StepTime | Refused:
-        try:
-            return self.time(with_schedule(config, schedule))
-        except ValueError as error:  # a UserError is one
-            return Refused(schedule, " ".join(str(error).split()))
+            self.parts_of(found.config)  # and search again with traced parts
 
     def _memory(self, config: Trainer.Config, layout: Layout, parts: dict[str, Part], rank: int) -> Memory:
         return memory_of(config, layout, parts, rank, on_cpu=self.cluster.accelerator.on_cpu)
@@ -341,10 +344,19 @@ class Planner:
             numbers = sum(part.dense + part.experts for part in together(parts[name] for name in names))
             if numbers / (layout.dp_shard * layout.tp) * _LEAST_STATE > most:
                 return False
-        # What is held does not grow with the microbatches once the pipeline is full.
+        # Memory does not depend on the number of microbatches once the pipeline is full.
         few = min(layout.microbatches, 4 * layout.pp)
         layout = dataclasses.replace(layout, microbatches=few, passes=1)
         return all(self._memory(config, layout, parts, rank).total <= most for rank in range(layout.pp))
+
+
+def _time_or_reason(
+    config: Trainer.Config, schedule: str, time: Callable[[Trainer.Config], StepTime]
+) -> StepTime | Refused:
+    try:
+        return time(with_schedule(config, schedule))
+    except ValueError as error:  # a UserError is one
+        return Refused(schedule, " ".join(str(error).split()))
 
 
 def _microbatch(config: Trainer.Config) -> tuple[int, int]:
@@ -353,11 +365,11 @@ def _microbatch(config: Trainer.Config) -> tuple[int, int]:
 
 
 _OF_ANY_SIZE = ("name", "weights", "active", "gradient_bytes", "chunked")
-"""What of a part does not depend on the number of sequences in a microbatch."""
+"""Fields of a part that do not depend on the microbatch size."""
 
 
 def _scaled(part: Part, factor: float) -> Part:
-    """About what a part costs for a microbatch of another size."""
+    """The approximate cost of a part for another microbatch size."""
     names = [field.name for field in dataclasses.fields(part) if field.name not in _OF_ANY_SIZE]
     values = {name: getattr(part, name) * factor for name in names}
     return dataclasses.replace(

@@ -1,7 +1,7 @@
-"""Fits rates to timings: seconds as a sum of terms, each an amount over a rate: least squares in log space.
+"""Fits rates to timings: seconds as a sum of terms, each an amount divided by a rate, by least squares in log
+space.
 
-There a product of a microsecond counts as much as one of a second, and twice too slow as much as twice too
-fast.
+In log space relative errors count, for short and long timings alike.
 """
 
 import math
@@ -14,25 +14,25 @@ __all__ = ["Fit", "fit_attention", "fit_products", "fit_terms"]
 
 _ITERATIONS = 100
 _STARTS = (0.05, 0.5, 0.95)
-"""Shares of the time that the first term is started with; the fit has several minima for some timings."""
+"""Initial shares of the first term; the fit has several local minima for some timings."""
 _SMALLEST = 1e-4
-"""Share of every timing below which a term is not told from none, and kept, so that rates stay finite."""
+"""Lower bound of a term's share of every timing, which keeps rates finite."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Seconds for one unit of each of two terms, and what they predict."""
+    """Seconds per unit of each of two terms, and predictions."""
 
     costs: tuple[float, float]
     seconds: list[float]
-    """As predicted for each timing."""
+    """Predicted for each timing."""
     mean_error: float
-    """Factor by which predictions are off, the geometric mean: 1.1 for a tenth."""
+    """Geometric mean of the factors by which predictions are off: 1.1 for 10 %."""
     worst_error: float
 
 
 def fit_products(shapes: Sequence[tuple[int, int, int]], each: int, seconds: Sequence[float]) -> Fit:
-    """Seconds of one operation and of one byte of products of m x k and k x n.
+    """Seconds per operation and per byte of products of m x k and k x n.
 
     Args:
         shapes: m, n, k of each product.
@@ -47,7 +47,7 @@ def fit_products(shapes: Sequence[tuple[int, int, int]], each: int, seconds: Seq
 
 
 def fit_attention(sequences: Sequence[int], operations: Sequence[float], seconds: Sequence[float]) -> Fit:
-    """Seconds of one operation over long sequences, and what a sequence of one token adds to each.
+    """Seconds per operation over long sequences, and the overhead of a sequence of one token.
 
     Args:
         sequences: their lengths in tokens.
@@ -70,7 +70,7 @@ def fit_terms(amounts: Sequence[tuple[float, float]], seconds: Sequence[float]) 
         raise ValueError("a fit needs at least two timings, all above 0")
     terms = torch.tensor(amounts, dtype=torch.float64)
     wanted = torch.tensor(seconds, dtype=torch.float64).log()
-    whole = wanted[:, None] - terms.log()  # logarithm of each term's cost if it took all of the time
+    whole = wanted[:, None] - terms.log()  # log of each term's cost if it took all of the time
     least = whole.min(dim=0).values + math.log(_SMALLEST)
     middle = whole.median(dim=0).values
     found = []
@@ -94,7 +94,7 @@ def _errors(terms: torch.Tensor, wanted: torch.Tensor, logs: torch.Tensor) -> to
 def _descend(
     terms: torch.Tensor, wanted: torch.Tensor, least: torch.Tensor, logs: torch.Tensor
 ) -> torch.Tensor:
-    """Levenberg-Marquardt over the logarithms of the costs, none of which goes below `least`."""
+    """Levenberg-Marquardt over the logarithms of the costs, bounded below by `least`."""
     damping, errors = 1e-3, _errors(terms, wanted, logs)
     for _ in range(_ITERATIONS):
         parts = terms * logs.exp()

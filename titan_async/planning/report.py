@@ -1,4 +1,4 @@
-"""A plan as tables on the terminal."""
+"""Prints a plan as tables."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from titan_async.pipelining.actions import least_microbatches
+from titan_async.pipelining.actions import min_microbatches
 from titan_async.planning.interruptions import NODE_SAVES, RESTART_SECONDS
 from titan_async.planning.network import Network
 from titan_async.planning.plan import Plan, Refused
@@ -19,7 +19,7 @@ _WIDTH = 118
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Write a plan to stdout, or to a console."""
+    """Print a plan to stdout, or to a console."""
     console = console or Console(width=_WIDTH, highlight=False)
     for line in _headlines(plan):
         console.print(line, markup=False)
@@ -80,12 +80,12 @@ _WHEN = {(0, 0): "late", (1, 0): "early for activations", (1, 1): "early"}
 
 
 def _receives(plan: Plan) -> list[str]:
-    """What messages cost, and what another choice of early receives would."""
+    """The cost of messages, with other choices of early receives."""
     seconds = dict(plan.seconds_by_receives)
     if not seconds:
         return []
     network = Network(plan.cluster, plan.layout)
-    edges = {network.apart(rank, rank + 1): (rank, rank + 1) for rank in range(plan.layout.pp - 1)}
+    edges = {network.spans_nodes(rank, rank + 1): (rank, rank + 1) for rank in range(plan.layout.pp - 1)}
     links = []
     for apart, edge in sorted(edges.items()):
         ahead = receives_ahead(network, plan.layout, edge, plan.receives)
@@ -102,7 +102,7 @@ def _receives(plan: Plan) -> list[str]:
 
 
 def _overlap(plan: Plan) -> list[str]:
-    """What overlapped pairs would change."""
+    """The effect of overlapped pairs."""
     if not plan.by_overlap:
         return []
     layout, network = plan.layout, Network(plan.cluster, plan.layout)
@@ -111,7 +111,7 @@ def _overlap(plan: Plan) -> list[str]:
     travel = max(sum(cost.exchange) / (cost.forward + cost.backward) for cost in plan.costs)
     line = f"overlapped pairs: experts' tokens travel {where}, {travel:.0%} of the time of a microbatch"
     if True not in plan.by_overlap:
-        least = least_microbatches(layout.pp, layout.lookahead, overlap=True)
+        least = min_microbatches(layout.pp, layout.lookahead, overlap=True)
         return [line, f"  pipeline.overlap needs at least {least} microbatches here"]
     words = [
         f"{in_seconds(entry.step_seconds)} a step and {entry.most_memory / 1e9:.1f} GB"
@@ -189,7 +189,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _shown_ranks(totals: Sequence[int], most: int = 8) -> list[int]:
-    """All ranks, or of a long pipeline some at even distances and the fullest one."""
+    """All ranks; of a long pipeline some at even distances and the one with the highest peak."""
     if len(totals) <= most:
         return list(range(len(totals)))
     even = {round(index * (len(totals) - 1) / (most - 2)) for index in range(most - 1)}
@@ -245,7 +245,7 @@ def _suggestion(plan: Plan) -> list[str]:
 
 
 def _flag(key: str, value: int | bool) -> str:
-    """What sets a field on the command line."""
+    """The command-line flag of a field."""
     if not isinstance(value, bool):
         return f"--{key} {value}"
     section, _, name = key.rpartition(".")

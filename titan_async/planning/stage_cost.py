@@ -1,19 +1,19 @@
-"""What one stage spends on a microbatch and on a batch, in seconds, and what each of its ranks sends.
+"""Seconds of one stage per microbatch and per batch, and bytes that each of its ranks sends.
 
-A part takes the time of its products with weights, by their shapes, that of attention, and that of what its
-elementwise operations move through memory, which activation checkpointing makes again. For the gradients of
-the weights come those in the parameters' dtype and their float32 sum, which FSDP keeps unsharded. Tensor- and
-expert-parallel collectives come on top, for layers wait for them, except for the share that asynchronous
-tensor parallelism hides; but of an overlapped pair each half computes while the other's tokens travel, which
-is taken to slow nothing down. FSDP's run beside the computation of a rank that has the whole model, and take
-processors from it.
+The time of a part is that of its matrix products, by their shapes, of attention, and of the memory traffic of
+its elementwise operations, which activation checkpointing repeats. The gradients of the weights add the
+traffic of the gradients in the parameters' dtype and of their float32 sum, which FSDP keeps unsharded.
+Tensor- and expert-parallel collectives are exposed, except for the share that asynchronous tensor parallelism
+hides, and except in overlapped pairs, in which each half computes during the other's all-to-alls, which are
+assumed not to block compute. Without a pipeline FSDP's collectives overlap with computation, and occupy
+processors.
 
 Once a pass, of which Async2BW makes one a batch, weights are gathered and gradients reduced. Under "1F1B"
 and "GPipe" FSDP gathers a part's weights while the part before it computes its first forward, so that only
 what is longer than that is waited for; under Async2BW, and under torch's schedules of several stages, a stage
-has all its weights before it begins, and only a rank's first stage waits; `regathers.py` has what ranks of
-four stages or more gather again. Reductions are waited for under all schedules: none overlaps them with a
-backward.
+has all its weights before it begins, and only a rank's first stage waits; `step_time.py` adds
+what ranks of four stages or more gather again. Reductions are waited for under all schedules: none overlaps
+them with a backward.
 
 Without a pipeline FSDP gathers weights in each forward, and again in each backward if it has freed them, and
 reduces in each backward, over replicas too, all of it while the part computes: the longer of the two counts.
@@ -23,32 +23,59 @@ the loss waits for; its backward gathers it once more. Under torch's schedules t
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.models.common.token_dispatcher import DeepEPTokenDispatcher, HybridEPTokenDispatcher
 from torchtitan.trainer import Trainer
 
-from titan_async.pipelining.simulation import Half, pair_seconds
+from titan_async.planning.fsdp_memory import reshards_after_forward
 from titan_async.planning.hardware import (
     EXPERT_IMBALANCE,
     TENSOR_HIDDEN,
     Accelerator,
 )
-from titan_async.planning.layerwise import reshards_after_forward
 from titan_async.planning.layout import Layout
 from titan_async.planning.network import Network
-from titan_async.planning.parts import Part, together
-from titan_async.planning.update_cost import update_cost
+from titan_async.planning.optimizer_cost import update_cost
+from titan_async.planning.traced_parts import Part, together
 
-__all__ = ["Collectives", "StageCost", "message_bytes", "stage_cost"]
+__all__ = ["Collectives", "Half", "StageCost", "message_bytes", "pair_seconds", "stage_cost"]
 
 _REDUCED_BYTES = 4
 _OVERLAPPED_GATHERS = ("1F1B", "GPipe", "Async2BW")
 
 
+class Half(NamedTuple):
+    """A forward or a backward, when it runs alone."""
+
+    seconds: float
+    exchange: float
+    """Seconds of them in all-to-alls between experts, without computation."""
+    hand_overs: int
+    """The number of all-to-alls."""
+
+
+def pair_seconds(forward: Half, backward: Half) -> float:
+    """The time of an overlapped pair, if all-to-alls and the computations between them are equally long.
+
+    Each half computes during the other's all-to-alls, one at a time. The backward has the first turn, and
+    starts its first all-to-all before any computation; the forward ends with one. Surplus all-to-alls of one
+    half are not overlapped.
+    """
+    rounds = min(forward.hand_overs, backward.hand_overs)
+    if not rounds:
+        return forward.seconds + backward.seconds
+    hidden = 0.0
+    for one, other in ((forward, backward), (backward, forward)):
+        computed = (one.seconds - one.exchange) / one.hand_overs
+        hidden += min(computed, other.exchange / other.hand_overs)
+    return forward.seconds + backward.seconds - rounds * hidden
+
+
 @dataclass(frozen=True)
 class Collectives:
-    """Collectives one after another."""
+    """Consecutive collectives."""
 
     seconds: float
     sent: float
@@ -57,21 +84,21 @@ class Collectives:
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """Seconds of one stage on each of its ranks, and bytes that one of them sends in a step, by kind."""
+    """Seconds of one stage on each of its ranks, and bytes that each rank sends in a step, by kind."""
 
     forward: float
     input_gradient: float
-    """What activation checkpointing computes again included."""
+    """Including the recomputation of activation checkpointing."""
     weight_gradient: float
     gather: float
-    """What is waited for."""
+    """Exposed time."""
     reduction: float
     update: float
     unshard: Collectives
-    """What gathers all its weights once, whether it is waited for or not."""
+    """One gather of all its weights, exposed or not."""
     sent: Mapping[str, float]
     exchange: tuple[float, float] = (0.0, 0.0)
-    """Of the forward and of the backward, in which tokens travel between experts."""
+    """Seconds of all-to-alls in the forward and in the backward."""
     exchanges: tuple[int, int] = (0, 0)
     """Their number."""
 
@@ -81,7 +108,7 @@ class StageCost:
 
     @property
     def pair(self) -> float:
-        """Of a forward and a backward that overlap."""
+        """Of an overlapped forward and backward."""
         halves = zip((self.forward, self.backward), self.exchange, self.exchanges, strict=True)
         return pair_seconds(*(Half(*half) for half in halves))
 
@@ -93,12 +120,12 @@ class StageCost:
 def stage_cost(
     config: Trainer.Config, layout: Layout, parts: Mapping[str, Part], network: Network, stage: int
 ) -> StageCost:
-    """The cost of one stage of a layout, whose parts are those of a microbatch of its size."""
-    apart = [parts[name] for name in layout.stages[stage]]
-    times = [_PartTimes(config, layout, part, network) for part in apart]
-    own = together(apart)
+    """The cost of one stage of a layout; `parts` are traced for its microbatch size."""
+    own_parts = [parts[name] for name in layout.stages[stage]]
+    times = [_PartTimes(config, layout, part, network) for part in own_parts]
+    own = together(own_parts)
     update = update_cost(config, layout, network, [weight for part in own for weight in part.weights])
-    fsdp = _fsdp_of(config, layout, apart, network)
+    fsdp = _fsdp_of(config, layout, own_parts, network)
     for part_times, collectives in zip(times, fsdp, strict=True):
         if layout.pp == 1:
             part_times.overlap(collectives.gather.seconds, collectives.in_backward, network.collective_share)
@@ -108,10 +135,10 @@ def stage_cost(
             )
     exchanged = _tied_bytes(layout, parts) if layout.delayed and stage in (0, layout.pp - 1) else 0.0
     waits = _gather_wait(layout, stage, [each.gather.seconds for each in fsdp], [t.forward for t in times])
-    at_the_end = [each.reduction.seconds for each in fsdp if not each.in_loss]
+    at_batch_end = [each.reduction.seconds for each in fsdp if not each.in_loss]
     passes = layout.passes
     if layout.pp == 1:  # the first part's is the one after the last backward
-        at_the_end, passes = at_the_end[:1], 1
+        at_batch_end, passes = at_batch_end[:1], 1
     sent = {
         "activations": _messages_sent(config, layout, stage),
         "weights": sum(each.gather.sent * each.gathers for each in fsdp),
@@ -128,7 +155,7 @@ def stage_cost(
         unshard=Collectives(
             sum(each.gather.seconds for each in fsdp), sum(each.gather.sent for each in fsdp)
         ),
-        reduction=sum(at_the_end) * passes,
+        reduction=sum(at_batch_end) * passes,
         update=update.seconds,
         sent=sent,
         exchange=(sum(t.exchange for t in times), sum(t.exchange * t.repeats for t in times)),
@@ -137,20 +164,20 @@ def stage_cost(
 
 
 def message_bytes(config: Trainer.Config, layout: Layout) -> float:
-    """What a stage sends the next one for one microbatch."""
+    """Bytes that a stage sends to the next one per microbatch."""
     each = TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize
     return layout.tokens_per_microbatch * config.model_spec.model.dim * each / layout.tp
 
 
 def _tied_bytes(layout: Layout, parts: Mapping[str, Part]) -> float:
-    """A rank's shard of the gradient of a tied weight, which both ends of the pipeline exchange."""
+    """A rank's shard of the gradient of a tied weight, which the first and last stage all-reduce."""
     twice = {weight.name for weight in parts["tok_embeddings"].weights}
     tied = sum(weight.size for weight in parts["head"].weights if weight.name in twice)
     return tied / (layout.dp_shard * layout.tp) * _REDUCED_BYTES
 
 
 class _PartTimes:
-    """Seconds of one part for one microbatch, and bytes that a rank sends for it."""
+    """Seconds and sent bytes of one part per microbatch."""
 
     def __init__(self, config: Trainer.Config, layout: Layout, part: Part, network: Network) -> None:
         accelerator, tp = network.cluster.accelerator, layout.tp
@@ -165,7 +192,7 @@ class _PartTimes:
         products, attention = part.forward_flops - part.attention_flops, part.attention_flops
         repeated = part.recompute_flops >= 0.9 * part.forward_flops > 0
         attention_again = attention if repeated else 0.0
-        self.repeats = 1 + repeated  # of what the forward exchanges, in the backward
+        self.repeats = 1 + repeated  # of the forward's collectives, in the backward
         exchanged = part.dispatched_bytes / tp
         self.exchanges = 2 if exchanged and layout.ep > 1 else 0
         self.exchange = (
@@ -176,7 +203,7 @@ class _PartTimes:
             )
         )
         collectives = 4 if part.name.startswith("layers.") else 1
-        hidden = message_bytes(config, layout) * tp  # what a gather puts together
+        hidden = message_bytes(config, layout) * tp  # of the whole hidden state
         inside = collectives * network.gather_seconds(network.groups.tensor, hidden)
         inside *= 1 - TENSOR_HIDDEN * config.compile.enable_async_tensor_parallel
 
@@ -207,24 +234,23 @@ class _PartTimes:
         self.tensor_bytes = passes * collectives * hidden * network.groups.tensor.share_sent
 
     def overlap(self, forward: float, backward: float, share: float) -> None:
-        """Take FSDP's collectives to run beside the computation of every microbatch, which they slow down by
-        the share of the processors that they take."""
+        """Overlap FSDP's collectives with the computation of each microbatch; `share` slows it down."""
         self.forward = max(self.forward + share * forward, forward)
         self.weight_gradient += max(share * backward, backward - self.input_gradient - self.weight_gradient)
 
     def wait(self, forward: float, backward: float) -> None:
-        """Let every microbatch wait for collectives."""
+        """Add exposed collectives to each microbatch."""
         self.forward += forward
         self.input_gradient += backward
 
 
 def _choices(part: Part) -> float:
-    """Experts that a token is sent to."""
+    """Experts per token."""
     return part.dispatched_bytes / part.message_bytes if part.dispatched_bytes and part.message_bytes else 1.0
 
 
 def _sends_once(config: Trainer.Config, part: Part) -> bool:
-    """Whether the layer's tokens go to each rank, and to each node, once."""
+    """Whether the layer sends each token once per rank and per node."""
     if not part.dispatched_bytes or not part.name.startswith("layers."):
         return False
     moe = getattr(config.model_spec.model.layers[int(part.name.rpartition(".")[2])], "moe", None)
@@ -235,10 +261,11 @@ def _sends_once(config: Trainer.Config, part: Part) -> bool:
 def _product_share(
     config: Trainer.Config, layout: Layout, part: Part, accelerator: Accelerator, imbalance: float
 ) -> float:
-    """Of the peak, what the products of a part with its weights reach together.
+    """The share of the peak that the matrix products of a part reach on average.
 
     Tensor parallelism divides the dimension of a weight that is not the model's width. An expert's product
-    has the tokens of all ranks that share its experts."""
+    has the tokens of all expert-parallel ranks.
+    """
     dtype, width = config.training.mixed_precision_param, config.model_spec.model.dim
     tokens = layout.tokens_per_microbatch
     operations = seconds = 0.0
@@ -249,7 +276,7 @@ def _product_share(
         count = weight.size // (n * k)
         m, slower = float(tokens), 1.0
         if weight.expert:
-            shared = layout.ep / layout.tp if layout.ep > 1 else 1  # ranks' tokens that come together
+            shared = layout.ep / layout.tp if layout.ep > 1 else 1  # ranks that dispatch to an expert
             m, slower = tokens * _choices(part) * shared / count, imbalance
             count //= layout.ep
         elif k == width:
@@ -263,17 +290,17 @@ def _product_share(
 
 @dataclass(frozen=True)
 class _Fsdp:
-    """FSDP's collectives for one part."""
+    """FSDP's collectives of one part."""
 
     gather: Collectives
     gathers: int
-    """In a batch."""
+    """Per batch."""
     reduction: Collectives
     reductions: int
     in_loss: bool
-    """Whether a loss in chunks does them."""
+    """Whether they are within a chunked loss."""
     in_backward: float
-    """Seconds of those beside a backward, without a pipeline."""
+    """Seconds overlapped with a backward, without a pipeline."""
 
 
 def _fsdp_of(config: Trainer.Config, layout: Layout, parts: Sequence[Part], network: Network) -> list[_Fsdp]:
@@ -285,7 +312,7 @@ def _fsdp_of(config: Trainer.Config, layout: Layout, parts: Sequence[Part], netw
     found = []
     for part, again in zip(together(parts), frees, strict=True):
         gather, reduction = _over_units(layout, part, network, each), _reduction(layout, part, network)
-        if part.chunked and not layout.delayed:  # gathered for the norm, in the loss, and in the backward
+        if part.chunked and not layout.delayed:  # for the norm, in the loss, and in the backward
             m = layout.microbatches
             found.append(_Fsdp(gather, turns + 2 * m, reduction, m, in_loss=True, in_backward=0.0))
             continue
@@ -295,7 +322,7 @@ def _fsdp_of(config: Trainer.Config, layout: Layout, parts: Sequence[Part], netw
 
 
 def _over_units(layout: Layout, part: Part, network: Network, each: int) -> Collectives:
-    """An all-gather or a reduce-scatter of each FSDP unit of a part, with `each` bytes a number."""
+    """An all-gather or a reduce-scatter of each FSDP unit of a part, with `each` bytes per element."""
     sizes: dict[tuple[str, bool], float] = {}
     for weight in part.weights:
         local = weight.size / (layout.ep if weight.expert else layout.tp)
@@ -329,6 +356,6 @@ def _gather_wait(layout: Layout, stage: int, gathers: list[float], forwards: lis
 
 def _messages_sent(config: Trainer.Config, layout: Layout, stage: int) -> float:
     rank_of = {stage: rank for rank in range(layout.pp) for stage in layout.stages_of(rank)}
-    neighbours = [other for other in (stage - 1, stage + 1) if other in rank_of]
-    away = sum(rank_of[other] != rank_of[stage] for other in neighbours)
+    neighbors = [other for other in (stage - 1, stage + 1) if other in rank_of]
+    away = sum(rank_of[other] != rank_of[stage] for other in neighbors)
     return away * layout.microbatches * message_bytes(config, layout)

@@ -1,32 +1,40 @@
-"""How long a step takes, and what follows from that: the costs of the stages put through the simulation.
+"""Step time and throughput: simulates a layout's schedule with the costs of its stages.
 
-MFU counts three forwards' operations for every token, whatever is computed again, against the data sheet's
+MFU counts the operations of three forwards for every token, without recomputation, against the data sheet's
 peak of all accelerators. Utilization is the share of a step in which ranks compute or wait inside a layer
 (for experts, say), the mean over ranks; bubble is the share in which they wait for other stages, or lose to
-messages that wait; the rest is gathering weights, reducing gradients and updating.
+pending messages; the rest is gathering weights, reducing gradients and updating.
 
-A message of Async2BW takes processors on both ranks from when it is sent or its receive is posted until it
-is there. A receive that is posted early, an action of its kind ahead, hides the message's time and may wait
-long. Posted late, when there is nothing else to do, it takes nothing from what is computed; but then the
-message's time is waited for, and the sender's end may wait. torch's schedules are planned as if messages took
-no processors, and so are a little too good.
+A message of Async2BW occupies processors on both ranks from when it is sent or its receive is posted until it
+has arrived. A receive that is posted early, an action of its kind ahead, hides the transfer and may be
+pending for long. A late receive, posted when the rank is idle, slows nothing down, but exposes the transfer,
+and the sender may wait. torch's schedules are planned as if messages occupied no processors, and so are
+slightly optimistic.
+
+A rank of four stages or more gathers weights again: torch's schedules keep the weights of the next three
+stages of a rank, and start the gather of a stage when it becomes one of them. Gathers follow one another in
+parallel to the computation; a stage waits for its own. The rank's other waits are ignored, so the gather time
+is an upper bound.
 """
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from torchtitan.trainer import Trainer
 
+from titan_async.pipelining._order_internals import torch_order
+from titan_async.pipelining.programs import stages_of_ranks
 from titan_async.pipelining.simulation import Timing, simulate
 from titan_async.planning.hardware import Cluster
 from titan_async.planning.layout import Layout
 from titan_async.planning.network import Network
-from titan_async.planning.parts import Part
-from titan_async.planning.regathers import with_regathers
 from titan_async.planning.stage_cost import StageCost, message_bytes, stage_cost
+from titan_async.planning.traced_parts import Part
 
 __all__ = [
+    "KEPT_STAGES",
     "Receives",
     "StepTime",
     "receives_ahead",
@@ -39,33 +47,36 @@ __all__ = [
 
 _DAY = 86_400
 
+KEPT_STAGES = 3
+"""Stages of a rank whose weights torch's schedules keep gathered at a time."""
+
 Receives = Literal["auto", "always", "never"]
-"""`pipeline.early_receives`: which receives are early; with "auto" and a lookahead those of activations from
-another node."""
+"""`pipeline.early_receives`: which receives are early; with "auto" and lookahead those of activations from
+other nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """One schedule's step on all ranks."""
+    """A step of one schedule on all ranks."""
 
     schedule: str
     step_seconds: float
     synchronous_step_seconds: float
-    """Of the steps of a synchronous start; as the others where there is none."""
+    """Of the steps of a synchronous start; as `step_seconds` without one."""
     tokens_per_second: float
     mfu: float
     utilization: float
     bubble: float
     days: float
-    """To the end of the run, its synchronous start included."""
+    """Of the whole run, including its synchronous start."""
     accelerator_hours: float
     sent_bytes: dict[str, float]
-    """By all ranks together in a step, by kind."""
+    """By all ranks in a step, by kind."""
     world_size: int
 
     @property
     def sent_by_a_rank(self) -> dict[str, float]:
-        """The mean over ranks, in bytes a step."""
+        """The mean over ranks, in bytes per step."""
         return {kind: size / self.world_size for kind, size in self.sent_bytes.items()}
 
 
@@ -75,7 +86,7 @@ def stage_costs(
     """The cost of every stage."""
     network = Network(cluster, layout)
     costs = [stage_cost(config, layout, parts, network, stage) for stage in range(len(layout.stages))]
-    return with_regathers(layout, costs, network.collective_share)
+    return _with_regathers(layout, costs, network.collective_share)
 
 
 def step_time(
@@ -89,14 +100,14 @@ def step_time(
     """Simulate a step.
 
     Args:
-        config: what the layout was made from.
-        layout: how the run lies on its ranks.
-        parts: of a microbatch of the layout's size.
+        config: of the layout.
+        layout: of the run.
+        parts: traced for the layout's microbatch size.
         cluster: the hardware.
-        costs: of the stages, where they are known already.
+        costs: of the stages, if they are known.
 
     Raises:
-        ValueError: if the schedule does not go together with the layout.
+        ValueError: if the schedule does not support the layout.
     """
     costs = costs or stage_costs(config, layout, parts, cluster)
     timing = timing_of(config, layout, costs, cluster, config.pipeline.early_receives)
@@ -108,7 +119,7 @@ def step_time(
     forward_flops = sum(part.forward_flops for part in _used(layout, parts))
     model_flops = 3 * forward_flops * layout.microbatches * layout.data_parallel
     peak = cluster.accelerator.peak(config.training.mixed_precision_param)
-    # Every stage is on one rank, so that the mean over ranks is the sum over stages.
+    # Each stage is on one rank, so the mean over ranks is the sum over stages divided by the ranks.
     busy = layout.microbatches * sum(cost.microbatch(layout.overlap) for cost in costs) / layout.pp
     outside = sum(cost.gather + cost.reduction + cost.update for cost in costs) / layout.pp
     sent: dict[str, float] = {}
@@ -131,7 +142,7 @@ def step_time(
 
 
 def run_seconds(layout: Layout, step_seconds: float, synchronous_step_seconds: float) -> float:
-    """All steps of a run, those of its synchronous start among them."""
+    """Seconds of all steps of a run, including its synchronous start."""
     delayed = layout.steps - layout.synchronous_steps
     return delayed * step_seconds + layout.synchronous_steps * synchronous_step_seconds
 
@@ -139,7 +150,7 @@ def run_seconds(layout: Layout, step_seconds: float, synchronous_step_seconds: f
 def seconds_by_receives(
     config: Trainer.Config, layout: Layout, costs: Sequence[StageCost], cluster: Cluster
 ) -> dict[Receives, float]:
-    """Seconds of a step, by which receives are early; nothing where that makes no difference."""
+    """Seconds of a step by choice of early receives; empty if it makes no difference."""
     network = Network(cluster, layout)
     if not layout.delayed or not any(network.message_share(r, r + 1) for r in range(layout.pp - 1)):
         return {}
@@ -158,7 +169,7 @@ def timing_of(
     cluster: Cluster,
     receives: Receives = "auto",
 ) -> Timing:
-    """The simulation's times for a layout."""
+    """The durations of a layout's tasks, for the simulation."""
     network, size = Network(cluster, layout), message_bytes(config, layout)
     rank_of = {stage: rank for rank in range(layout.pp) for stage in layout.stages_of(rank)}
     edges = [(rank_of[stage], rank_of[stage + 1]) for stage in range(len(costs) - 1)]
@@ -181,27 +192,100 @@ def timing_of(
 def receives_ahead(
     network: Network, layout: Layout, edge: tuple[int, int], receives: Receives
 ) -> tuple[int, int] | None:
-    """How far ahead activations and gradients are received between two ranks, as in `Timing`."""
+    """When receives are posted between two ranks; see `Timing.receives_ahead`."""
     if not network.message_share(*edge):
         return None
     if receives == "auto":
-        return int(layout.lookahead > 0 and network.apart(*edge)), 0
+        return int(layout.lookahead > 0 and network.spans_nodes(*edge)), 0
     return (1, 1) if receives == "always" else (0, 0)
 
 
 def _step_seconds(layout: Layout, timing: Timing, drains: bool = False) -> float:
-    """A step by simulation. Of many microbatches all but the first and the last take the same time each."""
-    short, long = 6 * layout.pp, 12 * layout.pp
-    if layout.passes > 1 or layout.microbatches <= long or layout.microbatches % layout.pp:
-        return _simulated(layout, layout.microbatches, timing, drains)
-    shorter, longer = (_simulated(layout, m, timing, drains) for m in (short, long))
-    return longer + (layout.microbatches - long) * (longer - shorter) / (long - short)
+    def simulated(microbatches: int) -> list[float]:
+        # A synchronous step begins when the previous one has ended on all ranks; Async2BW takes some to
+        # settle.
+        batches = 6 if layout.delayed and not drains else 3
+        return [simulate(layout.programs(microbatches, batches, drains), timing).step_seconds]
+
+    if layout.passes > 1:
+        return simulated(layout.microbatches)[0]
+    return _extrapolated(simulated, layout.microbatches, layout.pp)[0]
 
 
-def _simulated(layout: Layout, microbatches: int, timing: Timing, drains: bool) -> float:
-    # A synchronous step begins where the one before has ended, everywhere; Async2BW takes some to settle.
-    batches = 6 if layout.delayed and not drains else 3
-    return simulate(layout.programs(microbatches, batches, drains), timing).step_seconds
+def _extrapolated(run: Callable[[int], list[float]], microbatches: int, pp: int) -> list[float]:
+    """`run(microbatches)`; for many by linear extrapolation, because all but the first and last are alike."""
+    short, long = 6 * pp, 12 * pp
+    if microbatches <= long or microbatches % pp:
+        return run(microbatches)
+    shorter, longer = run(short), run(long)
+    return [
+        b + (microbatches - long) * (b - a) / (long - short) for a, b in zip(shorter, longer, strict=True)
+    ]
+
+
+def _with_regathers(layout: Layout, costs: Sequence[StageCost], share: float) -> list[StageCost]:
+    """The costs of all stages, with the weights that are gathered more than once.
+
+    Unchanged if the schedule does not support the layout's numbers, which its simulation reports.
+
+    Args:
+        layout: of the run.
+        costs: without regathers.
+        share: of a rank's processors that a gather occupies.
+    """
+    if len(costs) // layout.pp <= KEPT_STAGES or not any(cost.unshard.seconds for cost in costs):
+        return list(costs)
+
+    def of_a_pass(microbatches: int) -> list[float]:
+        gathers, waits = _gathers_and_waits(layout, costs, microbatches, share)
+        return [*gathers, *waits]
+
+    try:
+        found = _extrapolated(of_a_pass, layout.microbatches // layout.passes, layout.pp)
+    except ValueError:
+        return list(costs)
+    gathers, waits = found[: len(costs)], found[len(costs) :]
+    return [
+        dataclasses.replace(
+            cost,
+            gather=waits[stage] * layout.passes,
+            sent={
+                **cost.sent,
+                "weights": cost.sent["weights"] + (gathers[stage] - 1) * layout.passes * cost.unshard.sent,
+            },
+        )
+        for stage, cost in enumerate(costs)
+    ]
+
+
+def _gathers_and_waits(
+    layout: Layout, costs: Sequence[StageCost], microbatches: int, share: float
+) -> tuple[list[float], list[float]]:
+    """Of each stage in one pass, the number of its gathers and the seconds its rank loses to them."""
+    stages = stages_of_ranks(layout.schedule, layout.pp, len(costs) // layout.pp)
+    gathers, waits = [0.0] * len(costs), [0.0] * len(costs)
+    for actions in torch_order(layout.schedule, stages, microbatches, gathers=True):
+        now = free = 0.0  # of the computation, and of the gathers
+        ready: dict[int, float] = {}
+        for kind, stage, _ in actions:
+            cost = costs[stage]
+            if kind == "G":
+                gathers[stage] += 1
+                ready[stage] = free = max(free, now) + cost.unshard.seconds
+                continue
+            if stage in ready:
+                waited = max(ready.pop(stage) - now, 0.0)
+                # The rest of the gather has run in parallel to the computation.
+                lost = waited + share * max(cost.unshard.seconds - waited, 0.0)
+                waits[stage] += lost
+                now += lost
+            now += {
+                "F": cost.forward,
+                "B": cost.backward,
+                "I": cost.input_gradient,
+                "W": cost.weight_gradient,
+            }[kind]
+    return gathers, waits
 
 
 def _used(layout: Layout, parts: Mapping[str, Part]) -> list[Part]:

@@ -1,10 +1,10 @@
-"""Looks for a faster layout on the same ranks, for the same batch.
+"""Searches for a faster layout on the same ranks, for the same batch.
 
-Tried are all degrees of pipeline, shard, replicate and expert parallelism that multiply to the same ranks,
-microbatches of a quarter of the size to twice, lookahead, and overlapped pairs where tokens travel between
-experts; tensor parallelism stays as it is. A quick bound sorts them out: a step takes at least what the
-slowest rank computes, plus, where the pipeline empties, the time of filling and emptying it. Those that may
-be faster are simulated, the most promising first, and of those that are the first that fits wins.
+Candidates have all degrees of pipeline, shard, replicate and expert parallelism with the same product,
+microbatches of a quarter to twice the size, lookahead, and overlapped pairs with expert parallelism; tensor
+parallelism does not change. They are ordered by a lower bound: the computation of the slowest rank and, with
+flushes, the warm-up and cool-down of the pipeline. Candidates that fit are simulated in that order, until the
+bound exceeds the fastest one.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ from torchtitan.trainer import Trainer
 
 from titan_async.errors import UserError
 from titan_async.pipelining.programs import SPLIT_BACKWARD
+from titan_async.planning.config_variants import Degrees, at_degrees, sequences_of
 from titan_async.planning.hardware import Cluster
 from titan_async.planning.layout import Layout, layout_of
-from titan_async.planning.measured import Calibration
-from titan_async.planning.parts import Part
-from titan_async.planning.scale import Degrees, at_degrees, sequences_of
+from titan_async.planning.measured_times import Calibration
 from titan_async.planning.stage_cost import StageCost
 from titan_async.planning.step_time import StepTime, stage_costs, step_time
+from titan_async.planning.traced_parts import Part
 from titan_async.training.pipeline.schedule import is_async
 
 __all__ = ["LEAST_GAIN", "Searcher", "Suggestion"]
@@ -37,17 +37,17 @@ _MOST_SIMULATED = 12
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A layout that is predicted to be faster."""
+    """A layout with a shorter predicted step."""
 
     changes: dict[str, tuple[int | bool, int | bool]]
-    """What to set, by its key in a recipe, with the value of now and the suggested one."""
+    """Settings by key in a recipe: the current value and the suggested one."""
     time: StepTime
     gain: float
-    """Tokens a second more, as a share."""
+    """Relative increase of tokens per second."""
     config: Trainer.Config
 
     def to_json(self) -> dict[str, Any]:
-        """What it says, without the configuration."""
+        """The suggestion without its configuration."""
         changes = {key: {"now": old, "suggested": new} for key, (old, new) in self.changes.items()}
         return {"changes": changes, "gain": self.gain, "time": dataclasses.asdict(self.time)}
 
@@ -63,13 +63,13 @@ class _Candidate:
 
 @dataclass(frozen=True)
 class Searcher:
-    """Looks for layouts of a model on some hardware."""
+    """Searches for layouts of a model on a cluster."""
 
     cluster: Cluster
     calibration: Calibration
-    """What measured times say."""
+    """From measured times."""
     parts_of: Callable[[Trainer.Config], dict[str, Part]]
-    """The parts of a configuration for a microbatch of its size; asked often."""
+    """The parts of a configuration for its microbatch size; called often."""
     fits: Callable[[Trainer.Config, Layout, dict[str, Part]], bool]
     """Whether a layout fits into memory."""
 
@@ -83,10 +83,10 @@ class Searcher:
         """The fastest layout that fits and takes less than `limit` seconds a step; None if there is none.
 
         Args:
-            config: the run on whatever ranks, with a number as its shard degree.
+            config: the run on any ranks; its shard degree is not -1.
             world_size: ranks to use.
             limit: seconds.
-            only: whether to look at a layout.
+            only: a filter of layouts.
         """
         candidates = [c for c in self._candidates(config, world_size, only) if c.bound < limit]
         candidates.sort(key=lambda candidate: candidate.bound)
@@ -103,7 +103,7 @@ class Searcher:
                     candidate.config, candidate.layout, candidate.parts, self.cluster, costs=candidate.costs
                 )
             except ValueError:
-                continue  # torch's schedule does not take these numbers
+                continue  # torch's schedule does not support these numbers
             if time.step_seconds < limit:
                 limit, best = time.step_seconds, (time, candidate.config)
         return best
@@ -112,7 +112,7 @@ class Searcher:
         """The fastest layout that fits and is faster by `LEAST_GAIN`, or None.
 
         Args:
-            config: the run as it is, with a number as its shard degree.
+            config: of the run; its shard degree is not -1.
             now: its step.
         """
         found = self.fastest(config, now.world_size, now.step_seconds / (1 + LEAST_GAIN))
@@ -134,7 +134,7 @@ class Searcher:
             if not only(layout):
                 continue
             parts = self.parts_of(changed)
-            # Of what a stage takes, nothing depends on the order of its work.
+            # The costs of a stage do not depend on the order of its tasks.
             key = dataclasses.replace(degrees, lookahead=0, overlap=False)
             if key not in known:
                 known[key] = self.calibration.apply(stage_costs(changed, layout, parts, self.cluster))
@@ -142,7 +142,7 @@ class Searcher:
 
 
 def _choices(config: Trainer.Config, world_size: int) -> Iterator[Degrees]:
-    """All degrees that multiply to the ranks, except those that cannot share out the batch or the experts."""
+    """All degrees whose product is the world size, and which divide the batch and the experts."""
     parallelism = config.parallelism
     delayed = is_async(parallelism)
     rest = world_size // parallelism.tensor_parallel_degree
@@ -157,7 +157,7 @@ def _choices(config: Trainer.Config, world_size: int) -> Iterator[Degrees]:
             ranks = shard * parallelism.tensor_parallel_degree
             for ep in [n for n in _divisors(ranks) if experts % n == 0] if experts else [1]:
                 lookaheads = sorted({0, pp - 1}) if delayed else [0]
-                overlaps = [False, True] if delayed and pp > 1 and ep > 1 else [False]  # else nothing travels
+                overlaps = [False, True] if delayed and pp > 1 and ep > 1 else [False]  # needs all-to-alls
                 for lookahead, overlap in itertools.product(lookaheads, overlaps):
                     yield Degrees(
                         pp=pp,
@@ -171,7 +171,7 @@ def _choices(config: Trainer.Config, world_size: int) -> Iterator[Degrees]:
 
 
 def _experts(config: Trainer.Config) -> int:
-    """The greatest number that all layers' experts can be spread over; 0 without any."""
+    """The greatest common divisor of the layers' numbers of experts; 0 without experts."""
     layers = getattr(config.model_spec.model, "layers", [])
     return math.gcd(*(layer.moe.num_experts for layer in layers if getattr(layer, "moe", None) is not None))
 
@@ -182,11 +182,11 @@ def _divisors(number: int) -> list[int]:
 
 
 def _least_seconds(layout: Layout, costs: list[StageCost]) -> float:
-    """A bound from below for a step."""
+    """A lower bound of the step time."""
     fills, drains = [0.0] * layout.pp, [0.0] * layout.pp
     if not layout.delayed:
-        # The first microbatch comes to a rank through the first stages of those before it, and the last goes
-        # back through them. What is left of a backward in two halves may fill that time.
+        # The first microbatch reaches a rank through the first stages of the previous ranks, and the last one
+        # returns through them. The weight halves of split backwards may fill that time.
         before = costs[: layout.pp - 1]
         fills = [0.0, *itertools.accumulate(cost.forward for cost in before)]
         if layout.schedule not in SPLIT_BACKWARD:

@@ -1,21 +1,21 @@
-"""Whether Async2BW pays: the fastest layout under it that a plan knows, against the fastest synchronous one.
+"""Whether Async2BW pays: compares the fastest known layout under it with the fastest synchronous one.
 
-Both have the same ranks and the same batch. Compared are the layouts of the recipe and of the plan's
-suggestion, each under Async2BW and under torch's schedules; the fastest layout of one stage; and, where the
-recipe asks for another schedule, the fastest pipeline under Async2BW. Only what can run and fits counts.
+Both have the same ranks and the same batch. Candidates are the layouts of the recipe and of the plan's
+suggestion, each under Async2BW and torch's schedules; the fastest layout with one stage; and, if the recipe
+has another schedule, the fastest pipeline under Async2BW. All candidates can run and fit into memory.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torchtitan.trainer import Trainer
 
 from titan_async.pipelining.programs import SPLIT_BACKWARD
+from titan_async.planning.config_variants import with_overlap, with_schedule, world_size_of
 from titan_async.planning.layout import Layout, layout_of
 from titan_async.planning.memory import memory_of
-from titan_async.planning.scale import with_schedule, world_size_of
 from titan_async.planning.step_time import StepTime
 from titan_async.planning.suggest import LEAST_GAIN, Searcher, Suggestion
 from titan_async.training.pipeline.schedule import ASYNC_SCHEDULE, is_async
@@ -23,20 +23,20 @@ from titan_async.training.pipeline.schedule import ASYNC_SCHEDULE, is_async
 __all__ = ["COMPARED", "Contender", "Outcome", "Verdict", "in_seconds", "verdict_of"]
 
 COMPARED = (ASYNC_SCHEDULE, "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
-"""The schedules that every plan shows, besides its own."""
+"""The schedules that every plan compares with its own."""
 
 Outcome = Literal["pays", "no difference", "does not pay", "only Async2BW", "only synchronous", "nothing"]
-"""Which of the two is faster by at least `LEAST_GAIN`, or the only one that runs and fits."""
+"""Which of the two is faster by at least `LEAST_GAIN`, or is the only one that runs and fits."""
 
 _FOUND = "the fastest synchronous layout found"
 
 _CLOSE = 2 * LEAST_GAIN
-"""Of a step: what parts in proportion may be off by."""
+"""Relative error of step times whose parts are scaled from another microbatch size."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A layout that runs and fits."""
+    """A layout that can run and fits."""
 
     config: Trainer.Config
     layout: Layout
@@ -44,11 +44,11 @@ class Contender:
 
     @property
     def seconds(self) -> str:
-        """Of a step, with their unit."""
+        """Of a step, with the unit."""
         return in_seconds(self.step_seconds)
 
     def __str__(self) -> str:
-        """Its layout and, of a synchronous pipeline, its schedule."""
+        """Its layout and, for a synchronous pipeline, its schedule."""
         layout = self.layout
         if layout.pp == 1:
             return f"one stage of {layout.degrees}"
@@ -64,7 +64,7 @@ class Contender:
         return f"{layout.schedule} on {words}"
 
     def to_json(self) -> dict[str, Any]:
-        """Its layout, without the parts of its stages, and the seconds of a step."""
+        """Its layout without the parts of its stages, and the seconds of a step."""
         values = dataclasses.asdict(self.layout)
         del values["stages"], values["steps"]
         return values | {"step_seconds": self.step_seconds}
@@ -72,20 +72,20 @@ class Contender:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether Async2BW pays for a recipe on its ranks, and what it costs."""
+    """Whether Async2BW pays for a recipe on its ranks, and its cost in memory."""
 
     asynchronous: Contender | None
-    """The fastest under Async2BW; None if none runs and fits."""
+    """The fastest under Async2BW; None if there is none."""
     synchronous: Contender | None
-    """The fastest without a delay."""
+    """The fastest without delay."""
     second_version: int
-    """Bytes that Async2BW's second version of the weights takes, on the rank where it takes most."""
+    """Bytes of the second version of the weights, the maximum over ranks."""
     searched: bool
-    """Whether layouts other than the recipe's were looked for."""
+    """Whether other layouts than the recipe's were searched."""
 
     @property
     def gain(self) -> float | None:
-        """Steps that Async2BW makes more in the same time, as a share; None without one of the two."""
+        """Relative increase of steps per second by Async2BW; None without one of the two."""
         if self.asynchronous is None or self.synchronous is None:
             return None
         return self.synchronous.step_seconds / self.asynchronous.step_seconds - 1
@@ -156,26 +156,23 @@ def verdict_of(
     config: Trainer.Config,
     searcher: Searcher,
     time: Callable[[Trainer.Config], StepTime],
-    known: Mapping[str, StepTime],
     suggested: Suggestion | None,
     *,
     searches: bool,
 ) -> Verdict:
-    """Compare what runs and fits on the ranks of a configuration, for its batch.
+    """Compare the layouts that can run and fit, on the ranks of a configuration and for its batch.
 
     Args:
-        config: the recipe's, with a number as its shard degree.
+        config: the recipe's; its shard degree is not -1.
         searcher: of the plan.
-        time: a step of a configuration, its model traced for microbatches of its size.
-        known: steps of the recipe's layout that have been simulated, by schedule.
+        time: simulates a step of a configuration, with parts traced for its microbatch size.
         suggested: a faster layout that the plan has found.
-        searches: whether to look for layouts of one stage and, if the recipe asks for another schedule, for
+        searches: whether to search for layouts with one stage and, if the recipe has another schedule, for
             pipelines under Async2BW.
     """
-    found = list(_contenders(config, searcher, time, known))
+    found = list(_contenders(config, searcher, time))
     if suggested is not None:
-        of_suggestion = {suggested.time.schedule: suggested.time}
-        found += _contenders(suggested.config, searcher, time, of_suggestion)
+        found += _contenders(suggested.config, searcher, time)
     if searches:
         world_size, is_one = world_size_of(config), [each.layout.pp == 1 for each in found]
         if not any(is_one):
@@ -186,7 +183,7 @@ def verdict_of(
     asynchronous = _first([each for each in found if each.layout.delayed])
     synchronous = _first([each for each in found if not each.layout.delayed])
     if asynchronous and synchronous and _close(asynchronous, synchronous):
-        # The search takes the parts of sizes that were not traced in proportion, which may turn the outcome.
+        # The search scales parts from traced sizes, which may change the outcome.
         asynchronous, synchronous = _again(asynchronous, time), _again(synchronous, time)
     return Verdict(
         asynchronous=asynchronous,
@@ -209,22 +206,17 @@ def _first(contenders: Sequence[Contender]) -> Contender | None:
 
 
 def _contenders(
-    config: Trainer.Config,
-    searcher: Searcher,
-    time: Callable[[Trainer.Config], StepTime],
-    known: Mapping[str, StepTime],
+    config: Trainer.Config, searcher: Searcher, time: Callable[[Trainer.Config], StepTime]
 ) -> Iterator[Contender]:
-    """A layout under every schedule, all of a batch in one pass, and with overlapped pairs."""
+    """A layout under each schedule, without gradient accumulation over passes, and with overlapped pairs."""
     layout = layout_of(config, world_size_of(config))
     for schedule in COMPARED if layout.pp > 1 else [layout.schedule]:
-        of_layout = known.get(schedule) if layout.passes == 1 or schedule != layout.schedule else None
         try:
             changed = with_schedule(config, schedule)
             if _fits(changed, searcher):
-                yield _contender(changed, of_layout or time(changed))
+                yield _contender(changed, time(changed))
             if schedule == ASYNC_SCHEDULE and layout.pp > 1 and layout.ep > 1:
-                pipeline = dataclasses.replace(changed.pipeline, overlap=not changed.pipeline.overlap)
-                changed = dataclasses.replace(changed, pipeline=pipeline)
+                changed = with_overlap(changed, not changed.pipeline.overlap)
                 if _fits(changed, searcher):
                     yield _contender(changed, time(changed))
         except ValueError:  # a UserError is one
@@ -248,7 +240,7 @@ def _fastest(searcher: Searcher, config: Trainer.Config, only: Callable[[Layout]
 
 
 def _second_version(contender: Contender, searcher: Searcher) -> int:
-    """Bytes of it, on the rank where it takes most."""
+    """Its bytes, the maximum over ranks."""
     config, layout = contender.config, contender.layout
     parts = searcher.parts_of(config)
     memory = [memory_of(config, layout, parts, rank) for rank in range(layout.pp)]

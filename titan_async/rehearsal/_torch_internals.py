@@ -1,4 +1,4 @@
-"""Everything that the rehearsal uses of torch's private names.
+"""All uses of torch's private names in this layer.
 
 `tests/rehearsal/test_internals.py` fails when one of them is gone.
 """
@@ -8,7 +8,7 @@ from torch.distributed.pipelining._utils import extract_tensor_metas
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.pipelining.stage import PipelineStage, _StageMeta
 
-__all__ = ["stage_of", "state_messages"]
+__all__ = ["set_message_metas", "stage_of"]
 
 
 def stage_of(schedule: PipelineScheduleSingle) -> PipelineStage:
@@ -18,10 +18,12 @@ def stage_of(schedule: PipelineScheduleSingle) -> PipelineStage:
     return stage
 
 
-def state_messages(stage: PipelineStage, tokens: torch.Size, hidden: torch.Size, dtype: torch.dtype) -> None:
-    """Say what a stage receives and sends, which without real neighbours cannot be found out.
+def set_message_metas(
+    stage: PipelineStage, tokens: torch.Size, hidden: torch.Size, dtype: torch.dtype
+) -> None:
+    """Set the shapes and dtypes of a stage's messages, which cannot be inferred without neighbors.
 
-    torch then compares every message with it, and raises if one is of another shape or dtype.
+    torch then validates every message against them.
     """
 
     def activations() -> torch.Tensor:

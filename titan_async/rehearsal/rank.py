@@ -1,20 +1,23 @@
-"""One rank of a run, built and trained for a few steps in a process of its own."""
+"""One rank of a run, built and trained for a few steps in its own process with a fake process group."""
 
 import contextlib
 import gc
 import logging
+import multiprocessing
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import SavePlan
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_async.config.device import ensure_device
 
@@ -25,39 +28,38 @@ from torchtitan.config import TORCH_DTYPE_MAP  # noqa: E402
 from torchtitan.tools import utils  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
-from titan_async.rehearsal._torch_internals import stage_of, state_messages  # noqa: E402
-from titan_async.rehearsal.narrow import narrowed, prepared  # noqa: E402
-from titan_async.rehearsal.peers import Peers  # noqa: E402
-from titan_async.rehearsal.saved import plan_of  # noqa: E402
+from titan_async.rehearsal._torch_internals import set_message_metas, stage_of  # noqa: E402
+from titan_async.rehearsal.narrow_config import narrowed, prepared  # noqa: E402
+from titan_async.rehearsal.save_plans import plan_of  # noqa: E402
 
-__all__ = ["Shape", "Trained", "build_at_real_width", "rehearse"]
+__all__ = ["Shape", "Trained", "build_at_real_width", "for_each", "rehearse"]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What lies on a rank."""
+    """The stage of a rank."""
 
     rank: int
     stage: int
     modules: tuple[str, ...]
-    """The parts of the model, without those that hold no parameter."""
+    """Its modules that have parameters."""
     parameters: int
-    """Of the rank's stage."""
+    """Of the stage."""
     local_parameters: int
-    """Of the rank itself."""
+    """Of this rank's shard."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a rank did in a rehearsal, and what it would have saved after it."""
+    """The result of a rank's training in a rehearsal, and the plan of its checkpoint."""
 
     rank: int
     stage: int
     updates: int
     moved: int
-    """Parameters of which this rank holds a part that has had a gradient; all of these have changed."""
+    """Parameters whose shard on this rank has had a gradient; all of them have changed."""
     still: tuple[str, ...]
-    """The parameters whose part here has never had a gradient other than zero."""
+    """Parameters whose shard on this rank has had no gradient but zeros."""
     loss: float | None
     """Of the last step, on the last stage."""
     plan: SavePlan
@@ -66,11 +68,11 @@ class Trained:
 def build_at_real_width(config: Trainer.Config, rank: int, world: int) -> Shape:
     """Build a rank on the meta device, where tensors have shapes and no values.
 
-    For a process of its own, as all functions here: torch keeps the rank for good.
+    Call it by `for_each`: torch keeps the rank for good.
     """
     with _as_rank(rank, world), tempfile.TemporaryDirectory() as folder:
         before = utils.device_type
-        utils.device_type = "meta"  # where torchtitan puts the parameters
+        utils.device_type = "meta"  # where torchtitan allocates parameters
         try:
             trainer = prepared(config, steps=1, folder=folder).build()
         finally:
@@ -87,24 +89,26 @@ def build_at_real_width(config: Trainer.Config, rank: int, world: int) -> Shape:
 
 
 def rehearse(config: Trainer.Config, rank: int, world: int, *, steps: int, divisor: int) -> Trained:
-    """Train a rank for a few steps among imaginary peers, and plan its part of a checkpoint.
+    """Train a rank for a few steps with a fake process group, and plan its part of a checkpoint.
+
+    Call it by `for_each`: torch keeps the rank for good.
 
     Args:
         config: the recipe's; not changed.
-        rank: which one to be.
+        rank: of this process.
         world: ranks of the run.
-        steps: updates; with none the rank is built, and plans the checkpoint of its state as it then is.
+        steps: updates; with 0 the rank is only built, and plans the checkpoint of its initial state.
         divisor: of all widths.
 
     Raises:
-        RuntimeError: a part of a parameter has had a gradient and is what it was, or is no longer finite; or
-            there was another number of updates.
+        RuntimeError: if a parameter's shard has had a gradient and has not changed, or is not finite, or the
+            number of updates is not `steps`.
     """
-    with _as_rank(rank, world), tempfile.TemporaryDirectory() as folder, Peers(seed=rank):
+    with _as_rank(rank, world), tempfile.TemporaryDirectory() as folder, FakeReceives(seed=rank):
         trainer = narrowed(prepared(config, steps=steps, folder=folder), divisor).build()
         if trainer.parallel_dims.pp_enabled:
-            _state_messages(trainer)
-        watch = _Watch(trainer)
+            _set_message_metas(trainer)
+        tracker = _ParameterTracker(trainer)
         saved: dict[str, Any] = {}
 
         def save(state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -115,27 +119,83 @@ def rehearse(config: Trainer.Config, rank: int, world: int, *, steps: int, divis
             trainer.train()
         else:
             trainer.checkpointer.save(0, last_step=True)
-        moved, still = watch.judge(steps)
+        moved, still = tracker.check(steps)
         return Trained(
             rank=rank,
             stage=_stage_index(trainer),
-            updates=watch.updates,
+            updates=tracker.updates,
             moved=moved,
             still=still,
-            loss=watch.loss,
+            loss=tracker.loss,
             plan=plan_of(saved, rank),
         )
 
 
+def for_each(function: Callable[..., Any], calls: Iterable[tuple]) -> Iterator[Any]:
+    """The results of `function(*call)` for each of `calls`, in their order.
+
+    Each call runs in its own process, because torch keeps its rank for good, and as many at a time as there
+    are cores. The processes are forks of one that has imported this module and nothing else.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["titan_async.rehearsal.rank"])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ProcessPoolExecutor(cores, mp_context=context, max_tasks_per_child=1) as pool:
+        futures = [pool.submit(function, *call) for call in calls]
+        try:
+            for future in futures:
+                yield future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+class FakeReceives(TorchDispatchMode):
+    """Completes torch's backend "fake": what a rank receives is normally distributed noise, by a fixed seed.
+
+    That backend returns at once. Its collectives behave as if all ranks had this rank's data, but the buffer
+    of a receive keeps what was in memory before, and in an uneven all-to-all a rank that sends nothing has
+    nothing to receive from.
+
+    Args:
+        seed: of the noise.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.c10d.alltoall_base_.default and args[3]:
+            # (output, input, group, output splits, input splits, ...): the others send what is to be
+            # received.
+            sent = self._noise(args[0])
+            args = (args[0], sent, args[2], args[3], args[3], *args[5:])
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.c10d.recv_.default:
+            for tensor in args[0]:
+                with torch.no_grad():
+                    tensor.copy_(self._noise(tensor))
+        return result
+
+    def _noise(self, like: Tensor) -> Tensor:
+        if not like.is_floating_point():
+            return torch.zeros_like(like)
+        noise = torch.randn(like.shape, generator=self._generator, dtype=torch.float32)
+        return noise.to(like)
+
+
 @contextlib.contextmanager
 def _as_rank(rank: int, world: int) -> Iterator[None]:
-    """Let this process be one of a run's, without a word."""
+    """Set this process up as one rank of a run, without output."""
     os.environ |= {"NGPU": str(world), "WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": "0"}
     os.environ["LOG_RANK"] = ",".join(map(str, range(world)))
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    gc.freeze()  # torchtitan collects garbage often: not that of the imports
+    gc.freeze()  # torchtitan collects garbage often: exclude the objects of imports
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         try:
             yield
@@ -144,13 +204,13 @@ def _as_rank(rank: int, world: int) -> Iterator[None]:
                 dist.destroy_process_group()
 
 
-def _state_messages(trainer: Trainer) -> None:
+def _set_message_metas(trainer: Trainer) -> None:
     training, microbatch = (
         trainer.config.training,
         trainer.config.parallelism.pipeline_parallel_microbatch_size,
     )
     tokens = torch.Size((microbatch, training.seq_len))
-    state_messages(
+    set_message_metas(
         stage_of(trainer.pp_schedule),
         tokens,
         torch.Size((*tokens, trainer.model_config.dim)),
@@ -174,8 +234,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class _Watch:
-    """Sees which parameters have had gradients, and whether they have moved."""
+class _ParameterTracker:
+    """Tracks which parameters have had gradients, and whether they have changed."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._parameters = {
@@ -190,7 +250,7 @@ class _Watch:
         step, run = trainer.optimizers.step, trainer.forward_backward_step
 
         def counted_step(*args: Any, **kwargs: Any) -> Any:
-            self._look_at_gradients()
+            self._note_gradients()
             self.updates += 1
             return step(*args, **kwargs)
 
@@ -203,13 +263,13 @@ class _Watch:
         trainer.optimizers.step = counted_step
         trainer.forward_backward_step = observed_run
 
-    def _look_at_gradients(self) -> None:
+    def _note_gradients(self) -> None:
         for name, parameter in self._parameters.items():
             if parameter.grad is not None and bool(_local(parameter.grad).any()):
                 self._had_gradient.add(name)
 
-    def judge(self, steps: int) -> tuple[int, tuple[str, ...]]:
-        """How many parts of parameters have moved, and which have had no gradient."""
+    def check(self, steps: int) -> tuple[int, tuple[str, ...]]:
+        """The number of shards that have changed, and the parameters without gradient."""
         if self.updates != steps:
             raise RuntimeError(f"{steps} batches led to {self.updates} updates")
         unmoved = [

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.optim import Optimizer
 
-from titan_async.planning.live_tensors import StorageTracker
+from titan_async.planning.storage_tracker import StorageTracker
 
 __all__ = ["Profile", "clear", "load", "prepare", "profile", "timed_step"]
 

@@ -7,7 +7,7 @@ from _recipe_runs import Case, run_case
 
 from titan_async.planning.layout import layout_of
 from titan_async.planning.memory import memory_of
-from titan_async.planning.parts import trace_parts
+from titan_async.planning.traced_parts import trace_parts
 
 __all__ = ["CASES", "Peak", "compare"]
 

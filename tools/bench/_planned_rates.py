@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from _recipe_runs import Case, run_case
 
+from titan_async.planning.config_variants import on_own_ranks
 from titan_async.planning.device_profile import calibrated_cluster
 from titan_async.planning.device_timing import profile_device
 from titan_async.planning.hardware import Cluster
 from titan_async.planning.plan import Planner
-from titan_async.planning.scale import on_own_ranks
 from titan_async.training.telemetry.stage_times import SKIPPED, STEPS
 
 __all__ = ["CASES", "Seconds", "compare"]

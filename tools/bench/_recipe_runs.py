@@ -21,7 +21,7 @@ from titan_async.config.device import ensure_device
 ensure_device()  # before anything of torchtitan
 
 from titan_async.config.recipe_file import resolve  # noqa: E402
-from titan_async.planning.live_tensors import peak_of_training  # noqa: E402
+from titan_async.planning.storage_tracker import peak_of_training  # noqa: E402
 from titan_async.training.telemetry import stage_times  # noqa: E402
 from titan_async.training.trainer import AsyncTrainer  # noqa: E402
 

@@ -17,7 +17,7 @@ from _pool import Pool
 from _transformer import Model
 from torch import Tensor, nn
 
-from titan_async.planning.live_tensors import StorageTracker
+from titan_async.planning.storage_tracker import StorageTracker
 
 __all__ = ["Peak", "Sizes", "measure_memory", "peak_of_steps", "predict_peak", "sizes_of"]
 

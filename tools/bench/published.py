@@ -31,8 +31,8 @@ from torchtitan.trainer import Trainer
 from titan_async.planning.hardware import Cluster, cluster_of
 from titan_async.planning.layout import Layout, layout_of
 from titan_async.planning.memory import memory_of
-from titan_async.planning.parts import Part, trace_parts
 from titan_async.planning.step_time import stage_costs, step_time
+from titan_async.planning.traced_parts import Part, trace_parts
 from titan_async.recipes.debug import debug
 from titan_async.recipes.dense_models import dense_spec, llama
 from titan_async.training.pipeline.model_parts import alike_layers

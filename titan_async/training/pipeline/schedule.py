@@ -19,7 +19,7 @@ from torchtitan.trainer import Trainer
 
 from titan_async.config.device import has_accelerator
 from titan_async.pipelining import ScheduleAsync2BW
-from titan_async.pipelining.actions import least_microbatches
+from titan_async.pipelining.actions import min_microbatches
 from titan_async.training._titan_internals import parts_of, without_fsdp, wrap_initializers
 from titan_async.training.models.tying import is_tied, store_once, tied_parameters, untied
 from titan_async.training.optimizer.config import share_of
@@ -144,7 +144,7 @@ def check_microbatches(config: Trainer.Config, accumulation: int) -> None:
             f"{stages * size}"
         )
     overlap, lookahead = config.pipeline.overlap, config.pipeline.lookahead
-    least = least_microbatches(stages, overlap=overlap)
+    least = min_microbatches(stages, overlap=overlap)
     if microbatches < least:
         raise ValueError(
             f"pipeline.overlap over {stages} stages (parallelism.pipeline_parallel_degree) needs at least "

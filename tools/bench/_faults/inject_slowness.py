@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from titan_async.pipelining.messages import Messages
+from titan_async.pipelining.p2p_channels import P2PChannels
 
 
 def install(
@@ -78,7 +78,7 @@ class _LateSend:
 def _delay_messages(latency: float) -> None:
     """Delay messages, in their order, without blocking the rank."""
     queues: dict[dist.ProcessGroup, SimpleQueue[_LateSend]] = {}
-    start = Messages._start
+    start = P2PChannels._start
 
     def send_from(queue: SimpleQueue[_LateSend]) -> None:
         for late in itertools.starmap(queue.get, itertools.repeat(())):
@@ -86,10 +86,10 @@ def _delay_messages(latency: float) -> None:
             (late.work,) = late.start()
             late.started.set()
 
-    def start_late(self: Messages, call: Any, action: Any, tensors: list[Tensor]) -> list[Any]:
+    def start_late(self: P2PChannels, call: Any, action: Any, tensors: list[Tensor]) -> list[Any]:
         if call == "recv":
             return start(self, call, action, tensors)
-        group, works = self._lanes.groups[call, action.kind], []
+        group, works = self._edges.groups[call, action.kind], []
         for tensor in tensors:
             if group not in queues:
                 queues[group] = SimpleQueue()
@@ -100,4 +100,4 @@ def _delay_messages(latency: float) -> None:
             queues[group].put(works[-1])
         return works
 
-    Messages._start = start_late
+    P2PChannels._start = start_late

@@ -1,4 +1,4 @@
-"""Stages compile side by side before their first message, and what they try there leaves no trace."""
+"""Stages compile in parallel before their first message, and the warm-up microbatch has no side effects."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.support.processes import Pools, WorkerPool
 from tests.support.sharded import shard
 from tests.support.waiting import until
 from titan_async import _group_internals as groups
-from titan_async.pipelining import ScheduleAsync2BW, schedule
-from titan_async.pipelining.first_step import infer_eagerly
-from titan_async.pipelining.messages import Messages
+from titan_async.pipelining import ScheduleAsync2BW, shape_inference
+from titan_async.pipelining.p2p_channels import P2PChannels
+from titan_async.pipelining.shape_inference import infer_eagerly
 
 WIDTH, BATCHES = 4, 4
 
@@ -39,7 +39,7 @@ def compile_side_by_side(rank: int, group: Any, folder: Path) -> tuple[int, list
     """
     torch._dynamo.reset()
     compiled: list[int] = []
-    posted = mock.Mock(wraps=Messages._start)
+    posted = mock.Mock(wraps=P2PChannels._start)
 
     def wait_for_the_others(graph: Any, inputs: Any) -> Any:
         compiled.append(posted.call_count)
@@ -54,7 +54,7 @@ def compile_side_by_side(rank: int, group: Any, folder: Path) -> tuple[int, list
     own = ScheduleAsync2BW(stage, group.size(), loss_fn=nn.functional.mse_loss)
     x = torch.randn(2 * group.size(), WIDTH)
     args, target = (x,) if stage.is_first else (), x if stage.is_last else None
-    with mock.patch.object(Messages, "_start", lambda self, *given: posted(self, *given)):
+    with mock.patch.object(P2PChannels, "_start", lambda self, *given: posted(self, *given)):
         for _ in range(2):
             own.step(*args, target=target)
             own.drain()
@@ -66,9 +66,7 @@ def compile_side_by_side(rank: int, group: Any, folder: Path) -> tuple[int, list
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_stages_compile_side_by_side_before_any_message(
-    pool: WorkerPool, stages: int, tmp_path: Path
-) -> None:
+def test_stages_compile_in_parallel_before_any_message(pool: WorkerPool, stages: int, tmp_path: Path) -> None:
     """For training and for evaluation, each once."""
     for count, posted in pool.run(stages, compile_side_by_side, tmp_path):
         assert count == 2 and posted == [0, 0]
@@ -97,7 +95,7 @@ def fail_to_compile(rank: int, group: Any) -> str:
     return "no error"
 
 
-def test_a_stage_that_cannot_be_compiled_says_so(pool: WorkerPool) -> None:
+def test_a_stage_that_fails_to_compile_is_named(pool: WorkerPool) -> None:
     other, failed = pool.run(2, fail_to_compile)
     assert failed.startswith("stage 1 failed on a first microbatch, before any message: ")
     assert "no kernel" in failed and "\n" not in failed
@@ -105,7 +103,7 @@ def test_a_stage_that_cannot_be_compiled_says_so(pool: WorkerPool) -> None:
 
 
 class Part(nn.Module):
-    """Whatever a trial could leave behind: random numbers, statistics, counts, buffers that are replaced."""
+    """A stage on which a warm-up could have side effects: RNG, statistics, counts, replaced buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +138,7 @@ class Headed(nn.Module):
 
 
 def train(
-    rank: int, group: Any, sharded: bool, tries: bool
+    rank: int, group: Any, sharded: bool, warms_up: bool
 ) -> tuple[dict[str, Tensor], list[Tensor], Tensor]:
     """State, losses, and the state of random numbers after a run with a drain and an evaluation."""
     torch.manual_seed(rank)
@@ -153,7 +151,7 @@ def train(
     loss_fn = module.loss if rank else nn.functional.mse_loss
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, foreach=False)
     losses: list[Tensor] = []
-    with mock.patch.object(schedule, "needs_trial", return_value=tries):
+    with mock.patch.object(shape_inference, "needs_warmup", return_value=warms_up):
         own = ScheduleAsync2BW(stage, 3, loss_fn=loss_fn)
         for parameter in module.parameters():
             parameter.grad = torch.ones_like(parameter)  # what was before counts
@@ -179,16 +177,14 @@ def train(
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_trial_leaves_no_trace(pools: Pools, sharded: bool) -> None:
+def test_a_warmup_has_no_side_effects(pools: Pools, sharded: bool) -> None:
     """Bit by bit."""
     pool = pools(2)  # all of which make the mesh
-    for tried, untried in zip(
-        pool.run(2, train, sharded, True), pool.run(2, train, sharded, False), strict=True
-    ):
-        assert tried[0].keys() == untried[0].keys()
-        for name in tried[0]:
-            assert torch.equal(tried[0][name], untried[0][name]), name
-        assert tried[1] == untried[1] and torch.equal(tried[2], untried[2])
+    for warm, cold in zip(pool.run(2, train, sharded, True), pool.run(2, train, sharded, False), strict=True):
+        assert warm[0].keys() == cold[0].keys()
+        for name in warm[0]:
+            assert torch.equal(warm[0][name], cold[0][name]), name
+        assert warm[1] == cold[1] and torch.equal(warm[2], cold[2])
 
 
 def test_shapes_are_inferred_without_compiling_or_attending() -> None:

@@ -1,4 +1,4 @@
-"""A recipe's configuration for a rehearsal: the same layers, experts and ranks, a fraction of the width."""
+"""The configuration of a rehearsal: the recipe's layers, experts and ranks, a fraction of its widths."""
 
 import copy
 import dataclasses
@@ -22,9 +22,9 @@ __all__ = ["SEQ_LEN", "narrowed", "prepared", "world_size"]
 SEQ_LEN = 64
 """Tokens of a sequence in a rehearsal, unless the recipe has fewer."""
 
-_VOCABULARY = 2048  # of the text that is read in place of the recipe's
+_VOCABULARY = 2048  # of the text that replaces the recipe's
 
-_DOCUMENTS = 16  # for each rank
+_DOCUMENTS = 16  # per rank
 
 _WIDTHS = (
     "dim",
@@ -40,17 +40,17 @@ _WIDTHS = (
     "qk_rope_head_dim",
     "v_head_dim",
 )
-"""Fields of torchtitan's modules that are widths. Layers, heads, experts and vocabulary are numbers."""
+"""Fields of torchtitan's modules that are widths; numbers of layers, heads, experts and tokens are not."""
 
 _NUMBERED_OUTPUTS = ("lm_head", "router.gate")
-"""Modules whose `out_features` are a number: of the vocabulary's entries, of the experts."""
+"""Modules whose `out_features` are the vocabulary size or the number of experts."""
 
 
 def world_size(config: Trainer.Config) -> int:
-    """The ranks that the degrees of parallelism multiply to.
+    """The product of the degrees of parallelism.
 
     Raises:
-        UserError: one degree is left open.
+        UserError: if a degree is -1.
     """
     parallelism = config.parallelism
     if parallelism.data_parallel_shard_degree < 1:
@@ -66,7 +66,7 @@ def world_size(config: Trainer.Config) -> int:
 
 
 def prepared(config: Trainer.Config, *, steps: int, folder: str) -> Trainer.Config:
-    """A copy that trains on a text at hand, eagerly, for a few short steps, and saves after the last.
+    """A copy that trains on generated text, eagerly, for a few short steps, and saves after the last.
 
     Args:
         config: the recipe's; not changed.
@@ -74,7 +74,7 @@ def prepared(config: Trainer.Config, *, steps: int, folder: str) -> Trainer.Conf
         folder: for the files of the run.
 
     Raises:
-        UserError: the model has too small a vocabulary for that text.
+        UserError: if the model's vocabulary is too small for that text.
     """
     vocabulary = getattr(config.model_spec.model, "vocab_size", _VOCABULARY)
     if vocabulary < _VOCABULARY:
@@ -89,7 +89,7 @@ def prepared(config: Trainer.Config, *, steps: int, folder: str) -> Trainer.Conf
         "profiler": {"enable_profiling": False, "enable_memory_snapshot": False},
         "metrics": {"enable_tensorboard": False, "enable_wandb": False},
         "training": {"steps": steps, "seq_len": min(config.training.seq_len, SEQ_LEN)},
-        # Warm-up and decay would make updates that vanish in the weights' rounding.
+        # Updates during warm-up and decay could be smaller than the rounding of the weights.
         "lr_scheduler": {"warmup_steps": 0, "decay_ratio": 0.0, "total_steps": None},
         "checkpoint": {
             "enable": True,
@@ -102,7 +102,7 @@ def prepared(config: Trainer.Config, *, steps: int, folder: str) -> Trainer.Conf
             "last_save_in_hf": False,
         },
         "debug": {"seed": 0, "enable_structured_logging": False},
-        # Ranks take turns, so that none can time what they have together.
+        # Ranks run one after another, so stage times cannot be measured.
         "pipeline": {
             "balance": "layers",
             "synchronous_steps": min(config.pipeline.resolved_synchronous_steps(config.training.steps), 1),
@@ -127,7 +127,7 @@ def prepared(config: Trainer.Config, *, steps: int, folder: str) -> Trainer.Conf
 
 
 def _text_in(folder: str, documents: int) -> str:
-    """The name of a file of documents that say nothing, the same for every rank and every time."""
+    """The path of a file of random documents, the same on every rank and in every run."""
     path, generator = Path(folder, "text.jsonl"), random.Random(0)
     words = ["".join(generator.choices(ascii_lowercase, k=generator.randint(2, 9))) for _ in range(1000)]
     with open(path, "w", encoding="utf-8") as file:
@@ -140,7 +140,7 @@ def narrowed(config: Trainer.Config, divisor: int) -> Trainer.Config:
     """A copy whose model has every width divided by `divisor`.
 
     Raises:
-        UserError: a width that it does not divide.
+        UserError: if it does not divide a width.
     """
     model = copy.deepcopy(config.model_spec.model)
     for name, node, _, _ in model.traverse(Configurable.Config, recurse=True):

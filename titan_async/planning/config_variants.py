@@ -1,7 +1,6 @@
-"""The same run on other ranks: another number of nodes, another layout, another schedule.
+"""Variants of a configuration with another number of nodes, another layout or another schedule.
 
-The batch of an update stays the same number of sequences, and so does what training sees. Only how it is
-shared out changes.
+The global batch size, and so the training data, stays the same.
 """
 
 import dataclasses
@@ -21,6 +20,7 @@ __all__ = [
     "on_nodes",
     "on_own_ranks",
     "sequences_of",
+    "with_overlap",
     "with_schedule",
     "world_size_of",
 ]
@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """What `at_degrees` can change."""
+    """The settings that `at_degrees` changes."""
 
     pp: int
     dp_replicate: int
@@ -40,7 +40,7 @@ class Degrees:
 
 
 def on_own_ranks(config: Trainer.Config, per_node: int) -> Trainer.Config:
-    """A copy whose shard degree is a number: an open one takes the rest of one node, or 1."""
+    """A copy whose shard degree is not -1: -1 becomes the rest of one node, or 1."""
     parallelism = config.parallelism
     if parallelism.data_parallel_shard_degree != -1:
         return config
@@ -49,10 +49,10 @@ def on_own_ranks(config: Trainer.Config, per_node: int) -> Trainer.Config:
 
 
 def on_nodes(config: Trainer.Config, nodes: int, per_node: int) -> Trainer.Config:
-    """A copy for a number of nodes, whose ranks the shard degree takes.
+    """A copy for a number of nodes; the shard degree follows from them.
 
     Raises:
-        UserError: if the other degrees do not divide their ranks, or these not the batch.
+        UserError: if the other degrees do not divide the ranks, or the ranks the batch.
     """
     if nodes < 1:
         raise UserError(f"--nodes is {nodes}: set it to at least 1")
@@ -70,10 +70,10 @@ def on_nodes(config: Trainer.Config, nodes: int, per_node: int) -> Trainer.Confi
 
 
 def at_degrees(config: Trainer.Config, degrees: Degrees) -> Trainer.Config:
-    """A copy with other degrees, of which `check_layout` has been asked.
+    """A copy with other degrees.
 
     Raises:
-        UserError: if they do not go together.
+        UserError: if `check_layout` refuses them.
     """
     data_parallel = degrees.dp_replicate * degrees.dp_shard
     own = config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
@@ -95,12 +95,12 @@ def at_degrees(config: Trainer.Config, degrees: Degrees) -> Trainer.Config:
 
 
 def with_schedule(config: Trainer.Config, schedule: str) -> Trainer.Config:
-    """A copy under another schedule, all of a batch in one pass of the pipeline.
+    """A copy under another schedule, without gradient accumulation over several passes.
 
-    A split that is not for as many stages as it takes is replaced by the usual one.
+    A split into another number of stages than the schedule takes is replaced by the default one.
 
     Raises:
-        UserError: if the numbers do not allow it.
+        UserError: if the schedule does not support the numbers.
     """
     own = config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
     parallelism = dataclasses.replace(config.parallelism, pipeline_parallel_schedule=schedule)
@@ -118,13 +118,18 @@ def with_schedule(config: Trainer.Config, schedule: str) -> Trainer.Config:
     return changed
 
 
+def with_overlap(config: Trainer.Config, overlap: bool) -> Trainer.Config:
+    """A copy with overlapped pairs, or without."""
+    return dataclasses.replace(config, pipeline=dataclasses.replace(config.pipeline, overlap=overlap))
+
+
 def world_size_of(config: Trainer.Config) -> int:
-    """The ranks of a configuration whose shard degree is a number."""
+    """The world size of a configuration whose shard degree is not -1."""
     return ranks_without_shards(config.parallelism) * int(config.parallelism.data_parallel_shard_degree)
 
 
 def sequences_of(config: Trainer.Config) -> int:
-    """Of a batch, over all ranks of a configuration whose shard degree is a number."""
+    """Global batch size in sequences of a configuration whose shard degree is not -1."""
     parallelism = config.parallelism
     return _sequences(
         config, parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
@@ -132,7 +137,7 @@ def sequences_of(config: Trainer.Config) -> int:
 
 
 def _sequences(config: Trainer.Config, data_parallel: int) -> int:
-    """Of a batch, over all ranks."""
+    """Global batch size in sequences."""
     training, parallelism = config.training, config.parallelism
     if training.global_batch_size > 0:
         return int(training.global_batch_size)

@@ -1,8 +1,8 @@
-"""Modules that stand in for torchtitan's while a part is traced without data.
+"""Overrides of torchtitan's modules for tracing with fake tensors.
 
-Fake tensors have no values: what depends on which expert a token chose, or on a mask's blocks, cannot run.
-Here tokens are spread evenly over the experts. For accelerators, attention and norms are the fused kernels,
-which save the same tensors whichever implementation runs.
+Fake tensors have no values, so operators that depend on the routing of tokens or on a mask's blocks cannot
+run. Here tokens are distributed evenly over the experts. For accelerators, attention and norms are the fused
+kernels, which save the same tensors as other implementations.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class CausalAttention(FlexAttention):
 
 
 class FusedNorm(RMSNorm):
-    """RMSNorm as one kernel, which saves its input and one number a row."""
+    """RMSNorm as one kernel, which saves its input and one number per row."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RMSNorm.Config):
@@ -47,7 +47,7 @@ class FusedNorm(RMSNorm):
 
 
 class SpreadLoopExperts(LoopGroupedExperts):
-    """The loop over experts, each of which gets as many tokens as the others."""
+    """The loop over experts, with the same number of tokens for each."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(LoopGroupedExperts.Config):
@@ -74,7 +74,7 @@ def spread_experts(cfg: GroupedExperts.Config) -> SpreadLoopExperts.Config:
 
 
 def overrides_of(config: Trainer.Config, on_cpu: bool) -> list[str]:
-    """The names, for `override.imports`, of the stand-ins that apply to the model of `config`."""
+    """The names for `override.imports` of the overrides that apply to the model of `config`."""
     replacements: dict[type, str] = (
         {GroupedExperts.Config: "spread_experts"}
         if on_cpu

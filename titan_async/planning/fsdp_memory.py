@@ -1,53 +1,53 @@
-"""What one stage under FSDP2 holds beyond its shards, moment by moment of a microbatch.
+"""Memory of one stage under FSDP2 beyond its shards, during a microbatch without a pipeline.
 
-Without a pipeline FSDP2 gathers a unit's weights when the unit is due and frees them after it; each backward
-reduces its gradients at once, unit by unit. torchtitan's `fsdp_reshard_after_forward` says whether weights
-are freed between forward and backward too: "always", "never", or all but the last unit's ("default").
+FSDP2 all-gathers a unit's weights before the unit runs and frees them after it; each backward reduce-scatters
+its gradients immediately, unit by unit. torchtitan's `fsdp_reshard_after_forward` determines whether weights
+are freed between forward and backward too: "always", "never", or all except the last unit's ("default").
 
-A loss in chunks gathers the head's weights anew, makes and reduces their gradient in the forward, and frees
-them whatever that says; the backward gathers them once more, for the norm that is in their unit.
+A chunked loss gathers the head's weights again, computes and reduces their gradient in the forward, and frees
+them in any case; the backward gathers them once more, for the norm in the same unit.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from titan_async.planning.parts import Part, together
+from titan_async.planning.traced_parts import Part, together
 
-__all__ = ["Held", "Unit", "backward_moments", "forward_moments", "reshards_after_forward"]
+__all__ = ["Held", "Unit", "backward_memory", "forward_memory", "reshards_after_forward"]
 
 
 @dataclass(frozen=True)
 class Unit:
-    """An FSDP unit, which is one part of the model, in bytes on a rank."""
+    """An FSDP unit, which is one part of the model. Sizes are bytes on a rank."""
 
     part: Part
     weights: int
-    """Unsharded, in the dtype of the computation, as their gradients are."""
+    """Unsharded, in the compute dtype, like their gradients."""
     gather: int
-    """What an all-gather of them comes in through, before it is copied out."""
+    """The all-gather's buffer, before the copy-out."""
     reduction: int
-    """What a reduce-scatter of them is sent from."""
+    """The reduce-scatter's input buffer."""
     reduced: int
-    """What it leaves on the rank, in the dtype of the reduction."""
+    """The reduce-scatter's output, in the dtype of the reduction."""
     shard: int
-    """The same in the dtype of the parameters, in which gradients are summed over microbatches."""
+    """The output in the dtype of the parameters, in which gradients accumulate over microbatches."""
     reshards: bool
     """Whether its weights are freed between forward and backward."""
     foreign: int
-    """Gradients that the part's trace has made and this rank does not: those of other ranks' experts."""
+    """Gradients in the part's trace that this rank does not compute: those of other ranks' experts."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes at a moment, beyond what there is between microbatches."""
+    """Bytes at one point, beyond those between microbatches."""
 
     weights: int
     gradients: int
-    """Unsharded ones, where they are not among the temporary bytes of the backward that makes them."""
+    """Unsharded gradients, unless they are among the temporary bytes of their backward."""
     activations: int
     temporary: int
     summed: int = 0
-    """Shards of gradients that this microbatch is the first to make."""
+    """Gradient shards that this microbatch allocates."""
 
 
 def reshards_after_forward(policy: str, parts: Sequence[Part]) -> list[bool]:
@@ -55,7 +55,7 @@ def reshards_after_forward(policy: str, parts: Sequence[Part]) -> list[bool]:
 
     Args:
         policy: `parallelism.fsdp_reshard_after_forward`; by default torchtitan keeps the last part's weights,
-            and those of embedding and head where they are one.
+            and those of embedding and head where they are tied.
         parts: of the whole model.
     """
     tied = together(parts)[-1].weights != parts[-1].weights
@@ -66,25 +66,25 @@ def reshards_after_forward(policy: str, parts: Sequence[Part]) -> list[bool]:
     ]
 
 
-def forward_moments(units: Sequence[Unit], tp: int, prefetches: bool, first: bool) -> Iterator[Held]:
-    """The forward of a microbatch.
+def forward_memory(units: Sequence[Unit], tp: int, prefetches: bool, first: bool) -> Iterator[Held]:
+    """Memory during the forward of a microbatch.
 
     Args:
         units: of the stage, in the model's order.
-        tp: tensor-parallel ranks, which share activations.
-        first: whether it is the first of a batch.
-        prefetches: whether the next unit is gathered while one computes, as torchtitan asks for with expert
-            parallelism; else the host only runs ahead, after the unit's weights have been freed.
+        tp: tensor-parallel ranks, over which activations are sharded.
+        first: whether it is the first microbatch of a batch.
+        prefetches: whether the next unit is prefetched during computation, as torchtitan configures with
+            expert parallelism; otherwise only after the unit's weights have been freed.
     """
     kept = activations = before = 0
     for unit, following in zip(units, [*units[1:], None], strict=True):
         yield Held(kept, 0, activations, before + unit.gather)
         yield Held(kept + unit.weights, 0, activations, unit.gather)
-        # The buffer stays until the next gather; that of the last unit until the loss begins.
+        # The buffer is held until the next gather; that of the last unit until the loss.
         buffer = unit.gather if following else 0
         buffer += following.gather if following and prefetches else 0
         computing = buffer + unit.part.forward_peak // tp
-        if unit.part.chunked:  # the gradient of the chunks so far, and what it is sent from
+        if unit.part.chunked:  # the gradient of the chunks so far, and its input buffer
             computing += 2 * unit.reduction + (unit.reduced if first else 0)
         yield Held(kept + unit.weights, 0, activations, computing)
         activations += unit.part.saved_bytes // tp
@@ -92,13 +92,13 @@ def forward_moments(units: Sequence[Unit], tp: int, prefetches: bool, first: boo
         before = unit.gather
 
 
-def backward_moments(units: Sequence[Unit], tp: int, first: bool) -> Iterator[Held]:
-    """The backward of a microbatch, in which the unit before is gathered while one computes.
+def backward_memory(units: Sequence[Unit], tp: int, first: bool) -> Iterator[Held]:
+    """Memory during the backward of a microbatch, in which the previous unit is prefetched.
 
     Args:
         units: of the stage, in the model's order.
         tp: tensor-parallel ranks.
-        first: whether it is the first of a batch, which leaves shards of gradients where there were none.
+        first: whether it is the first microbatch of a batch, which allocates gradient shards.
     """
     kept = sum(unit.weights for unit in units if not unit.reshards)
     activations = sum(unit.part.saved_bytes // tp for unit in units)

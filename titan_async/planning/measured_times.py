@@ -1,8 +1,8 @@
-"""Times of a real run in place of assumed ones: what `measured.json` in its folder says.
+"""Calibrates a plan by the measured times of a run, from `measured.json` in its folder.
 
-Forward and backward of all stages together, as measured, are divided by what the plan finds for the same
-stages; the two quotients scale every stage of the plan, whatever its layout. So the measured run must be of
-the same model, but may have other degrees and another microbatch size.
+Measured forward and backward times, summed over stages, are divided by planned ones of the same stages; the
+two ratios scale every stage of the plan, whatever its layout. So the measured run must be of the same model,
+but may have other degrees and another microbatch size.
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ from torchtitan.trainer import Trainer
 from titan_async.errors import UserError
 from titan_async.planning.hardware import Cluster
 from titan_async.planning.layout import Layout
-from titan_async.planning.parts import trace_parts
 from titan_async.planning.stage_cost import StageCost
 from titan_async.planning.step_time import stage_costs
+from titan_async.planning.traced_parts import trace_parts
 from titan_async.training.telemetry.stage_times import MEASURED_FILE
 from titan_async.whole_files import read_json
 
@@ -27,13 +27,13 @@ __all__ = ["AS_ASSUMED", "Calibration", "calibrate"]
 
 @dataclass(frozen=True)
 class Calibration:
-    """How much longer things take than the data sheet and the assumed share of its peak say."""
+    """Ratios of measured to planned times."""
 
     forward: float
     backward: float
 
     def apply(self, costs: Sequence[StageCost]) -> list[StageCost]:
-        """The costs with measured forwards and backwards."""
+        """The costs, scaled by the ratios."""
         return [
             dataclasses.replace(
                 cost,
@@ -52,7 +52,7 @@ AS_ASSUMED = Calibration(1.0, 1.0)
 
 
 def calibrate(config: Trainer.Config, cluster: Cluster, folder: str) -> Calibration:
-    """Compare a run's measured times with what a plan says of it.
+    """Compare a run's measured times with its planned ones.
 
     Args:
         config: the plan's configuration, of the same model.
@@ -60,7 +60,7 @@ def calibrate(config: Trainer.Config, cluster: Cluster, folder: str) -> Calibrat
         folder: the run's `dump_folder`.
 
     Raises:
-        UserError: if the folder holds no times, or those of another model.
+        UserError: if the folder has no measured times, or those of another model.
     """
     record = _read(Path(folder) / MEASURED_FILE)
     try:
@@ -103,7 +103,7 @@ def _layout_of(record: Any) -> Layout:
 
 
 def _of_run(config: Trainer.Config, layout: Layout) -> Trainer.Config:
-    """The configuration with what of the run's its parts depend on."""
+    """The configuration with the run's settings that its parts depend on."""
     training = dataclasses.replace(config.training, seq_len=layout.seq_len)
     parallelism = dataclasses.replace(
         config.parallelism,
@@ -111,5 +111,5 @@ def _of_run(config: Trainer.Config, layout: Layout) -> Trainer.Config:
         pipeline_parallel_degree=layout.pp,
     )
     config = config.__class__(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)})
-    config.training, config.parallelism = training, parallelism  # without asking whether batches divide
+    config.training, config.parallelism = training, parallelism  # without validation of the batch size
     return config

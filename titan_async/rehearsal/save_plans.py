@@ -1,4 +1,4 @@
-"""Whether the parts of a checkpoint that all ranks would write make up all that there is, once each."""
+"""Checks that the save plans of all ranks cover a checkpoint completely and without overlap."""
 
 import itertools
 import logging
@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.distributed import ParallelDims
 from torchtitan.trainer import Trainer
 
-from titan_async.rehearsal.narrow import narrowed, prepared
+from titan_async.rehearsal.narrow_config import narrowed, prepared
 from titan_async.training.checkpoint.ema import keeps_average
 from titan_async.training.checkpoint.train_state import (
     EMA_WEIGHTS,
@@ -29,13 +29,13 @@ from titan_async.training.pipeline.schedule import delays_gradients
 __all__ = ["Entries", "check_plans", "entries_of", "expected_entries", "plan_of"]
 
 Entries = Mapping[str, tuple[int, ...] | None]
-"""What a checkpoint holds, by key: the shape of a tensor, None for anything else."""
+"""The entries of a checkpoint by key: the shape of a tensor, None for anything else."""
 
-_Box = tuple[tuple[int, int], ...]  # start and end in each dimension
+_Region = tuple[tuple[int, int], ...]  # start and end in each dimension
 
 
 def plan_of(state: dict[str, Any], rank: int) -> SavePlan:
-    """What a rank would write of a state, as torch.distributed.checkpoint plans it."""
+    """The plan of torch.distributed.checkpoint for what a rank writes of a state."""
     planner = DefaultSavePlanner()
     values = {
         key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()
@@ -45,16 +45,16 @@ def plan_of(state: dict[str, Any], rank: int) -> SavePlan:
 
 
 def expected_entries(config: Trainer.Config, world: int, *, divisor: int) -> Entries:
-    """What a checkpoint must hold: the state of the whole model, built here without parallelism.
+    """The entries that a checkpoint must have: the state of the whole model, built without parallelism.
 
-    For a process of its own, in which no other model is built.
+    Call it by `for_each`, in a process in which no other model is built.
 
     Args:
         config: the recipe's.
         world: ranks of the run, each of which saves its random generators.
         divisor: of all widths, as in the rehearsal.
     """
-    logging.disable(logging.WARNING)  # torchtitan's remarks about a configuration
+    logging.disable(logging.WARNING)  # torchtitan's warnings about a configuration
     with tempfile.TemporaryDirectory() as folder:
         config = narrowed(prepared(config, steps=1, folder=folder), divisor)
     update_model(config, tied_stages=delays_gradients(config.parallelism))
@@ -85,7 +85,7 @@ def expected_entries(config: Trainer.Config, world: int, *, divisor: int) -> Ent
 
 
 def entries_of(plans: Sequence[SavePlan]) -> Entries:
-    """What the plans write. Of a key that they describe differently, the last description."""
+    """The entries that the plans write; where they differ, those of the last plan."""
     return {
         item.index.fqn: None if item.tensor_data is None else tuple(item.tensor_data.size)
         for plan in plans
@@ -94,10 +94,10 @@ def entries_of(plans: Sequence[SavePlan]) -> Entries:
 
 
 def check_plans(plans: Sequence[SavePlan], expected: Entries) -> list[str]:
-    """What is wrong with the plans of all ranks, a sentence each; nothing if they make up a checkpoint.
+    """Compare the plans of all ranks with the expected entries; one sentence for each error.
 
-    Every key is expected and there, and every tensor is covered by boxes that do not overlap, each of which
-    is on the same number of ranks.
+    The keys must be equal, and every tensor covered by regions that do not overlap, each of them on the same
+    number of ranks.
 
     Args:
         plans: of every rank, in order.
@@ -106,7 +106,7 @@ def check_plans(plans: Sequence[SavePlan], expected: Entries) -> list[str]:
     found = entries_of(plans)
     wrong = [f"{key} is saved by no rank" for key in sorted(expected.keys() - found.keys())]
     wrong += [f"{key} is saved but not expected" for key in sorted(found.keys() - expected.keys())]
-    boxes: dict[str, Counter[_Box]] = defaultdict(Counter)
+    regions: dict[str, Counter[_Region]] = defaultdict(Counter)
     for rank, plan in enumerate(plans):
         for item in plan.items:
             key, data = item.index.fqn, item.tensor_data
@@ -117,12 +117,12 @@ def check_plans(plans: Sequence[SavePlan], expected: Entries) -> list[str]:
                 )
             elif data is not None:
                 chunk = data.chunk
-                boxes[key][
+                regions[key][
                     tuple(
                         (start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
                     )
                 ] += 1
-    for key, places in boxes.items():
+    for key, places in regions.items():
         problem = _uncovered(places, found[key] or ())
         if problem:
             wrong.append(f"{key}, of {_named(found[key])}: {problem}")
@@ -134,31 +134,33 @@ def check_plans(plans: Sequence[SavePlan], expected: Entries) -> list[str]:
     return wrong
 
 
-def _uncovered(places: Counter[_Box], shape: tuple[int, ...]) -> str | None:
-    """Why boxes do not make up a tensor of `shape`; None if they do."""
+def _uncovered(places: Counter[_Region], shape: tuple[int, ...]) -> str | None:
+    """Why regions do not cover a tensor of `shape` exactly once; None if they do."""
     whole = tuple((0, size) for size in shape)
-    filled = {box: ranks for box, ranks in places.items() if all(start < end for start, end in box)}
-    for box in filled:
-        if any(start < 0 or end > size for (start, end), size in zip(box, shape, strict=True)):
-            return f"the part {_named(box)} reaches out of it"
-    # Every edge of a box cuts the tensor through, so that a cell is within a box or outside of it.
+    filled = {region: ranks for region, ranks in places.items() if all(start < end for start, end in region)}
+    for region in filled:
+        if any(start < 0 or end > size for (start, end), size in zip(region, shape, strict=True)):
+            return f"the part {_named(region)} reaches out of it"
+    # Every edge of a region cuts the whole tensor, so that a cell lies inside or outside of each region.
     cuts = [
-        sorted({edge for box in (whole, *filled) for edge in box[dimension]})
+        sorted({edge for region in (whole, *filled) for edge in region[dimension]})
         for dimension in range(len(shape))
     ]
-    covering: Counter[_Box] = Counter()
-    for box in filled:
+    covering: Counter[_Region] = Counter()
+    for region in filled:
         covering.update(
             itertools.product(
                 *(
                     [pair for pair in itertools.pairwise(edges) if start <= pair[0] and pair[1] <= end]
-                    for edges, (start, end) in zip(cuts, box, strict=True)
+                    for edges, (start, end) in zip(cuts, region, strict=True)
                 )
             )
         )
     for cell in itertools.product(*(itertools.pairwise(edges) for edges in cuts)):
         if covering[cell] != 1:
-            return f"the part {_named(cell)} is in {covering[cell] or 'no'} box{'es' * (covering[cell] > 1)}"
+            return (
+                f"the part {_named(cell)} is in {covering[cell] or 'no'} region{'s' * (covering[cell] > 1)}"
+            )
     if len(set(filled.values())) > 1:
         return f"some of its parts are on {min(filled.values())} ranks, others on {max(filled.values())}"
     return None

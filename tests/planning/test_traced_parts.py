@@ -17,8 +17,8 @@ from torchtitan.config.override import apply_overrides  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
 
 from tests.support.recipes import tied_llama, tiny_llama  # noqa: E402
-from titan_async.planning.live_tensors import StorageTracker  # noqa: E402
-from titan_async.planning.parts import Part, together, trace_parts  # noqa: E402
+from titan_async.planning.storage_tracker import StorageTracker  # noqa: E402
+from titan_async.planning.traced_parts import Part, together, trace_parts  # noqa: E402
 from titan_async.recipes.debug import debug, debug_moe  # noqa: E402
 from titan_async.training.pipeline.model_parts import PartMaker  # noqa: E402
 
@@ -115,7 +115,7 @@ def test_flops_of_experts_are_those_of_the_chosen(on_cpu: bool) -> None:
     assert layer.dispatched_bytes == 2 * layer.message_bytes == 2 * TOKENS * 128 * 4
 
 
-def test_checkpointing_computes_again_and_keeps_less() -> None:
+def test_checkpointing_recomputes_and_saves_less() -> None:
     none = trace_parts(small())["layers.0"]
     full = trace_parts(small(activation_checkpoint=FullAC.Config()))["layers.0"]
     selective = trace_parts(small(activation_checkpoint=SelectiveAC.Config()))["layers.0"]
@@ -181,7 +181,7 @@ def real_bytes(maker: PartMaker, modules: list[str]) -> tuple[int, int]:
         return saved, tracker.peak - before
 
 
-def test_tracing_uses_up_no_random_numbers() -> None:
+def test_tracing_does_not_change_the_rng_state() -> None:
     state = torch.get_rng_state()
     trace_parts(small())
     assert torch.equal(torch.get_rng_state(), state)

@@ -1,8 +1,8 @@
-"""The pieces of a model that pipeline stages are made of, and what each costs.
+"""FLOPs and bytes of a model's parts, traced on fake tensors.
 
 A part is the embedding, one layer, or the head: the last norm, the output projection and the loss. Its
-FLOPs and bytes are counted by running forward and backward once on fake tensors, which have shapes and no
-memory, with the activation checkpointing of the run.
+forward and backward run once on fake tensors, which have shapes and no memory, with the run's activation
+checkpointing.
 """
 
 import copy
@@ -21,10 +21,10 @@ from torchtitan.config.override import apply_overrides
 from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.trainer import Trainer
 
-from titan_async.planning import stand_ins
+from titan_async.planning import trace_overrides
 from titan_async.planning._torch_internals import FLOP_FORMULAS, FakeTensorMode, input_backward
 from titan_async.planning.layout import microbatch_size_of
-from titan_async.planning.live_tensors import StorageTracker
+from titan_async.planning.storage_tracker import StorageTracker
 from titan_async.training.models import cpu_overrides
 from titan_async.training.models.tying import EMBEDDING, HEAD, is_tied, untied
 from titan_async.training.pipeline.model_parts import PartInputs, PartMaker, alike_layers
@@ -42,84 +42,77 @@ class Weight:
     """Fully qualified, as in a checkpoint."""
     shape: tuple[int, ...]
     expert: bool
-    """Whether expert parallelism divides it, along the first dimension."""
+    """Whether expert parallelism shards it, along the first dimension."""
     unit: str
-    """The FSDP unit that gathers it together with the others of that name."""
+    """The FSDP unit that it belongs to."""
 
     @property
     def size(self) -> int:
-        """Numbers."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one part costs. FLOPs and bytes are those of one microbatch, without tensor parallelism.
+    """Cost of one part. FLOPs and bytes are those of one microbatch, without tensor parallelism.
 
-    With a loss in chunks (`ChunkedLossWrapper`), FLOPs and `passed_bytes` are those of the whole loss, to
-    which the chunks add up; the other bytes are those of a chunk at a time. With experts the tokens are taken
-    to be spread evenly. Attention counts half of its matrix, which is causal, on accelerators, where the
-    other half is skipped.
+    With a chunked loss (`ChunkedLossWrapper`), FLOPs and `passed_bytes` are those of all chunks together, and
+    the other bytes those of one chunk. Tokens are assumed to be distributed evenly over experts. On
+    accelerators causal attention counts half of its matrix, because kernels skip the other half.
     """
 
     name: str
     """"tok_embeddings", "layers.0", ..., "head"."""
     weights: tuple[Weight, ...]
     active: int
-    """Parameters that take part in computing one token: of the experts, those it is sent to. An embedding
-    counts whole, as is usual."""
+    """Active parameters per token: of the experts, the chosen ones. An embedding counts fully, as usual."""
     forward_flops: float
     attention_flops: float
-    """Of them, those of attention's scores and their product with the values."""
+    """Of these, those of attention's scores and their product with the values."""
     input_flops: float
-    """Of the gradient of the input; forward_flops for matrix products, more for attention."""
+    """Of the gradient of the input; as `forward_flops` for matrix products, more for attention."""
     weight_flops: float
     """Of the gradients of the weights."""
     recompute_flops: float
-    """Of what activation checkpointing computes again before the backward."""
+    """Of the recomputation of activation checkpointing."""
     passed_bytes: int
-    """What it would leave behind without activation checkpointing: about what its elementwise operations
-    write, or read once."""
+    """What its forward would save without activation checkpointing: approximately what its elementwise
+    operations write, or read once."""
     saved_bytes: int
-    """What the forward leaves behind for the backward; its output included, its input not."""
+    """What the forward saves for the backward, including its output, excluding its input."""
     forward_peak: int
-    """The most bytes that the forward holds at a time, beyond what was there before it."""
+    """Peak bytes of the forward, beyond those before it."""
     backward_peak: int
-    """The most that the backward holds, of the same, where it adds to gradients that were there."""
+    """Peak bytes of the backward, beyond those before the forward, if it accumulates into gradients."""
     first_backward_peak: int
-    """The most that it holds where it makes the gradients, which then count too."""
+    """The same if it allocates the gradients, which are included."""
     input_peak: int
-    """The most that the first half of a split backward holds, which computes the gradient of the input."""
+    """Peak bytes of the input half of a split backward."""
     between_bytes: int
-    """What is kept after that half for the other one, which computes those of the weights."""
+    """Bytes held between the two halves."""
     unused_bytes: int
-    """Of the output, if the backward does without it: schedules keep logits, one stage alone does not."""
+    """Of the output if the backward does not need it: schedules keep logits, a single stage does not."""
     gradient_bytes: int
-    """Of its parameters' gradients in the dtype of the computation."""
+    """Of its parameters' gradients in the compute dtype."""
     message_bytes: int
-    """Of a microbatch's hidden state [B, L, D], which goes from one part to the next."""
+    """Of a microbatch's hidden state [B, L, D], the input of the next part."""
     mask_bytes: int
-    """Of the attention mask of a microbatch, made for all of a batch's at its beginning; on accelerators it
-    is small and counts as nothing."""
+    """Of a microbatch's attention mask; a batch's masks are created at its start. 0 on accelerators, where it
+    is small."""
     chunked: bool
-    """Whether it is a head whose backward runs in its forward, chunk by chunk of the sequence."""
+    """Whether it is a head with a chunked loss, whose backward runs in its forward."""
     dispatched_bytes: int
-    """What tokens weigh that are sent to experts, before any are sent: twice forward (there and back) and
-    twice backward this goes through expert-parallel ranks, each of which keeps its own share of 1/ep."""
-
-    @property
-    def backward_flops(self) -> float:
-        """All that is computed between a forward's end and its gradients."""
-        return self.input_flops + self.weight_flops + self.recompute_flops
+    """Of the tokens dispatched to experts: twice in the forward (dispatch and combine) and twice in the
+    backward expert-parallel ranks exchange them, except for a rank's own share of 1/ep."""
 
     @property
     def dense(self) -> int:
-        """Parameters that expert parallelism leaves whole."""
+        """Parameters that expert parallelism does not shard."""
         return sum(weight.size for weight in self.weights if not weight.expert)
 
     @property
     def experts(self) -> int:
-        """Parameters that expert parallelism divides."""
+        """Parameters that expert parallelism shards."""
         return sum(weight.size for weight in self.weights if weight.expert)
 
 
@@ -127,18 +120,17 @@ def trace_parts(config: Trainer.Config, *, on_cpu: bool = False) -> dict[str, Pa
     """The parts of a configuration's model, by name, in the model's order.
 
     Args:
-        config: resolved; not changed. Its microbatch size, sequence length, dtypes and activation
-            checkpointing count, its degrees of parallelism do not.
-        on_cpu: trace what runs on a CPU, where attention and experts are others.
+        config: resolved; not changed. Its degrees of parallelism are ignored.
+        on_cpu: trace the modules that run on a CPU, with other attention and experts.
 
     Raises:
         ValueError: if torchtitan refuses the model.
     """
-    config = _alone(config)
+    config = _without_parallelism(config)
     tied = is_tied(config.model_spec.model)
     if tied:
         config.model_spec = dataclasses.replace(config.model_spec, model=untied(config.model_spec.model))
-    names = stand_ins.overrides_of(config, on_cpu)
+    names = trace_overrides.overrides_of(config, on_cpu)
     if on_cpu:
         names += [name for name in cpu_overrides.override_imports(config) if "loop_experts" not in name]
     config.override = dataclasses.replace(config.override, imports=[*config.override.imports, *names])
@@ -168,8 +160,8 @@ def trace_parts(config: Trainer.Config, *, on_cpu: bool = False) -> dict[str, Pa
     return parts
 
 
-def _alone(config: Trainer.Config) -> Any:
-    """A copy for one process, with the microbatch of a stage."""
+def _without_parallelism(config: Trainer.Config) -> Any:
+    """A copy without parallelism, with the microbatch size of a stage."""
     config = copy.deepcopy(config)
     parallelism = config.parallelism
     parallelism.pipeline_parallel_microbatch_size = microbatch_size_of(config)
@@ -180,7 +172,7 @@ def _alone(config: Trainer.Config) -> Any:
 
 
 def together(parts: Iterable[Part]) -> list[Part]:
-    """The parts of one stage, or of a whole model, with a tied weight in the first part that has it only."""
+    """The parts of one stage, or of a whole model, with tied weights only in the first part that has them."""
     seen: set[str] = set()
     lying = []
     for part in parts:
@@ -192,7 +184,7 @@ def together(parts: Iterable[Part]) -> list[Part]:
 
 
 def _weights_of(model: nn.Module, tied: bool) -> dict[str, tuple[Weight, ...]]:
-    """The weights of each part; torchtitan makes one FSDP unit of each. A tied one is in two parts."""
+    """The weights of each part, which is one FSDP unit of torchtitan. A tied weight is in two parts."""
     experts = {
         id(parameter)
         for module in model.modules()
@@ -244,7 +236,7 @@ def _trace(maker: PartMaker, name: str, on_cpu: bool) -> Part:
 
 @contextmanager
 def _fake() -> Iterator[None]:
-    # Initial values are never looked at, and nothing of the random state is used up.
+    # Initial values do not matter, and the RNG state is restored.
     with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
         yield
 
@@ -274,7 +266,7 @@ def _flops_of(maker: PartMaker, modules: list[str], *, halve_attention: bool) ->
         with counter:
             end.backward(inputs.output_gradient)
         backward, _ = _split(counter, halve_attention)
-    # Every matrix product of a weight has one for the weight's gradient as large as it.
+    # The gradient of a weight is a matrix product of the same size as the weight's own.
     products = forward - attention if any(True for _ in part.parameters()) else 0.0
     return _Flops(forward, attention, backward, products)
 
@@ -308,11 +300,11 @@ def _bytes_of(maker: PartMaker, modules: list[str], *, masked: bool) -> dict[str
         mask = inputs.keywords.get("attention_masks")
         mask_bytes = mask.untyped_storage().nbytes() if masked and isinstance(mask, torch.Tensor) else 0
         peaks = []
-        for _ in range(2):  # the second time the parameters have gradients
+        for _ in range(2):  # the second time gradients exist
             start = inputs.start(part)
             before = tracker.live
             tracker.reset_peak()
-            output, end = inputs.forward(part, start)  # a schedule keeps both
+            output, end = inputs.forward(part, start)  # a schedule holds both
             saved, forward_peak = tracker.live - before, tracker.peak - before
             tracker.reset_peak()
             end.backward(inputs.output_gradient)
@@ -325,14 +317,14 @@ def _bytes_of(maker: PartMaker, modules: list[str], *, masked: bool) -> dict[str
         del end
         gradients = tracker.bytes_of([p.grad for p in part.parameters() if p.grad is not None])
         input_peak = between = 0
-        if part.tok_embeddings is None:  # else there is no input to have a gradient
+        if part.tok_embeddings is None:  # otherwise the input has no gradient
             start = inputs.start(part)
             before = tracker.live
             output, end = inputs.forward(part, start)
             tracker.reset_peak()
             kept = input_backward(end, inputs.output_gradient, start, part)
             input_peak = tracker.peak - before
-            start.grad = None  # sent to the part before
+            start.grad = None  # sent to the previous part
             del output, end, start
             between = tracker.live - before
             del kept
