@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torchtitan.protocols.model_spec import ModelSpec
 
-from titan_async.huggingface.architecture import spec_of_section
+from titan_async.huggingface.config_json import spec_of_section
 from titan_async.recipes._training import from_the_hub
 from titan_async.training.trainer import AsyncTrainer
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from titan_async.checkpoint._dcp_files_internals import (
+from titan_async.checkpoint._dcp_io_internals import (
     CheckingReader,
     DamagedError,
     SealingWriter,

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageWri
 from tests.support import forks
 from tests.support.saved_runs import DENSE, MOE, random_weights, save_run
 from tests.support.selection import slow
-from titan_async.checkpoint.distributed import SavedTensors
+from titan_async.checkpoint.dcp import SavedTensors
 from titan_async.cli.main import main
 from titan_async.config.recipe_file import resolve_recipe
 
@@ -315,7 +315,7 @@ def test_a_killed_conversion_leaves_nothing_under_the_name_and_the_next_one_succ
 
 FULL = """
 import resource, sys
-from titan_async.checkpoint.distributed import SavedTensors
+from titan_async.checkpoint.dcp import SavedTensors
 from titan_async.cli.main import main
 run, out = sys.argv[1:]
 assert main(["convert", run, out + "/hf"]) == 0

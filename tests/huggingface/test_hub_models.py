@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from tests.support.saved_runs import logits, torchtitan_model
 from tests.support.selection import slow
 from tests.support.training import train
-from titan_async.checkpoint.distributed import SavedTensors
+from titan_async.checkpoint.dcp import SavedTensors
 from titan_async.cli.main import main
 from titan_async.config.recipe_file import resolve_model, resolve_recipe
 from titan_async.data import shakespeare_tokenizer_folder
 from titan_async.errors import UserError
-from titan_async.huggingface.architecture import model_section, read_description
+from titan_async.huggingface.config_json import model_section, read_description
 from titan_async.planning.layout import split_of
 from titan_async.training.hf_architecture import describe
 

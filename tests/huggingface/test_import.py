@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from tests.support.saved_runs import DENSE, MOE, random_weights, save_run
-from titan_async.checkpoint.distributed import SavedTensors
+from titan_async.checkpoint.dcp import SavedTensors
 from titan_async.cli.main import main
 from titan_async.config.recipe_file import resolve_recipe
 from titan_async.training.checkpoint import complete_steps

@@ -23,7 +23,7 @@ ensure_device()
 from torchtitan.components.optimizer import LRSchedulersContainer  # noqa: E402
 from torchtitan.components.tokenizer import HuggingFaceTokenizer  # noqa: E402
 
-from titan_async.checkpoint._dcp_files_internals import SealingWriter  # noqa: E402
+from titan_async.checkpoint._dcp_io_internals import SealingWriter  # noqa: E402
 from titan_async.data import shakespeare_tokenizer_folder  # noqa: E402
 from titan_async.training.checkpoint import (  # noqa: E402
     AsyncCheckpointer,

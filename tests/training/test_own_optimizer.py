@@ -156,7 +156,7 @@ def test_a_checkpoint_resumes_it_exactly(cls: Any, tmp_path: Path) -> None:
 
 
 def save_and_load(optimizers: AsyncOptimizers, folder: Path, into: AsyncOptimizers) -> None:
-    from titan_async.checkpoint._dcp_files_internals import CheckingReader, ValueLoadPlanner
+    from titan_async.checkpoint._dcp_io_internals import CheckingReader, ValueLoadPlanner
 
     dcp.save({"optimizer": optimizers.state_dict()}, checkpoint_id=folder, no_dist=True)
     state = into.state_dict()

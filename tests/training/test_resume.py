@@ -33,7 +33,7 @@ def train(rank, group, folder, steps, flags, *, slow_writes=0.0, held_writes=Fal
     ensure_device()
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    from titan_async.checkpoint._dcp_files_internals import SealingWriter
+    from titan_async.checkpoint._dcp_io_internals import SealingWriter
     from titan_async.config.recipe_file import resolve
 
     _clear_sharding_prop_cache()  # which remembers the meshes of an earlier trainer

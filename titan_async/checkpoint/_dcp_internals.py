@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.serialization import _get_layout
 
-from titan_async.whole_files import read_regular
+from titan_async.file_io import read_regular
 
 __all__ = ["load_index", "seal"]
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from titan_async.checkpoint.tensors import TensorInfo
 from titan_async.errors import UserError
-from titan_async.whole_files import read_json
+from titan_async.file_io import read_json
 
 __all__ = ["INDEX", "SafetensorsFolder", "plan_shards", "write_folder"]
 

@@ -17,7 +17,7 @@ from titan_async.config.edit import Edit, Path, dotted, nearest
 from titan_async.config.recipe_list import recipe_files
 from titan_async.config.toml_values import check_value, parse_toml
 from titan_async.errors import UserError
-from titan_async.whole_files import read_regular
+from titan_async.file_io import read_regular
 
 __all__ = ["RecipeSource", "TomlFile", "read_recipe_file", "read_toml"]
 

@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from titan_async.data.tokenizer import load_tokenizer
 from titan_async.errors import UserError
-from titan_async.whole_files import read_json
+from titan_async.file_io import read_json
 
 __all__ = ["DocumentEncoder", "adds_marks", "encode_plainly", "entries_of", "tokens_around"]
 

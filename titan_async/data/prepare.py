@@ -44,7 +44,7 @@ from titan_async.data.token_files import (
     write_shard,
 )
 from titan_async.errors import UserError
-from titan_async.whole_files import read_json, write_json
+from titan_async.file_io import read_json, write_json
 
 __all__ = ["SHARD_TOKENS", "estimate_documents", "prepare_tokens"]
 

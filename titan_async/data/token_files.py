@@ -30,7 +30,7 @@ import safetensors
 import safetensors.numpy
 
 from titan_async.errors import UserError
-from titan_async.whole_files import read_json, write_json, writing_whole
+from titan_async.file_io import read_json, write_json, writing_whole
 
 __all__ = [
     "INDEX",

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from titan_async.data.sources import open_documents
 from titan_async.data.text_source import TextSource
 from titan_async.errors import UserError
-from titan_async.whole_files import writing_whole
+from titan_async.file_io import writing_whole
 
 __all__ = [
     "END_OF_TEXT",

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from titan_async.checkpoint.folders import new_folder
+from titan_async.checkpoint.atomic_folder import new_folder
 from titan_async.checkpoint.safetensors_files import write_folder
 from titan_async.checkpoint.tensors import TensorInfo
 from titan_async.errors import UserError
-from titan_async.huggingface.architecture import KEPT_TYPE
+from titan_async.huggingface.config_json import KEPT_TYPE
 from titan_async.huggingface.model_card import model_card
 from titan_async.huggingface.saved_model import SavedModel
 from titan_async.huggingface.tokenizer_files import export_tokenizer, special_tokens

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torchtitan.trainer import Trainer
 
-from titan_async.checkpoint.distributed import save_tensors
-from titan_async.checkpoint.folders import new_folder
+from titan_async.checkpoint.atomic_folder import new_folder
+from titan_async.checkpoint.dcp import save_tensors
 from titan_async.checkpoint.safetensors_files import SafetensorsFolder
 from titan_async.config.recipe_file import Resolved, resolve_model, resolve_recipe
 from titan_async.errors import UserError
-from titan_async.huggingface.architecture import check_same, model_section, read_description
-from titan_async.huggingface.layout import layout_of, read_from, tensors_in
+from titan_async.huggingface.config_json import check_same, model_section, read_description
+from titan_async.huggingface.key_mapping import layout_of, read_from, tensors_in
 from titan_async.training.hf_architecture import describe
 from titan_async.training.saved_recipe import RECIPE, recipe_text
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torchtitan.trainer import Trainer
 
-from titan_async.checkpoint.distributed import SavedTensors
+from titan_async.checkpoint.dcp import SavedTensors
 from titan_async.checkpoint.safetensors_files import INDEX as HF_INDEX
 from titan_async.checkpoint.safetensors_files import SafetensorsFolder
 from titan_async.checkpoint.tensors import TensorInfo
 from titan_async.config.recipe_file import Resolved, resolve_recipe
 from titan_async.errors import UserError
-from titan_async.huggingface.layout import Layout, layout_of, read_from, tensors_in
+from titan_async.huggingface.key_mapping import Layout, layout_of, read_from, tensors_in
 from titan_async.training.checkpoint import EMA_WEIGHTS, NEXT_WEIGHTS, complete_steps
 from titan_async.training.saved_recipe import RECIPE
 from titan_async.training.tying import HEAD

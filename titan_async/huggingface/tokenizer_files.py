@@ -8,8 +8,8 @@ from titan_async.data import DocumentEncoder
 from titan_async.data.encoder import encode_plainly, tokens_around
 from titan_async.data.tokenizer import load_tokenizer
 from titan_async.errors import UserError
+from titan_async.file_io import read_json
 from titan_async.huggingface.sampling import Vocabulary
-from titan_async.whole_files import read_json
 
 __all__ = ["export_tokenizer", "special_tokens"]
 

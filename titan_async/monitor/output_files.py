@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from titan_async.errors import UserError
-from titan_async.whole_files import writing_whole
+from titan_async.file_io import writing_whole
 
 __all__ = ["writing_output"]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_async.errors import UserError
-from titan_async.whole_files import read_json, write_json
+from titan_async.file_io import read_json, write_json
 
 __all__ = [
     "EVENTS_FOLDER",

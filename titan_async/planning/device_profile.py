@@ -14,9 +14,9 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from titan_async.errors import UserError
+from titan_async.file_io import read_json
 from titan_async.monitor.output_files import writing_output
 from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH, CLUSTERS, Accelerator, Cluster, Rates
-from titan_async.whole_files import read_json
 
 __all__ = [
     "AttentionTiming",

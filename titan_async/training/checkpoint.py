@@ -27,7 +27,7 @@ from torchtitan.components.checkpointer import (
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.tools.utils import GarbageCollection
 
-from titan_async.checkpoint._dcp_files_internals import (
+from titan_async.checkpoint._dcp_io_internals import (
     INDEX,
     CheckingReader,
     DamagedError,

@@ -56,7 +56,7 @@ def spec_of(description: Mapping[str, Any]) -> ModelSpec:
     `describe` of the result says what has come of it.
 
     Args:
-        description: as `huggingface.architecture.with_defaults` returns it.
+        description: as `huggingface.config_json.with_defaults` returns it.
 
     Raises:
         ValueError: a sentence that begins with the name of the field that is wrong.

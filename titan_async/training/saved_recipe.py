@@ -4,7 +4,7 @@ from pathlib import Path
 
 from titan_async.config.recipe_file import Resolved
 from titan_async.errors import UserError
-from titan_async.whole_files import writing_whole
+from titan_async.file_io import writing_whole
 
 __all__ = ["RECIPE", "recipe_text", "write_recipe"]
 

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from titan_async.whole_files import writing_whole
+from titan_async.file_io import writing_whole
 
 __all__ = ["keep_run_id", "run_id_file", "wandb_continues"]
 

@@ -10,7 +10,7 @@ from typing import Any
 from _runs import Run, rates_of, run_key, synchronous
 
 from titan_async.errors import UserError
-from titan_async.whole_files import writing_whole
+from titan_async.file_io import writing_whole
 
 __all__ = ["DEFAULT_PATH", "Results", "own_rate", "own_rate_runs", "resolved", "tuned_rate"]
 

@@ -25,8 +25,8 @@ from matplotlib.figure import Figure
 from run import QUICK_STEPS
 
 from titan_async.errors import UserError
+from titan_async.file_io import writing_whole
 from titan_async.monitor.figures import save, style
-from titan_async.whole_files import writing_whole
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("study.md", "study_300.md")

@@ -15,7 +15,7 @@ from typing import IO, Any
 import torch
 
 from _faults.injected import FAULT
-from titan_async.checkpoint.distributed import SavedTensors
+from titan_async.checkpoint.dcp import SavedTensors
 
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "toml_configs" / "debug_cpu.toml"

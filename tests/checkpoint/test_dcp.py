@@ -20,14 +20,14 @@ from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_te
 
 from tests.support import forks
 from tests.support.processes import Pools
-from titan_async.checkpoint._dcp_files_internals import (
+from titan_async.checkpoint._dcp_internals import load_index
+from titan_async.checkpoint._dcp_io_internals import (
     CheckingReader,
     DamagedError,
     SealingWriter,
     ValueLoadPlanner,
 )
-from titan_async.checkpoint._dcp_internals import load_index
-from titan_async.checkpoint.distributed import INDEX, SavedTensors, save_tensors
+from titan_async.checkpoint.dcp import INDEX, SavedTensors, save_tensors
 from titan_async.checkpoint.tensors import TensorInfo
 from titan_async.errors import UserError
 
@@ -254,7 +254,7 @@ def test_a_value_runs_nothing(tmp_path: Path) -> None:
 def test_a_full_disk_is_the_disks_error(tmp_path: Path) -> None:
     program = f"""
 import resource, torch
-from titan_async.checkpoint.distributed import save_tensors
+from titan_async.checkpoint.dcp import save_tensors
 from titan_async.checkpoint.tensors import TensorInfo
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 try:

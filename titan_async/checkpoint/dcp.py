@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from titan_async.checkpoint._dcp_files_internals import (
+from titan_async.checkpoint._dcp_io_internals import (
     INDEX,
     CheckingReader,
     DamagedError,

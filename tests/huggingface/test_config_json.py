@@ -15,14 +15,14 @@ from torchtitan.trainer import Trainer
 
 from tests.support.saved_runs import logits
 from tests.support.transformers_models import DENSE, EXPERTS, LENGTH, MODELS, VOCAB, build
-from titan_async.checkpoint.distributed import SavedTensors
+from titan_async.checkpoint.dcp import SavedTensors
 from titan_async.checkpoint.safetensors_files import SafetensorsFolder
 from titan_async.config.recipe_file import Resolved
 from titan_async.data import shakespeare_tokenizer_folder
 from titan_async.errors import UserError
-from titan_async.huggingface.architecture import check_same, read_description
+from titan_async.huggingface.config_json import check_same, read_description
 from titan_async.huggingface.convert import convert
-from titan_async.huggingface.layout import layout_of
+from titan_async.huggingface.key_mapping import layout_of
 from titan_async.huggingface.saved_model import SavedModel
 from titan_async.training.hf_architecture import describe, export_warning
 

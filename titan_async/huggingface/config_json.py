@@ -9,9 +9,9 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_async.config.values import NONE_WORD
 from titan_async.errors import UserError
+from titan_async.file_io import read_json
 from titan_async.training.hf_architecture import LLAMA3_SCALING, YARN_SCALING, describe
 from titan_async.training.hf_models import MOST_LAYERS, spec_of
-from titan_async.whole_files import read_json
 
 __all__ = ["KEPT_TYPE", "check_same", "model_section", "read_description", "spec_of_section"]
 

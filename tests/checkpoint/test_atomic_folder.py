@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_async.checkpoint.folders import new_folder
+from titan_async.checkpoint.atomic_folder import new_folder
 from titan_async.errors import UserError
 
 
@@ -83,7 +83,7 @@ def test_a_place_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
 
 WRITER = """
 import sys
-from titan_async.checkpoint.folders import new_folder
+from titan_async.checkpoint.atomic_folder import new_folder
 with new_folder(sys.argv[1]) as folder:
     (folder / "half").write_text("half")
     print("writing", flush=True)
