@@ -12,11 +12,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from titan_async.checkpoint._dcp_io_internals import (
-    CheckingReader,
-    DamagedError,
-    SealingWriter,
-    ValueLoadPlanner,
+from titan_async.checkpoint._dcp_internals import (
+    ChecksumReader,
+    ChecksumWriter,
+    CorruptCheckpointError,
+    WeightsOnlyLoadPlanner,
 )
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "bench"))
@@ -30,8 +30,8 @@ def load(folder: Path) -> str | None:
     """Loads a checkpoint; what is said of its damage."""
     state = {"tensor": torch.zeros(100_000)}
     try:
-        dcp.load(state, storage_reader=CheckingReader(folder), planner=ValueLoadPlanner())
-    except DamagedError as error:
+        dcp.load(state, storage_reader=ChecksumReader(folder), planner=WeightsOnlyLoadPlanner())
+    except CorruptCheckpointError as error:
         return str(error)
     except CheckpointException as error:
         [(cause, _)] = error.failures.values()
@@ -41,7 +41,7 @@ def load(folder: Path) -> str | None:
 
 def test_every_damage_is_told_as_expected(tmp_path: Path) -> None:
     whole = tmp_path / "whole"
-    dcp.save({"tensor": torch.arange(100_000.0)}, storage_writer=SealingWriter(whole))
+    dcp.save({"tensor": torch.arange(100_000.0)}, storage_writer=ChecksumWriter(whole))
     assert load(whole) is None
     found = list(damages(quick=False))
     assert [len(tries) for _, tries, _ in found] == [2, 3, 2, 3]

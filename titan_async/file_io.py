@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and files that may be anything."""
+"""Atomic writes, and reads of files that a user names."""
 
 import errno
 import json
@@ -10,32 +10,32 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["read_json", "read_regular", "write_json", "writing_whole"]
+__all__ = ["atomic_write", "read_json", "read_regular_file", "write_json"]
 
-_MOST_JSON = 2**28
-"""Bytes: the index of the largest data has some millions."""
+_MAX_JSON_BYTES = 2**28
+"""The index of the largest data set has some millions."""
 
 
 @contextmanager
-def writing_whole(path: Path, *, shared: bool = False) -> Iterator[Path]:
-    """Give the path of a temporary file beside `path`, which takes its place at the end.
+def atomic_write(path: Path, *, shared: bool = False) -> Iterator[Path]:
+    """Yields the path of a temporary file in the same folder, and renames that file to `path` at the end.
 
-    The folder is made if it is missing. An exception leaves what was there before as it was; a killed process
-    leaves a temporary file, which the next one that writes the same file takes over.
+    A missing folder is created. An exception leaves an existing file unchanged. A killed process leaves its
+    temporary file, which the next process that writes the same path overwrites.
 
     Args:
-        path: where the file is to be.
-        shared: whether other processes may write the same file at the same time. They then do not take over
-            what one has left.
+        path: the file to write.
+        shared: whether other processes may write the same path concurrently. Each then uses a temporary file
+            of its own, and does not overwrite one that a killed process has left.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: the file cannot be written.
 
     Examples:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     file = Path(folder, "numbers.txt")
-        ...     with writing_whole(file) as partial:
+        ...     with atomic_write(file) as partial:
         ...         _ = partial.write_text("1 2 3")
         ...         print(file.exists())
         ...     print(file.exists())
@@ -55,35 +55,35 @@ def writing_whole(path: Path, *, shared: bool = False) -> Iterator[Path]:
 
 
 def write_json(path: Path, value: Any, *, shared: bool = False) -> None:
-    """Write JSON that appears whole or not at all; see `writing_whole`."""
-    with writing_whole(path, shared=shared) as partial:
+    """Writes JSON atomically; see `atomic_write`."""
+    with atomic_write(path, shared=shared) as partial:
         partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
-def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
-    """The content of a file that a user has named: not of a pipe or device, which might never end.
+def read_regular_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
+    """Reads a regular file. A pipe or a device is refused, because reading it may never end.
 
     Raises:
-        OSError: if it cannot be read, is something else, or has more than `most` bytes.
-        ValueError: if no file can have this name.
+        OSError: the file cannot be read, is not a regular file, or has more than `max_bytes` bytes.
+        ValueError: the path is not valid, for example because of a null byte.
     """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is a pipe or a device", os.fspath(path))
-        if status.st_size > most:
-            raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", os.fspath(path))
+        if status.st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", os.fspath(path))
         return file.read()
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """What a file of JSON holds.
+    """Reads a JSON file.
 
     Raises:
-        OSError: as `read_regular`.
-        ValueError: if it is not JSON in UTF-8, or nested too deeply.
+        OSError: as `read_regular_file`.
+        ValueError: the file is not JSON in UTF-8, or nested too deeply.
     """
-    content = read_regular(path, _MOST_JSON)
+    content = read_regular_file(path, _MAX_JSON_BYTES)
     try:
         return json.loads(content.decode("utf-8"))
     except RecursionError:

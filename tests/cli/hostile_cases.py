@@ -266,7 +266,7 @@ FLAGS = [
         "flag-pickled-initial-weights",
         "train RECIPE --dump_folder out --checkpoint.initial_load_in_hf "
         "--checkpoint.initial_load_path HERE/one",
-        ["pickled weights only", "convert them to safetensors"],
+        ["only pickled weights", "convert them to safetensors"],
         within("one", files.as_pytorch_bin),
         needs="one",
     ),
@@ -570,10 +570,10 @@ MODELS = [
     model(
         "whole-numbers",
         files.header(SINGLE, NORM, dtype="I32"),
-        [NORM, "type torch.int32", "fetch the model"],
+        [NORM, "dtype torch.int32", "fetch the model"],
     ),
     model("pickle", files.pickled(SINGLE), [SINGLE, "cannot be read", "fetch it again"]),
-    model("pickle-alone", files.as_pytorch_bin, ["pickled weights only", "convert them to safetensors"]),
+    model("pickle-alone", files.as_pytorch_bin, ["only pickled weights", "convert them to safetensors"]),
     model("pipe", fifo(SINGLE), ["no model.safetensors", "name a folder"]),
     model("description-pipe", fifo("config.json"), ["config.json", "pipe or a device", "fetch it again"]),
     model(
@@ -604,13 +604,13 @@ MODELS = [
     model(
         "index-out-of-the-folder",
         files.escaping_index(INDEX, "../x.safetensors"),
-        ["names ../x.safetensors", "no file in its folder"],
+        ["names ../x.safetensors", "not a file in its folder"],
         "several",
     ),
     model(
         "index-absolute",
         files.escaping_index(INDEX, "/etc/passwd"),
-        ["names /etc/passwd", "no file in its folder"],
+        ["names /etc/passwd", "not a file in its folder"],
         "several",
     ),
     model(
@@ -658,10 +658,16 @@ CHECKPOINTS = [
     ],
     checkpoint("train", "pipe", fifo(".metadata"), [".metadata", "pipe or a device", "take another"]),
     checkpoint(
-        "train", "data-pipe", fifo("__0_0.distcp"), ["__0_0.distcp", "no file", "take another checkpoint"]
+        "train",
+        "data-pipe",
+        fifo("__0_0.distcp"),
+        ["__0_0.distcp", "not a regular file", "take another checkpoint"],
     ),
     checkpoint(
-        "convert", "data-pipe", fifo("__0_0.distcp"), ["__0_0.distcp", "no file", "take another checkpoint"]
+        "convert",
+        "data-pipe",
+        fifo("__0_0.distcp"),
+        ["__0_0.distcp", "not a regular file", "take another checkpoint"],
     ),
     checkpoint("convert", "outside", files.spoiled_index(outside), ["outside of its folder", "take another"]),
     checkpoint("train", "outside", files.spoiled_index(outside), ["outside of its folder", "take another"]),
@@ -672,13 +678,13 @@ CHECKPOINTS = [
         "convert",
         "no-tensors",
         files.spoiled_index(without_tensors),
-        ["holds something else", "take another"],
+        ["holds another object", "take another"],
     ),
     checkpoint(
         "convert",
         "whole-numbers",
         files.spoiled_index(whole),
-        ["norm.weight is of the type torch.int64", "--recipe FILE.toml"],
+        ["norm.weight has dtype torch.int64", "--recipe FILE.toml"],
     ),
 ]
 

@@ -17,7 +17,7 @@ from titan_async.config.edit import Edit, Path, dotted, nearest
 from titan_async.config.recipe_list import recipe_files
 from titan_async.config.toml_values import check_value, parse_toml
 from titan_async.errors import UserError
-from titan_async.file_io import read_regular
+from titan_async.file_io import read_regular_file
 
 __all__ = ["RecipeSource", "TomlFile", "read_recipe_file", "read_toml"]
 
@@ -94,7 +94,7 @@ def read_toml(path: str) -> TomlFile:
             or not TOML.
     """
     try:
-        raw = read_regular(path, _MOST_BYTES)
+        raw = read_regular_file(path, _MOST_BYTES)
     except FileNotFoundError:
         ours = {name.removesuffix(".toml") for name in recipe_files()}
         close = nearest(os.path.basename(path).removesuffix(".toml"), ours, cutoff=0.7)

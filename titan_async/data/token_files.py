@@ -30,7 +30,7 @@ import safetensors
 import safetensors.numpy
 
 from titan_async.errors import UserError
-from titan_async.file_io import read_json, write_json, writing_whole
+from titan_async.file_io import atomic_write, read_json, write_json
 
 __all__ = [
     "INDEX",
@@ -167,7 +167,7 @@ def write_shard(
     """Write a file of tokens, which appears whole or not at all."""
     name = f"tokens-{number:05}.safetensors"
     content = safetensors.numpy.save({"tokens": tokens, "ends": ends})
-    with writing_whole(folder / name) as partial:
+    with atomic_write(folder / name) as partial:
         partial.write_bytes(content)
     digest = hashlib.sha256(content).hexdigest()
     return Shard(name=name, documents=ends.size, tokens=tokens.size, bytes=len(content), sha256=digest)

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from titan_async.data.sources import open_documents
 from titan_async.data.text_source import TextSource
 from titan_async.errors import UserError
-from titan_async.file_io import writing_whole
+from titan_async.file_io import atomic_write
 
 __all__ = [
     "END_OF_TEXT",
@@ -94,7 +94,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None
         "tokenizer.json": tokenizer.to_str(pretty=False),
     }
     for name, text in texts.items():
-        with writing_whole(path / name, shared=True) as partial:
+        with atomic_write(path / name, shared=True) as partial:
             partial.write_text(text + "\n", encoding="utf-8")
 
 

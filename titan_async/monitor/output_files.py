@@ -5,14 +5,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from titan_async.errors import UserError
-from titan_async.file_io import writing_whole
+from titan_async.file_io import atomic_write
 
 __all__ = ["writing_output"]
 
 
 @contextmanager
 def writing_output(path: Path, flag: str) -> Iterator[Path]:
-    """`writing_whole` for a file that a user asked for.
+    """`atomic_write` for a file that a user asked for.
 
     Args:
         path: where the file is to be.
@@ -22,7 +22,7 @@ def writing_output(path: Path, flag: str) -> Iterator[Path]:
         UserError: if it cannot be written.
     """
     try:
-        with writing_whole(path) as partial:
+        with atomic_write(path) as partial:
             yield partial
     except OSError as error:
         taken = isinstance(error, FileExistsError)  # by a file of the folder's name

@@ -27,12 +27,12 @@ from torchtitan.components.checkpointer import (
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.tools.utils import GarbageCollection
 
-from titan_async.checkpoint._dcp_io_internals import (
+from titan_async.checkpoint._dcp_internals import (
     INDEX,
-    CheckingReader,
-    DamagedError,
-    SealingWriter,
-    ValueLoadPlanner,
+    ChecksumReader,
+    ChecksumWriter,
+    CorruptCheckpointError,
+    WeightsOnlyLoadPlanner,
     disk_error,
 )
 from titan_async.checkpoint.safetensors_files import INDEX as HF_INDEX
@@ -204,9 +204,9 @@ class AsyncCheckpointer(CheckpointManager):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         with _telling_of_damage(Path(checkpoint_id)):
-            reader = CheckingReader(checkpoint_id)
+            reader = ChecksumReader(checkpoint_id)
             self._fit(state_dict, reader.index.state_dict_metadata)
-            dcp.load(state_dict, storage_reader=reader, planner=ValueLoadPlanner())
+            dcp.load(state_dict, storage_reader=reader, planner=WeightsOnlyLoadPlanner())
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
 
@@ -247,7 +247,7 @@ class AsyncCheckpointer(CheckpointManager):
             Path(checkpoint_id, INDEX).unlink(missing_ok=True)
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
-        writer = SealingWriter(checkpoint_id)
+        writer = ChecksumWriter(checkpoint_id)
         if async_mode == AsyncMode.DISABLED:
             dcp.save(state_dict, storage_writer=writer)
             saving = None
@@ -296,13 +296,13 @@ def _cannot_save(folder: Path, error: OSError) -> UserError:
 def _telling_of_damage(folder: Path) -> Iterator[None]:
     try:
         yield
-    except DamagedError as error:
+    except CorruptCheckpointError as error:
         raise _damaged(folder, str(error)) from error
     except OSError as error:
         raise _damaged(folder, f"{INDEX} cannot be read ({error.strerror})") from error
     except CheckpointException as error:
         for cause, _ in error.failures.values():
-            if isinstance(cause, DamagedError):
+            if isinstance(cause, CorruptCheckpointError):
                 raise _damaged(folder, str(cause)) from error
         raise
 
@@ -323,7 +323,7 @@ def check_index(folder: Path) -> None:
         UserError: it has not.
     """
     with _telling_of_damage(folder):
-        CheckingReader(folder)
+        ChecksumReader(folder)
 
 
 def complete_steps(folder: Path, index: str = INDEX) -> list[int]:

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from titan_async.file_io import writing_whole
+from titan_async.file_io import atomic_write
 
 __all__ = ["keep_run_id", "run_id_file", "wandb_continues"]
 
@@ -50,5 +50,5 @@ def wandb_continues(file: Path, *, resumes: bool) -> Iterator[str]:
 
 def keep_run_id(file: Path, run_id: str) -> None:
     """Write the id for the next start. A folder that takes no file costs that, and not the run."""
-    with contextlib.suppress(OSError), writing_whole(file) as partial:
+    with contextlib.suppress(OSError), atomic_write(file) as partial:
         partial.write_text(f"{run_id}\n", encoding="utf-8")
