@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["atomic_write", "read_json", "read_regular_file", "write_json"]
+from titan_async.errors import UserError
+
+__all__ = ["atomic_write", "read_json", "read_regular_file", "write_json", "write_output"]
 
 _MAX_JSON_BYTES = 2**28
 """The index of the largest data set has some millions."""
@@ -58,6 +60,26 @@ def write_json(path: Path, value: Any, *, shared: bool = False) -> None:
     """Writes JSON atomically; see `atomic_write`."""
     with atomic_write(path, shared=shared) as partial:
         partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def write_output(path: Path, flag: str) -> Iterator[Path]:
+    """`atomic_write` for an output file of a command.
+
+    Args:
+        path: the file to write.
+        flag: the flag that names the file.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        with atomic_write(path) as partial:
+            yield partial
+    except OSError as error:
+        not_a_folder = isinstance(error, FileExistsError)  # raised by mkdir
+        reason = f"{path.parent} is not a folder" if not_a_folder else error.strerror or str(error)
+        raise UserError(f"cannot write {path} ({reason}): name another place with {flag}") from error
 
 
 def read_regular_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:

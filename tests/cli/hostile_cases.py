@@ -29,7 +29,7 @@ class Case(NamedTuple):
     argv: str | list[str]
     """Of titan-async, or of tools/prepare_data.py if it begins with "prepare"; RECIPE is a good one."""
     words: list[str]
-    """Of the sentence: of the cause, and of the mend."""
+    """Parts of the message: of the cause, and of the fix."""
     make: Callable[[Path], object] = nothing
     """Makes files in the current folder."""
     needs: str = ""
@@ -413,13 +413,13 @@ DATA = [
         "digits",
         written("a.jsonl", b'{"text": ' + b"9" * 5000 + b"}\n"),
         "a.jsonl",
-        ["Line 1 of a.jsonl", "not valid JSON", "mend"],
+        ["Line 1 of a.jsonl", "not valid JSON", "fix"],
     ),
     data(
         "nested",
         written("a.jsonl", b'{"text": ' + b"[" * 200_000),
         "a.jsonl",
-        ["Line 1", "not valid JSON", "mend or remove"],
+        ["Line 1", "not valid JSON", "fix or remove"],
     ),
     data(
         "nan",
@@ -706,7 +706,7 @@ MONITOR = [
     Case(
         "run-of-text",
         "plot events",
-        ["run.json", "not of the type int"],
+        ["run.json", "not of type int"],
         lambda here: files.changed_json("run.json", steps="x")(run_of(here)),
         needs="events",
     ),

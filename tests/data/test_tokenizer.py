@@ -1,4 +1,4 @@
-"""The shipped tokenizer, its making, and the unigram baselines."""
+"""The default tokenizer, its training, and the unigram baselines."""
 
 import math
 import sys
@@ -24,7 +24,7 @@ from titan_async.errors import UserError
 
 
 @pytest.mark.slow
-def test_shipped_tokenizer_is_what_training_gives(tmp_path: Path) -> None:
+def test_default_tokenizer_equals_the_trained_one(tmp_path: Path) -> None:
     save_tokenizer(train_tokenizer(open_documents(TextSource(shuffle=False))), tmp_path)
     names = sorted(file.name for file in tmp_path.iterdir())
     assert names == ["tokenizer.json", "tokenizer_config.json"]
@@ -32,7 +32,7 @@ def test_shipped_tokenizer_is_what_training_gives(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes() == (shakespeare_tokenizer_folder() / name).read_bytes()
 
 
-def test_any_text_comes_back() -> None:
+def test_decoding_restores_any_text() -> None:
     tokenizer = load_tokenizer(shakespeare_tokenizer_folder())
     assert tokenizer.get_vocab_size() == 2048
     for text in (" To be,  or\nnot\tto be", "naïve — 你好 \U0001f600", ""):
@@ -63,7 +63,7 @@ def test_ensure_in_two_processes_at_once(tmp_path: Path) -> None:
     assert len(list((tmp_path / "new").iterdir())) == 2
 
 
-def test_mistakes(tmp_path: Path) -> None:
+def test_user_errors_of_tokenizers(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no tokenizer.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
@@ -75,7 +75,7 @@ def test_mistakes(tmp_path: Path) -> None:
         train_tokenizer([])
 
 
-def test_counts_are_those_of_the_labels() -> None:
+def test_count_tokens_counts_labels() -> None:
     tokenizer = load_tokenizer(shakespeare_tokenizer_folder())
     texts = ["To be or not to be", "That is the question"] * 200
     counts = count_tokens(iter(texts), tokenizer)
@@ -94,7 +94,7 @@ def test_unigram_measures() -> None:
 
 
 @pytest.mark.slow  # it encodes all of the plays
-def test_baseline_of_the_plays() -> None:
+def test_unigram_baseline_of_the_default_dataset() -> None:
     tokenizer = load_tokenizer(shakespeare_tokenizer_folder())
     train, validation = (
         count_tokens(open_documents(TextSource(split=split)), tokenizer) for split in ("train", "validation")

@@ -110,9 +110,9 @@ def _plan(line: CommandLine, nodes: int | None, achievable: float | None, mtbf: 
     if file in (None, "-"):
         sys.stdout.write(text)
     else:
-        from titan_async.monitor.output_files import writing_output
+        from titan_async.file_io import write_output
 
-        with writing_output(Path(file), "--json") as partial:
+        with write_output(Path(file), "--json") as partial:
             partial.write_text(text, encoding="utf-8")
         print_plan(plan)
 

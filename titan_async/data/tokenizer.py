@@ -1,8 +1,8 @@
-"""Data layer: train a small byte-level BPE, ship one for the plays, and measure unigram baselines.
+"""Training of byte-level BPE tokenizers, the default tokenizer, and unigram baselines.
 
-The folders written here are Hugging Face tokenizer folders. The end-of-text token begins and ends
-every document, as in GPT-2. `assets/shakespeare_bpe2048` is what `train_tokenizer` gives on the
-training split of the plays.
+Tokenizers are saved as Hugging Face folders. As in GPT-2, the end-of-text token begins and ends every
+document. `assets/shakespeare_bpe2048` is the result of `train_tokenizer` on the training split of
+"shakespeare".
 """
 
 import itertools
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from titan_async.data.sources import open_documents
+from titan_async.data.document_stream import open_documents
 from titan_async.data.text_source import TextSource
 from titan_async.errors import UserError
 from titan_async.file_io import atomic_write
@@ -33,23 +33,23 @@ __all__ = [
 ]
 
 END_OF_TEXT = "<|endoftext|>"
-"""The token, of id 0, that begins and ends a document."""
+"""The token, with id 0, that begins and ends a document."""
 
 
 def shakespeare_tokenizer_folder() -> Path:
-    """Folder of the tokenizer of 2048 entries that this package ships for its default data."""
+    """Folder of this package's tokenizer of 2048 entries for the default dataset."""
     return Path(__file__).parent / "assets" / "shakespeare_bpe2048"
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int = 2048) -> Tokenizer:
-    """Train a byte-level BPE; the same documents in the same order give the same tokenizer.
+    """Trains a byte-level BPE; the same documents in the same order give the same tokenizer.
 
     Args:
         documents: The texts, read once.
-        vocab_size: Entries at most, with the 256 bytes and the end-of-text token.
+        vocab_size: Maximum number of entries, including the 256 bytes and the end-of-text token.
 
     Raises:
-        UserError: `vocab_size` leaves no room for the bytes, or there is no text.
+        UserError: `vocab_size` is too small for the bytes, or there is no text.
 
     Examples:
         >>> tokenizer = train_tokenizer(["to be or not to be"], vocab_size=260)
@@ -76,10 +76,10 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int = 2048) -> Tokeniz
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json`, the latter first.
+    """Writes `tokenizer_config.json` and `tokenizer.json`.
 
-    Each file appears whole or not at all, so that another process may read or write the same folder
-    meanwhile, and a folder with a `tokenizer.json` is complete.
+    Each file is written atomically, `tokenizer.json` last, so that other processes may read or write the same
+    folder concurrently, and a folder with a `tokenizer.json` is complete.
     """
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -99,7 +99,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
-    """Load the `tokenizer.json` of a folder.
+    """Loads the `tokenizer.json` of a folder.
 
     Raises:
         UserError: The folder has none, or it can't be read.
@@ -119,10 +119,10 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
 
 
 def ensure_tokenizer(folder: str | os.PathLike[str], source: TextSource, vocab_size: int = 2048) -> Tokenizer:
-    """Load the tokenizer of a folder, or train it on a source's first epoch and save it there.
+    """Loads the tokenizer of a folder, or trains it on a source's first epoch and saves it there.
 
-    Several processes may call this at once: each trains the same tokenizer. Where the folder already
-    has a tokenizer, neither `source` nor `vocab_size` is looked at.
+    Several processes may call this concurrently; each trains the same tokenizer. If the folder has a
+    tokenizer, `source` and `vocab_size` are ignored.
 
     Raises:
         UserError: As `train_tokenizer`, `load_tokenizer` and `open_documents`.
@@ -133,9 +133,9 @@ def ensure_tokenizer(folder: str | os.PathLike[str], source: TextSource, vocab_s
 
 
 def count_tokens(documents: Iterable[str], tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
-    """How often each token is a label when these documents are trained on.
+    """Counts how often each token is a label in training on these documents.
 
-    Those are all tokens of the documents and, where the tokenizer has it, one end-of-text token each.
+    The labels are all tokens of the documents and, if the tokenizer has it, one end-of-text token each.
 
     Returns:
         int64 counts of shape (vocabulary,).
@@ -154,7 +154,7 @@ def count_tokens(documents: Iterable[str], tokenizer: Tokenizer) -> npt.NDArray[
 def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
     """Entropy in nats of the distribution with these counts; 0 without any.
 
-    A model that has learnt nothing but how often each token occurs has this training loss.
+    It is the training loss of a model that knows the frequency of each token only.
 
     Examples:
         >>> unigram_entropy(np.array([5, 5]))  # ln 2
@@ -168,12 +168,12 @@ def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
 def unigram_cross_entropy(
     train_counts: npt.NDArray[np.int64], validation_counts: npt.NDArray[np.int64]
 ) -> float:
-    """Validation loss, in nats a token, of the unigram distribution of the training text.
+    """Validation loss, in nats per token, of the unigram distribution of the training text.
 
-    One is added to every training count, so that a token that never occurs there costs a finite loss.
+    One is added to every training count, so that the loss of an unseen token is finite.
 
     Raises:
-        UserError: There is no validation token.
+        UserError: There are no validation tokens.
     """
     total = validation_counts.sum()
     if total == 0:

@@ -13,7 +13,7 @@ from typing import Any
 
 from titan_async.errors import UserError
 from titan_async.monitor.formatting import name_stages
-from titan_async.monitor.snapshot import RunWatch
+from titan_async.monitor.snapshot import RunMonitor
 from titan_async.training.failures import Failure
 
 __all__ = ["name_the_silent", "seconds_waited", "watchdog_failure"]
@@ -61,7 +61,7 @@ def name_the_silent(
         by_watchdog: whether NCCL's watchdog has ended the rank for it; its event files are not closed.
     """
     run = _read_run(folder)
-    culprits = [] if run is None else run.culprits(seconds / 2)
+    culprits = [] if run is None else run.stragglers(seconds / 2)
     culprits = [who for who in culprits if not who.startswith(f"rank {rank} (")]
     limit = next((f"comm.{name}" for name in _LIMITS if getattr(comm, name) == seconds), None)
     waited = f"{seconds:.0f} s" + (f" ({limit})" if limit else "")
@@ -75,9 +75,9 @@ def name_the_silent(
     return f"{who} {what}: start the same command again{slow}"
 
 
-def _read_run(folder: Path | None) -> RunWatch | None:
+def _read_run(folder: Path | None) -> RunMonitor | None:
     try:
-        run = None if folder is None else RunWatch(folder)
+        run = None if folder is None else RunMonitor(folder)
     except UserError:  # the files have gone
         return None
     if run is not None:

@@ -1,4 +1,4 @@
-"""Mistakes in the commands that show, draw and export runs: one sentence each, and nothing is written."""
+"""User errors of the commands watch, trace and plot: one line each, and nothing is written."""
 
 from pathlib import Path
 
@@ -12,21 +12,21 @@ RUN_ID = "20260101-000000-aaaa"
 MISTAKES = {
     "trace": "titan-async trace needs one RUN_DIR, {what}",
     "trace {run} {run}": "titan-async trace needs one RUN_DIR, {what}",
-    "trace {tmp}/absent": "{tmp}/absent is no folder: give {what}",
-    "trace {tmp}/empty": "{tmp}/empty holds no events of a run: give {what} that recorded them",
+    "trace {tmp}/absent": "{tmp}/absent is not a folder: give {what}",
+    "trace {tmp}/empty": "{tmp}/empty has no events of a run: give {what} that recorded them",
     "trace {run} --run x": "{run} has no run x: there are {id}",
     "trace {run} --stesp 3": "unknown flag --stesp of titan-async trace; did you mean --steps?",
     "trace {run} --steps": "--steps needs a value, as in titan-async trace --help",
     "trace {run} --steps 1 --steps 2": "--steps is given twice: keep one",
     "trace {run} --steps 5-x": "--steps is 5-x: write A-B, A- or A, for example 10-12",
     "trace {run} --steps 5-3": "--steps is 5-3: its first step is after its last",
-    "trace {run} --steps 4-9": "--steps is 4-9, but the files of run {id} hold 1-4: choose among these",
+    "trace {run} --steps 4-9": "--steps is 4-9, but the files of run {id} have 1-4: choose among these",
     "trace {run} --out t.txt": "--out is t.txt: its name must end in .json or .json.gz",
     "trace {run} --out {tmp}/file/t.json": (
-        "cannot write {tmp}/file/t.json ({tmp}/file is no folder): name another place with --out"
+        "cannot write {tmp}/file/t.json ({tmp}/file is not a folder): name another place with --out"
     ),
     "plot": "titan-async plot needs a RUN_DIR, {what}",
-    "plot {run} {tmp}/absent": "{tmp}/absent is no folder: give {what}",
+    "plot {run} {tmp}/absent": "{tmp}/absent is not a folder: give {what}",
     "plot {run} --fromat svg": "unknown flag --fromat of titan-async plot; did you mean --format?",
     "plot {run} --format pdf": "--format is pdf: use png or svg",
     "plot {run} --out x.pdf": "--out is x.pdf: name a folder, or a file that ends in .png or .svg",
@@ -34,14 +34,14 @@ MISTAKES = {
     "plot {run} --labels a,b": (
         "--labels names 2 runs, but there are 1: give one label for each, with commas between them"
     ),
-    "plot {run} --steps 4-9": "--steps is 4-9, but the files of run {id} hold 1-4: choose among these",
+    "plot {run} --steps 4-9": "--steps is 4-9, but the files of run {id} have 1-4: choose among these",
     "plot {run} --out {tmp}/file/plots": (
         "cannot write {tmp}/file/plots/loss.png (Not a directory): name another place with --out"
     ),
     "watch": "titan-async watch needs one RUN_DIR, {what}",
     "watch a b": "titan-async watch needs one RUN_DIR, {what}",
-    "watch {tmp}/absent": "{tmp}/absent is no folder: give {what}",
-    "watch {tmp}/empty": "{tmp}/empty holds no events of a run: give {what} that recorded them",
+    "watch {tmp}/absent": "{tmp}/absent is not a folder: give {what}",
+    "watch {tmp}/empty": "{tmp}/empty has no events of a run: give {what} that recorded them",
     "watch {run} --run x": "{run} has no run x: there are {id}",
     "watch {run} --following me": "--following must be a whole number from 1 on, not me",
     "watch {run} --width 0": "--width must be a whole number from 1 on, not 0",
@@ -50,7 +50,7 @@ MISTAKES = {
         "--following waits for a run to begin: leave out --run, --once and --svg"
     ),
     "watch {run} --svg {tmp}/file/x.svg": (
-        "cannot write {tmp}/file/x.svg ({tmp}/file is no folder): name another place with --svg"
+        "cannot write {tmp}/file/x.svg ({tmp}/file is not a folder): name another place with --svg"
     ),
 }
 
