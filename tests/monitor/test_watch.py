@@ -253,7 +253,7 @@ def test_view_ends_with_the_run(tmp_path: Path) -> None:
         folder = going_on(tmp_path, "20270101-000000-aaaa", stages=2)
         write_now(folder, 0, Kind.FORWARD, 0.1)
         view.wait_for("q quit")
-        assert "not heard of" not in view.screen()[0]
+        assert "no heartbeat" not in view.screen()[0]
         journal = Journal(folder)
         journal.write("end", reason="stopped")
         journal.close()
