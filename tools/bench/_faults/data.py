@@ -63,7 +63,7 @@ FAULTS = (
     Fault("a text file is cut in mid-read", _CHANGED.format(file=TEXT), {"after": 1, "cut": TEXT}),
     Fault("a JSON lines file vanishes", rf"The data file \S*{LINES} can't be read \(No such file or dir",
           {"after": 1, "unlink": LINES}),
-    Fault("a line is no JSON", rf"Line 3 of \S*{LINES} is not valid JSON \(.*\): mend or remove that line",
+    Fault("a line is no JSON", rf"Line 3 of \S*{LINES} is not valid JSON \(.*\): fix or remove that line",
           file=LINES, wrong=b'"}}'),
     Fault("bytes that are no UTF-8", rf"Line 3 of \S*{LINES} is not UTF-8 text \(.*\): convert it to UTF-8",
           file=LINES, wrong=b"caf\xe9"),
