@@ -12,13 +12,10 @@ from titan_async.data.text_source import TextSource
 from titan_async.data.token_batches import TokenBatches
 from titan_async.data.token_files import TokenFiles
 from titan_async.data.tokenizer import (
-    count_tokens,
-    ensure_tokenizer,
     load_tokenizer,
     save_tokenizer,
     shakespeare_tokenizer_folder,
     train_tokenizer,
-    unigram_cross_entropy,
     unigram_entropy,
 )
 
@@ -31,14 +28,11 @@ __all__ = [
     "TextSource",
     "TokenBatches",
     "TokenFiles",
-    "count_tokens",
-    "ensure_tokenizer",
     "load_tokenizer",
     "open_documents",
     "prepare_tokens",
     "save_tokenizer",
     "shakespeare_tokenizer_folder",
     "train_tokenizer",
-    "unigram_cross_entropy",
     "unigram_entropy",
 ]

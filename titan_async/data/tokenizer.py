@@ -1,4 +1,4 @@
-"""Training of byte-level BPE tokenizers, the default tokenizer, and unigram baselines.
+"""Training of byte-level BPE tokenizers, the default tokenizer, and the unigram entropy.
 
 Tokenizers are saved as Hugging Face folders. As in GPT-2, the end-of-text token begins and ends every
 document. `assets/shakespeare_bpe2048` is the result of `train_tokenizer` on the training split of
@@ -15,20 +15,15 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from titan_async.data.document_stream import open_documents
-from titan_async.data.text_source import TextSource
 from titan_async.errors import UserError
 from titan_async.file_io import atomic_write
 
 __all__ = [
     "END_OF_TEXT",
-    "count_tokens",
-    "ensure_tokenizer",
     "load_tokenizer",
     "save_tokenizer",
     "shakespeare_tokenizer_folder",
     "train_tokenizer",
-    "unigram_cross_entropy",
     "unigram_entropy",
 ]
 
@@ -118,39 +113,6 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
         ) from error
 
 
-def ensure_tokenizer(folder: str | os.PathLike[str], source: TextSource, vocab_size: int = 2048) -> Tokenizer:
-    """Loads the tokenizer of a folder, or trains it on a source's first epoch and saves it there.
-
-    Several processes may call this concurrently; each trains the same tokenizer. If the folder has a
-    tokenizer, `source` and `vocab_size` are ignored.
-
-    Raises:
-        UserError: As `train_tokenizer`, `load_tokenizer` and `open_documents`.
-    """
-    if not (Path(folder) / "tokenizer.json").exists():
-        save_tokenizer(train_tokenizer(open_documents(source), vocab_size), folder)
-    return load_tokenizer(folder)
-
-
-def count_tokens(documents: Iterable[str], tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
-    """Counts how often each token is a label in training on these documents.
-
-    The labels are all tokens of the documents and, if the tokenizer has it, one end-of-text token each.
-
-    Returns:
-        int64 counts of shape (vocabulary,).
-    """
-    counts = np.zeros(tokenizer.get_vocab_size(), dtype=np.int64)
-    end_of_text = tokenizer.token_to_id(END_OF_TEXT)
-    texts = iter(documents)
-    while batch := list(itertools.islice(texts, 256)):
-        for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-            counts += np.bincount(encoding.ids, minlength=counts.size)
-        if end_of_text is not None:
-            counts[end_of_text] += len(batch)
-    return counts
-
-
 def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
     """Entropy in nats of the distribution with these counts; 0 without any.
 
@@ -163,20 +125,3 @@ def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
     occurring = counts[counts > 0]
     shares = occurring / occurring.sum()
     return float(-(shares * np.log(shares)).sum())
-
-
-def unigram_cross_entropy(
-    train_counts: npt.NDArray[np.int64], validation_counts: npt.NDArray[np.int64]
-) -> float:
-    """Validation loss, in nats per token, of the unigram distribution of the training text.
-
-    One is added to every training count, so that the loss of an unseen token is finite.
-
-    Raises:
-        UserError: There are no validation tokens.
-    """
-    total = validation_counts.sum()
-    if total == 0:
-        raise UserError("There is no validation text to measure: set validation_fraction higher.")
-    smoothed = train_counts + 1
-    return float(-(validation_counts * np.log(smoothed / smoothed.sum())).sum() / total)
