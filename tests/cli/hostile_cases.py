@@ -443,13 +443,13 @@ DATA = [
         "parquet-header",
         files.damaged_parquet("a.parquet", 4),
         "a.parquet",
-        ["a.parquet is not a whole parquet file", "fetch"],
+        ["a.parquet is not a complete parquet file", "fetch"],
     ),
     data(
         "parquet-footer",
         files.damaged_parquet("a.parquet", -60),
         "a.parquet",
-        ["not a whole parquet file", "fetch or write"],
+        ["not a complete parquet file", "fetch or write"],
     ),
     data(
         "parquet-of-bytes",
@@ -467,7 +467,7 @@ DATA = [
         "token-files-elsewhere",
         within("tokens", replaced("index.json", "tokens-00000", "../tokens-00000")),
         "tokens",
-        ["'../tokens-00000.safetensors' is no name", "make it anew"],
+        ["'../tokens-00000.safetensors' is not the name", "recreate it"],
         "--dataloader.dataset tokens",
     )._replace(needs="tokens"),
     data(
@@ -488,7 +488,7 @@ DATA = [
             ),
         ),
         "tokens",
-        ["counts of 'tokens-00000.safetensors' are no numbers", "make it anew"],
+        ["counts of 'tokens-00000.safetensors' are not numbers", "recreate it"],
         "--dataloader.dataset tokens",
     )._replace(needs="tokens"),
     data(

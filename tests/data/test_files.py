@@ -137,11 +137,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "not an object": (put("a.jsonl", b'["text"]\n'), ["Line 1 of", "not a JSON object"]),
     "missing key": (put("a.jsonl", b'{"body": "x"}\n'), ["Line 1", "no column 'text'", "'body'"]),
     "number for text": (put("a.jsonl", b'{"text": 3}\n'), ["line 1 of", "holds int instead of text"]),
-    "not gzip": (put("a.jsonl.gz", LINES), ["a.jsonl.gz", "not a whole gzip file"]),
-    "cut gzip": (put("a.jsonl.gz", gzip.compress(LINES * 999)[:-40]), ["not a whole gzip file"]),
+    "not gzip": (put("a.jsonl.gz", LINES), ["a.jsonl.gz", "not a complete gzip file"]),
+    "cut gzip": (put("a.jsonl.gz", gzip.compress(LINES * 999)[:-40]), ["not a complete gzip file"]),
     "corrupt gzip": (
         put("a.jsonl.gz", gzip.compress(LINES)[:10] + b"\xff" * 40),
-        ["a.jsonl.gz", "not a whole gzip file"],
+        ["a.jsonl.gz", "not a complete gzip file"],
     ),
     "not UTF-8": (put("a.txt", b"caf\xe9 au lait"), ["a.txt is not UTF-8", "convert it to UTF-8"]),
     "JSON not UTF-8": (put("a.jsonl", b'{"text": "caf\xe9"}'), ["a.jsonl is not UTF-8"]),
@@ -150,8 +150,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
         ["Line 6001 of", "a.jsonl is not UTF-8"],
     ),
     "compressed, not UTF-8": (put("a.jsonl.gz", gzip.compress(LINES + b"\xff")), ["Line 3 of", "a.jsonl.gz"]),
-    "not parquet": (put("a.parquet", b"PAR1 or so"), ["a.parquet", "not a whole parquet file"]),
-    "empty parquet file": (put("a.parquet", b""), ["a.parquet", "not a whole parquet file"]),
+    "not parquet": (put("a.parquet", b"PAR1 or so"), ["a.parquet", "not a complete parquet file"]),
+    "empty parquet file": (put("a.parquet", b""), ["a.parquet", "not a complete parquet file"]),
     "missing column": (put_parquet(body=["x"], id=[1]), ["no column 'text'", "'body', 'id'"]),
     "column of numbers": (put_parquet(text=[1, 2]), ["holds int instead of text"]),
     "empty text": (put("a.txt", b""), ["fewer than the 1 sequences", "use more text"]),
@@ -257,7 +257,9 @@ def test_file_truncated_while_read_gives_no_truncated_document(
         seen.extend(documents)
     sentence = str(caught.value)
     if name.endswith(".parquet"):
-        assert re.search(r"a\.parquet (is not a whole parquet file|can't be read \(File too short)", sentence)
+        assert re.search(
+            r"a\.parquet (is not a complete parquet file|can't be read \(File too short)", sentence
+        )
     else:
         assert f"{name} has changed while it was in use, from {len(content)} to " in sentence
     assert seen == whole[: len(seen)]

@@ -279,7 +279,7 @@ def test_long_disconnection_is_a_user_error(
         UserError, match=r"connection was lost while reading .*parquet \(Connection reset"
     ) as e:
         share(SAMPLE, 0, 1)
-    assert "goes on from its last checkpoint" in str(e.value)
+    assert "resumes from its last checkpoint" in str(e.value)
     assert waits == [1, 2, 4, 8, 15, 30]
 
 
@@ -380,4 +380,4 @@ def test_truncated_stream_is_a_user_error(
         UserError, match=f"^The dataset 'owner/name' could not be read to its end: {said}"
     ) as e:
         list(open_documents(source))
-    assert str(e.value).endswith("the run goes on from its last checkpoint.") and "\n" not in str(e.value)
+    assert str(e.value).endswith("the run resumes from its last checkpoint.") and "\n" not in str(e.value)

@@ -285,7 +285,7 @@ SECOND = "tokens-00001.safetensors"
         (edit("index.json", lambda index: index.update(format="x 2")), "of the format 'x 2', not"),
         (
             edit("index.json", lambda index: index["shards"][0].update(name="../../etc/passwd")),
-            "'../../etc/passwd' is no name of a token file",
+            "'../../etc/passwd' is not the name of a token file",
         ),
         (lambda folder: shutil.copy(folder / SECOND, folder / "index.json"), "index.json can't be read"),
         (lambda folder: (folder / "index.json").write_bytes(pickle.dumps(Bomb())), "can't be read"),

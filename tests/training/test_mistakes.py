@@ -350,7 +350,7 @@ FLAGS = [
     ("--dataloader.dataset_path nowhere", ["nowhere", "does not exist", "set dataset_path"]),
     ("--validator.dataloader.dataset_path nowhere", ["nowhere", "does not exist", "set dataset_path"]),
     ("--dataloader.dataset_path binary.txt", ["binary.txt", "not UTF-8", "convert it"]),
-    ("--dataloader.dataset_path cut.jsonl.gz", ["cut.jsonl.gz", "not a whole gzip file"]),
+    ("--dataloader.dataset_path cut.jsonl.gz", ["cut.jsonl.gz", "not a complete gzip file"]),
     ("--dataloader.dataset_path bad.jsonl", ["Line 2 of bad.jsonl", "not valid JSON", "mend or remove"]),
     ("--dataloader.dataset_path other.jsonl", ["Line 1 of other.jsonl", "'text'", "text_column", "'body'"]),
     ("--dataloader.dataset_path report.pdf", ["report.pdf", "ending", ".jsonl"]),

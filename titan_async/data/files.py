@@ -109,7 +109,7 @@ def _check_size(file: Path, size: int) -> None:
     if now != size:
         raise UserError(
             f"The data file {file} has changed while it was in use, from {size} to {now} bytes: put it back "
-            "as it was, and start again; the run goes on from its last checkpoint."
+            "as it was, and start again; the run resumes from its last checkpoint."
         )
 
 
@@ -130,7 +130,7 @@ def _documents(file: Path, text_column: str, empty: EmptyRecords) -> Iterator[st
                 )
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(
-            f"The data file {file} is not a whole gzip file ({error}): fetch or compress it again."
+            f"The data file {file} is not a complete gzip file ({error}): fetch or compress it again."
         ) from error
     except OSError as error:
         raise cannot_read(file, error) from error

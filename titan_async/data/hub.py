@@ -168,7 +168,7 @@ def _read_errors(dataset: str) -> Iterator[None]:
             raise
         raise UserError(
             f"The dataset {dataset!r} could not be read to its end: {why} ({reason_of(error)}); {fix}, and "
-            "the run goes on from its last checkpoint."
+            "the run resumes from its last checkpoint."
         ) from error
 
 

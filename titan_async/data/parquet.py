@@ -93,7 +93,7 @@ class ParquetReader:
                     raise UserError(
                         f"The connection was lost while reading {file} ({reason_of(error)}) and did not come "
                         f"back within {sum(_RETRY_DELAYS)} s: start again when the network is there, and the "
-                        "run goes on from its last checkpoint."
+                        "run resumes from its last checkpoint."
                     ) from error
                 wait = _RETRY_DELAYS[attempts]
                 _logger.warning("Reading %s failed (%s): trying again in %s s", file, reason_of(error), wait)
@@ -145,7 +145,8 @@ def read_rows(
             raise cannot_read(file, error) from error
         # An error of pyarrow about the content.
         raise UserError(
-            f"The data file {file} is not a whole parquet file ({reason_of(error)}): fetch or write it again."
+            f"The data file {file} is not a complete parquet file ({reason_of(error)}): fetch or write it "
+            "again."
         ) from error
 
 

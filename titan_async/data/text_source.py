@@ -108,7 +108,7 @@ class TextSource:
             if not callable(self.function):
                 raise UserError(
                     f"dataloader.source is a {type(self.function).__name__}: give a function that returns "
-                    "the documents, so that each epoch, rank and worker can begin them anew."
+                    "the documents, so that each epoch, rank and worker can start from the beginning."
                 )
             if self.dataset_path or self.dataset not in ("", "shakespeare"):
                 raise UserError(

@@ -48,7 +48,7 @@ PROGRESS = "progress.json"
 
 FORMAT = "titan_async tokens 1"
 
-_FIX = "copy the folder again, or make it anew with tools/prepare_data.py"
+_FIX = "copy the folder again, or recreate it with tools/prepare_data.py"
 _DTYPES = {"U16": np.dtype(np.uint16), "U32": np.dtype(np.uint32)}
 _NAME = re.compile(r"tokens-\d{5,}\.safetensors")
 
@@ -188,9 +188,9 @@ def shards_of(values: Any) -> tuple[Shard, ...]:
     shards = tuple(Shard(**{name: value[name] for name in names}) for value in values)
     for shard in shards:
         if not all(isinstance(count, int) for count in (shard.documents, shard.tokens, shard.bytes)):
-            raise ValueError(f"the counts of {shard.name!r} are no numbers")
+            raise ValueError(f"the counts of {shard.name!r} are not numbers")
         if not isinstance(shard.name, str) or not _NAME.fullmatch(shard.name):
-            raise ValueError(f"{shard.name!r} is no name of a token file")
+            raise ValueError(f"{shard.name!r} is not the name of a token file")
     return shards
 
 
@@ -213,8 +213,8 @@ def _read_index(folder: Path) -> TokenIndex:
     try:
         if values["format"] != FORMAT:
             raise UserError(
-                f"The token files in {folder} are of the format {values['format']!r}, not {FORMAT!r}: make "
-                "them anew with tools/prepare_data.py."
+                f"The token files in {folder} are of the format {values['format']!r}, not {FORMAT!r}: "
+                "recreate them with tools/prepare_data.py."
             )
         values["shards"] = shards_of(values["shards"])
         return TokenIndex(**{field.name: values[field.name] for field in fields(TokenIndex)})
