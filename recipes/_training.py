@@ -1,9 +1,9 @@
-"""What recipes have in common: the settings of arXiv 2606.30634, on a laptop and on GPUs.
+"""Common settings of recipes: those of arXiv 2606.30634, on a laptop and on GPUs.
 
-Cosine decay to 10 % of the peak after a warm-up over 10 % of the steps, clip 1.0, weight decay 0.1; error
-feedback on. Synchronous twins have the same hyperparameters, as there. Muon for the matrices inside the
-layers, experts included, with the momentum of its first uses and of Moonlight's, 0.95, because the higher it
-is, the less a delay costs; AdamW for embedding, head, norms and routers.
+Cosine decay to 10 % of the peak after a warm-up over 10 % of the steps, clipping at 1.0, weight decay 0.1,
+error feedback. Synchronous twins have the same hyperparameters, as in the paper. Muon for the matrices inside
+the layers, including experts, with momentum 0.95 as in its first uses and in Moonlight, because a delay costs
+less with a higher momentum; AdamW for embedding, head, norms and routers.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from titan_async.training.trainer import AsyncTrainer
 from titan_async.training.validator import AsyncValidator
 
 SHAKESPEARE_VOCAB = 2048
-"""Entries of the tokenizer shipped with the project."""
+"""Entries of the project's tokenizer."""
 
 SMOLLM_VOCAB = 49_152
 """Entries of SmolLM2's tokenizer."""
@@ -38,7 +38,7 @@ def on_a_laptop(spec: ModelSpec, *, name: str, muon_lr: float, adamw_lr: float) 
         spec,
         name=name,
         tokenizer=str(shakespeare_tokenizer_folder()),
-        # Few laptops have instructions for bfloat16; without them its products take ten times as long.
+        # Few laptops have bfloat16 instructions; without them products take ten times as long.
         muon=MuonConfig(lr=muon_lr, compute_dtype="float32"),
         adamw_lr=adamw_lr,
         training={
@@ -55,13 +55,13 @@ def on_a_laptop(spec: ModelSpec, *, name: str, muon_lr: float, adamw_lr: float) 
 
 
 def from_the_hub(spec: ModelSpec, *, seq_len: int, lr: float, head_layers: int) -> AsyncTrainer.Config:
-    """Trains a model of the Hub on the plays, until its user names another text: as on a laptop.
+    """Trains a model of the Hub with the settings for a laptop; the user names another text.
 
     Args:
         spec: the model.
-        seq_len: tokens of a sequence.
+        seq_len: sequence length.
         lr: peak learning rate.
-        head_layers: what the head costs in layers; the embedding, which computes nothing, counts as none.
+        head_layers: cost of the head in layers; the embedding, which has no FLOPs, counts as none.
     """
     config = on_a_laptop(spec, name="hub", muon_lr=lr, adamw_lr=lr)
     return dataclasses.replace(
@@ -94,33 +94,33 @@ def on_gpus(
 ) -> AsyncTrainer.Config:
     """Trains a model of SmolLM2's vocabulary on FineWeb-Edu: bfloat16, compiled, selective checkpointing.
 
-    - Learning rate and batch follow the law of DeepSeek LLM (arXiv 2401.02954): of C floating-point
-      operations, without embedding and head, the peak is 0.3118 C^-0.125 and the batch 0.2920 C^0.3271
-      tokens. It was fitted to dense models under AdamW. For Muon it fits what Moonlight's scaling runs took
-      (9.5e-4 for 0.4 B parameters and 8.3e-4 for 1.5 B, where it says 1.2e-3 and 8.4e-4), and the best of
-      four or three for the debug recipes (5e-3 and 1e-2; 8e-3 and 7e-3). No recipe for GPUs has been swept.
+    - Learning rate and batch follow the scaling law of DeepSeek LLM (arXiv 2401.02954): for C FLOPs, without
+      embedding and head, the peak is 0.3118 C^-0.125 and the batch 0.2920 C^0.3271 tokens. It was fitted to
+      dense models with AdamW. For Muon it agrees with Moonlight's scaling runs (9.5e-4 for 0.4 B parameters
+      and 8.3e-4 for 1.5 B; the law gives 1.2e-3 and 8.4e-4), and with the best of four or three for the debug
+      recipes (5e-3 and 1e-2; the law gives 8e-3 and 7e-3). No recipe for GPUs has been swept.
     - One learning rate for Muon and AdamW: with `match_rms_adamw` Muon's updates have the size of AdamW's,
       and rates and decay carry over (arXiv 2502.16982).
-    - FineWeb-Edu, as in arXiv 2606.30634, streamed from the hub. 5 % of its documents are left for
-      validation: more than needed, but finding fewer would mean reading more of the others.
-    - Documents are packed, and attention does not cross from one to the next.
-    - The layout is the fastest pipeline that `titan-async plan` finds on H100s; of microbatches that differ
-      by less than 2 %, the smallest (docs/recipes.md). Nothing has been timed. A pass of the pipeline is a
-      whole batch on the most GPUs with these stages, so that the synchronous twin drains once an update.
+    - FineWeb-Edu, as in arXiv 2606.30634, streamed from the Hub. 5 % of its documents are reserved for
+      validation: more than needed, but selecting fewer would require reading more of the others.
+    - Documents are packed, with document masks.
+    - The layout is the fastest pipeline that `titan-async plan` finds on H100s; among microbatch sizes within
+      2 %, the smallest (docs/recipes.md). Nothing has been timed. On the largest number of GPUs, a pass of
+      the pipeline is a whole batch, so that the synchronous twin flushes once per update.
 
     Args:
         spec: the model.
-        name: of the recipe; names the folder of the run.
+        name: of the recipe, and of the run's folder.
         lr: peak learning rate.
         steps: updates.
-        sequences: of a batch, over all GPUs.
-        seq_len: tokens of a sequence.
+        sequences: per batch, over all GPUs.
+        seq_len: sequence length.
         stages: of the pipeline.
-        head_layers: what the head costs in layers; the embedding, which computes nothing, counts as none.
-        shards: data-parallel ranks of each stage (FSDP2); -1 for as many as there are GPUs.
-        local_sequences: of a batch on each of them, all in one pass of the pipeline.
-        microbatch: sequences of a microbatch.
-        experts_over: ranks over which the experts are spread.
+        head_layers: cost of the head in layers; the embedding, which has no FLOPs, counts as none.
+        shards: data-parallel ranks of each stage (FSDP2); -1 for all available GPUs.
+        local_sequences: per batch on each of them, in one pass of the pipeline.
+        microbatch: sequences per microbatch.
+        experts_over: expert-parallel degree.
         overlap: whether stages compute overlapped pairs (docs/overlap.md).
         subset: of FineWeb-Edu.
     """
@@ -146,7 +146,7 @@ def on_gpus(
             "expert_parallel_degree": experts_over,
         },
         text={"dataset": "HuggingFaceFW/fineweb-edu", "dataset_config": subset},
-        # Two million tokens or more, for differences of a hundredth.
+        # At least two million tokens, to resolve differences of 0.01.
         validation={"freq": 1000, "steps": max(2, 2**21 // (sequences * seq_len))},
         checkpoint={"interval": 1000, "async_mode": "async"},
     )
@@ -191,13 +191,13 @@ def _config(
             **validation,
         ),
         metrics=AsyncMetrics.Config(log_freq=10),
-        # A checkpoint of the model alone could not be resumed.
+        # A run cannot resume from a checkpoint of the model alone.
         checkpoint=AsyncCheckpointer.Config(
             enable=True, last_save_model_only=False, keep_latest_k=2, **checkpoint
         ),
         activation_checkpoint=None,
         debug=DebugConfig(
-            seed=0,  # the same run gives the same numbers
-            enable_structured_logging=False,  # megabytes of trace spans a run
+            seed=0,  # reproducible runs
+            enable_structured_logging=False,  # megabytes of trace spans per run
         ),
     )

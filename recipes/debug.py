@@ -11,9 +11,9 @@ def debug() -> AsyncTrainer.Config:
 
     - Six layers of width 192: with embedding and head counted as a layer each, they split evenly over
       one, two and four stages.
-    - Muon's learning rate with `match_rms_adamw` is on AdamW's scale. Of 5e-3, 1e-2 and 2e-2 the middle one
-      gave the lowest validation loss after 300 delayed steps: 3.986, 3.976, 4.038 (one seed, products of
-      Muon in bfloat16).
+    - Muon's learning rate with `match_rms_adamw` is on AdamW's scale. Of 5e-3, 1e-2 and 2e-2 the second gave
+      the lowest validation loss after 300 delayed steps: 3.986, 3.976, 4.038 (one seed, Muon's products in
+      bfloat16).
     - Warm-up over 10 % of the steps, cosine decay to 10 %, clip 1.0, weight decay 0.1: the settings of
       arXiv 2606.30634.
     - Separate query, key and value matrices, because Muon orthogonalizes each matrix by itself.
@@ -30,19 +30,18 @@ def debug() -> AsyncTrainer.Config:
 
 
 def debug_moe() -> AsyncTrainer.Config:
-    """3.5 M parameters in mixtures of 8 experts, on Shakespeare's plays; two stages, minutes on a CPU.
+    """3.5 M parameters with 8 experts per layer, on Shakespeare's plays; two stages, minutes on a CPU.
 
-    The same kind of model as the large mixtures (`moe_models.moe`), so that what trains here is what trains
-    there, for people without GPUs and for tests.
+    The same architecture as the large MoE models (`moe_models.moe`), for tests and for users without GPUs.
 
-    - Six layers, as in `debug`; narrower, for about as many parameters, half of which see a token: two of
-      eight experts and a shared one, of the width of the residual stream each.
+    - Six layers, as in `debug`, but narrower, for about as many parameters, half of which are active: two of
+      eight experts and a shared one, each as wide as the residual stream.
     - Of Muon's learning rates 2.5e-3, 5e-3, 1e-2 and 2e-2 the second gave the lowest validation loss after
       300 delayed steps: 4.168, 4.087, 4.092, 4.148 (one seed, as there; AdamW's is that of
       `debug`, and was not swept).
-    - With that, 4.073 without a delay (`debug_moe_cpu_sync.toml`); a model that sees no context reaches
-      5.842. Experts spread over two ranks of each stage, which share the text of training and of validation
-      differently: 4.050, where that model reaches 5.712.
+    - With it, 4.073 without a delay (`debug_moe_cpu_sync.toml`); a unigram model reaches 5.842. With experts
+      over two ranks per stage, which divide the text of training and of validation differently: 4.050, where
+      a unigram model reaches 5.712.
     """
     return on_a_laptop(
         moe_spec(

@@ -1,7 +1,7 @@
-"""Dense models for GPUs, SmolLM2's and others of its shapes and of Llama 3.2's, at 20 tokens a parameter.
+"""Dense models for GPUs, with the shapes of SmolLM2 and Llama 3.2, trained on 20 tokens per parameter.
 
-Their vocabulary is SmolLM2's: 49 152 entries, open, made for text as in FineWeb-Edu, and small enough that
-the head does not dwarf the layers.
+Their vocabulary is SmolLM2's: 49 152 entries, openly licensed, for text as in FineWeb-Edu, and small enough
+that the head does not dominate the cost of the layers.
 """
 
 from titan_async.recipes._training import SMOLLM_VOCAB, on_gpus
@@ -12,13 +12,13 @@ from titan_async.training.trainer import AsyncTrainer
 def dense_135m() -> AsyncTrainer.Config:
     """SmolLM2-135M's shape (163 M parameters untied), 3.3 B tokens of FineWeb-Edu; 1 to 8 GPUs.
 
-    - Width, depth, heads and rotary base are SmolLM2-135M's. SmolLM2 ties embedding and head
-      (`smollm2_135m`); apart, any schedule trains them. The head's 28.3 M parameters come on top of 134.5 M,
-      and count in the 20 tokens a parameter.
+    - Width, depth, heads and RoPE base are SmolLM2-135M's. SmolLM2 ties embedding and head (`smollm2_135m`);
+      untied, any schedule supports them. The head's 28.3 M parameters are added to 134.5 M, and count in the
+      20 tokens per parameter.
     - Sequences of 2048, as SmolLM2's; batches of 262 144 tokens, in the middle of the paper's 180 to 360 K.
     - Peak learning rate 1.5e-3, by the law in `_training.on_gpus`; not swept.
-    - The head does the work of six layers (by multiplications, not measured), so that 30 layers and it
-      split evenly over 2, 3, 4 and 6 stages. `pipeline.balance = "measured"` does without that estimate.
+    - The head has the FLOPs of six layers (not measured), so that 30 layers and the head split evenly over 2,
+      3, 4 and 6 stages. `pipeline.balance = "measured"` needs no such estimate.
     - Four stages with microbatches of eight. On 8 GPUs planned are 173 ms a step, 236 ms for the twin's
       schedule, and 171 ms for one stage.
     """
@@ -28,12 +28,13 @@ def dense_135m() -> AsyncTrainer.Config:
 def dense_360m() -> AsyncTrainer.Config:
     """SmolLM2-360M's shape (409 M parameters untied), 8.2 B tokens of FineWeb-Edu; 1 to 8 GPUs.
 
-    - Width, depth, heads and rotary base are SmolLM2-360M's (`smollm2_360m`). Untied, its head adds 47.2 M
+    - Width, depth, heads and RoPE base are SmolLM2-360M's (`smollm2_360m`). Untied, its head adds 47.2 M
       parameters to 361.8 M; both count in the 20 tokens.
     - Sequences of 2048, as SmolLM2's; batches of 327 680 tokens, within the paper's 180 to 360 K.
     - Peak learning rate 1.2e-3, by the law in `_training.on_gpus`; not swept.
-    - The head does the work of four layers (by multiplications, not measured), so that 32 layers and it
-      split evenly over 2, 3, 4, 6 and 9 stages.
+    - The head has the FLOPs of four layers (not measured), so that 32 layers and the head split evenly over
+    2,
+      3, 4, 6 and 9 stages.
     - Four stages with microbatches of eight. On 8 GPUs planned are 426 ms a step, 547 ms for the twin's
       schedule, and 433 ms for one stage.
     """
@@ -41,18 +42,18 @@ def dense_360m() -> AsyncTrainer.Config:
 
 
 def smollm2_135m() -> AsyncTrainer.Config:
-    """SmolLM2-135M as it is, embedding and head one weight, 2.7 B tokens of FineWeb-Edu; 1 to 8 GPUs.
+    """SmolLM2-135M unchanged, with tied embeddings, 2.7 B tokens of FineWeb-Edu; 1 to 8 GPUs.
 
-    - All of its config.json: width, depth, heads, rotary base, tied embeddings, norms' epsilon of 1e-5.
+    - All of its config.json: width, depth, heads, RoPE base, tied embeddings, norm epsilon 1e-5.
     - Batches, learning rate by the law, and stages are those of `dense_135m`. The steps are fewer: 20 tokens
       for each of 134.5 M parameters.
-    - Of the schedules only Async2BW divides a tied model into stages, so the synchronous twin has one.
+    - Only Async2BW supports tied embeddings with several stages, so the synchronous twin has one stage.
     """
     return _135m("SmolLM2-135M", name="smollm2_135m", steps=10_263, tied=True)
 
 
 def smollm2_360m() -> AsyncTrainer.Config:
-    """SmolLM2-360M as it is, embedding and head one weight, 7.2 B tokens of FineWeb-Edu; 1 to 8 GPUs.
+    """SmolLM2-360M unchanged, with tied embeddings, 7.2 B tokens of FineWeb-Edu; 1 to 8 GPUs.
 
     - All of its config.json, as in `smollm2_135m`: the model of the table of optimizers in arXiv 2606.30634.
     - Batches, learning rate by the law, and stages are those of `dense_360m`; 20 tokens for each of 361.8 M
@@ -64,13 +65,13 @@ def smollm2_360m() -> AsyncTrainer.Config:
 def dense_1b() -> AsyncTrainer.Config:
     """Llama 3.2 1B's shape with a smaller vocabulary (1.17 B parameters), 23.5 B tokens; one node of 8 GPUs.
 
-    - Width, depth, heads and rotary base are Llama 3.2 1B's. Its vocabulary of 128 256 is not: the head
-      would do the work of four layers of the sixteen, and would have to be one stage's.
-    - Sequences of 4096. Batches of 524 288 tokens: half of what the law of `_training.on_gpus` says,
-      because a delay costs less with smaller ones (arXiv 2606.30634, which has no model of this size).
+    - Width, depth, heads and RoPE base are Llama 3.2 1B's. The vocabulary is smaller than its 128 256: the
+      head would have the FLOPs of four of the sixteen layers, and must be on one stage.
+    - Sequences of 4096. Batches of 524 288 tokens: half of those of the law of `_training.on_gpus`, because a
+      delay costs less with smaller ones (arXiv 2606.30634, which has no model of this size).
     - Peak learning rate 9e-4, by that law; not swept.
-    - Two stages: the head does the work of one and a half layers and counts as two, so that each stage has
-      nine. For four, which whole layers fill unevenly, `pipeline.balance = "measured"` finds the best split.
+    - Two stages: the head has the FLOPs of one and a half layers and counts as two, so that each stage has
+      nine. For four stages, which are uneven, `pipeline.balance = "measured"` finds the best split.
     - Two stages with microbatches of four: planned are 1.42 s a step, 1.57 s for the twin, and 1.36 s for one
       stage, which is the fastest here. Microbatches of sixteen gain less than 2 %.
     """

@@ -1,4 +1,4 @@
-"""Dense models for recipes: Llama 3's architecture in any shape, from torchtitan's parts."""
+"""Dense models for recipes: Llama 3's architecture in any shape, built from torchtitan's modules."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,29 +17,30 @@ from torchtitan.protocols.model_spec import ModelSpec
 __all__ = ["LINEAR", "NORM", "dense_spec", "depth_scaled", "embedding", "head", "llama"]
 
 MAX_SEQ_LEN = 8192
-"""The longest sequence that a recipe's `training.seq_len` can ask for; positions are made for that one."""
+"""The maximum of `training.seq_len` in a recipe: the length of the RoPE cache."""
 
 LINEAR: dict[str, Callable] = {"weight": partial(nn.init.trunc_normal_, std=0.02), "bias": nn.init.zeros_}
-"""How torchtitan's Llama 3 and DeepSeek-V3 start all matrices that do not write to the residual stream."""
+"""Initialization in torchtitan's Llama 3 and DeepSeek-V3 of matrices that do not write to the residual
+stream."""
 
 NORM: dict[str, Callable] = {"weight": nn.init.ones_}
 
 
 def depth_scaled(layer: int) -> dict[str, Callable]:
-    """Where those two models start matrices that write to the residual stream: less the deeper they are."""
+    """Their initialization of matrices that write to the residual stream, smaller in deeper layers."""
     std = depth_scaled_std(0.02, layer)
     return {"weight": partial(nn.init.trunc_normal_, std=std), "bias": nn.init.zeros_}
 
 
 def embedding(vocab_size: int, dim: int) -> Embedding.Config:
-    """Their token embedding, of unit variance, so that it is not lost beside what the layers add."""
+    """Their token embedding, with unit variance, comparable to the layers' outputs."""
     return Embedding.Config(
         num_embeddings=vocab_size, embedding_dim=dim, param_init={"weight": partial(nn.init.normal_, std=1.0)}
     )
 
 
 def head(vocab_size: int, dim: int) -> Linear.Config:
-    """Their output projection; a pipeline has it on another stage than the embedding."""
+    """Their output projection."""
     std = dim**-0.5
     return Linear.Config(
         in_features=dim,
@@ -49,7 +50,7 @@ def head(vocab_size: int, dim: int) -> Linear.Config:
 
 
 def dense_spec(flavor: str, model: Llama3Model.Config) -> ModelSpec:
-    """A Llama as torchtitan trains it, which Hugging Face's `LlamaForCausalLM` loads."""
+    """torchtitan's spec of a Llama, which can be exported for Hugging Face's `LlamaForCausalLM`."""
     return ModelSpec(
         name="llama3",
         flavor=flavor,
@@ -74,7 +75,7 @@ def llama(
 ) -> Llama3Model.Config:
     """A Llama without biases: grouped-query attention, SwiGLU, RMSNorm, rotary positions.
 
-    Query, key and value have matrices of their own, because Muon orthogonalizes each matrix by itself.
+    Query, key and value have separate matrices, because Muon orthogonalizes each matrix separately.
 
     Args:
         vocab_size: rows of the embedding and of the head.
@@ -82,9 +83,9 @@ def llama(
         n_layers: layers.
         n_heads: query heads, of size dim / n_heads.
         hidden_dim: width inside the feed-forward layers.
-        n_kv_heads: key and value heads; as many as query heads if not given.
+        n_kv_heads: key and value heads; by default as many as query heads.
         rope_theta: base of the rotary frequencies.
-        tied: whether embedding and head are one weight, which starts as a head does.
+        tied: whether embedding and head are tied; the weight is initialized as a head.
     """
     layers = [
         Llama3TransformerBlock.Config(

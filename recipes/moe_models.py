@@ -1,7 +1,7 @@
-"""Mixtures of experts for recipes: Qwen3's attention with DeepSeek-V3's routing, from torchtitan's parts.
+"""MoE models for recipes: Qwen3's attention with DeepSeek-V3's routing, built from torchtitan's modules.
 
-transformers has exactly this model as `Dots1ForCausalLM` (dots.llm1, arXiv 2506.05767), so that what a recipe
-trains can be exported: its own Qwen3 mixture has neither a balancing bias nor shared experts.
+transformers has the same model as `Dots1ForCausalLM` (dots.llm1, arXiv 2506.05767), for export; its Qwen3 MoE
+model has neither a balancing bias nor shared experts.
 """
 
 from torchtitan.components.optimizer import register_moe_load_balancing_hook
@@ -27,7 +27,7 @@ __all__ = ["moe", "moe_spec"]
 
 
 def moe_spec(flavor: str, model: Qwen3Model.Config) -> ModelSpec:
-    """A mixture of experts as torchtitan trains it, whose routers' biases follow each optimizer step."""
+    """torchtitan's spec of an MoE model, with an update of the routers' biases in each optimizer step."""
     return ModelSpec(
         name="qwen3",
         flavor=flavor,
@@ -53,24 +53,23 @@ def moe(
     rope_theta: float = 10_000,
     balance_rate: float = 1e-3,
 ) -> Qwen3Model.Config:
-    """A mixture of experts in every layer.
+    """A model with experts in every layer.
 
-    - Grouped-query attention with normalized queries and keys, which keeps attention logits bounded, so that
-      neither a soft cap nor QK-clip is needed; matrices of their own for query, key and value, because Muon
-      orthogonalizes each matrix by itself.
-    - Sigmoid scores; the weights of the chosen experts are normalized to the sum sqrt(top_k). With about
-      equal weights of 1 / top_k the sum of top_k unrelated experts would have 1 / sqrt(top_k) of one
-      expert's size; for six of 64 experts Moonlight computes 2.446 this way (arXiv 2502.16982).
-    - The load is balanced by a bias on the scores that choose, and not by a loss, which would pull against
-      the language model's (arXiv 2408.15664). With each update it moves by `balance_rate`, which is 1e-3
-      there, in DeepSeek-V3 and in Moonlight.
-    - Shared experts see all tokens and free the others from what all need (arXiv 2401.06066). They are one
+    - Grouped-query attention with QK norm, which bounds attention logits, so that neither a soft cap nor
+      QK-clip is needed; separate matrices for query, key and value, because Muon orthogonalizes each matrix
+      separately.
+    - Sigmoid scores; the weights of the selected experts are normalized to the sum sqrt(top_k). With equal
+      weights of 1 / top_k, the sum of top_k independent experts would have 1 / sqrt(top_k) of one expert's
+      RMS; for six of 64 experts Moonlight computes 2.446 this way (arXiv 2502.16982).
+    - Load balancing by a bias on the scores for selection, and not by a loss, which would interfere with the
+      language model's (arXiv 2408.15664). Each update changes it by `balance_rate`, which is 1e-3 there, in
+      DeepSeek-V3 and in Moonlight.
+    - Shared experts process all tokens, so that the others can specialize (arXiv 2401.06066). They are one
       feed-forward layer of `n_shared_experts` times an expert's width.
 
-    Left out, because torchtitan has neither: DeepSeek-V3's auxiliary loss within a sequence (weight 1e-4),
-    and a z-loss. The latter keeps a softmax's logits from drifting, all together, where the softmax does not
-    feel it. A router's sigmoid does feel it, and computes in float32; of the head's logits only weight decay
-    takes care.
+    torchtitan supports neither DeepSeek-V3's auxiliary loss within a sequence (weight 1e-4) nor a z-loss. The
+    latter prevents a common drift of a softmax's logits, to which the softmax is invariant. A router's
+    sigmoid is not invariant, and computes in float32; the head's logits are limited by weight decay only.
 
     Args:
         vocab_size: rows of the embedding and of the head, which are not tied.
@@ -79,11 +78,11 @@ def moe(
         n_heads: query heads, of size dim / n_heads.
         n_kv_heads: key and value heads.
         n_experts: experts in each layer.
-        top_k: experts that a token is sent to, beside the shared ones.
+        top_k: selected experts per token, without the shared ones.
         expert_dim: width inside an expert.
-        n_shared_experts: experts that every token is sent to.
+        n_shared_experts: experts that process every token.
         rope_theta: base of the rotary frequencies.
-        balance_rate: how far a router's bias moves after an update.
+        balance_rate: change of a router's bias per update.
     """
     head_dim = dim // n_heads
     layers = [

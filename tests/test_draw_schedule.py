@@ -153,7 +153,7 @@ MISTAKES = [
     ),
     (
         ["1F1B", "--out", "{tmp}/file/x.svg"],
-        "cannot write {tmp}/file/x.svg ({tmp}/file is no folder): name another place with --out",
+        "cannot write {tmp}/file/x.svg ({tmp}/file is not a folder): name another place with --out",
     ),
 ]
 

@@ -33,7 +33,7 @@ LAYERS = (
 )
 """Each may import the ones before it."""
 
-BASE = ("errors", "whole_files", "local_tensors", "_group_internals")
+BASE = ("errors", "file_io", "local_tensors", "_group_internals")
 """Modules below all layers: what users may do wrong, files that are whole or not there, tensors and groups of
 several ranks."""
 

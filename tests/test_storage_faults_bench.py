@@ -14,11 +14,11 @@ from _faults.checkpoints import damages
 from _faults.runs import Run
 from torch.distributed.checkpoint.api import CheckpointException
 
-from titan_async.checkpoint._dcp_files_internals import (
-    CheckingReader,
-    DamagedError,
-    SealingWriter,
-    ValueLoadPlanner,
+from titan_async.checkpoint._dcp_internals import (
+    ChecksumReader,
+    ChecksumWriter,
+    CorruptCheckpointError,
+    WeightsOnlyLoadPlanner,
 )
 
 
@@ -26,8 +26,8 @@ def load(folder: Path) -> str | None:
     """Loads a checkpoint; what is said of its damage."""
     state = {"tensor": torch.zeros(100_000)}
     try:
-        dcp.load(state, storage_reader=CheckingReader(folder), planner=ValueLoadPlanner())
-    except DamagedError as error:
+        dcp.load(state, storage_reader=ChecksumReader(folder), planner=WeightsOnlyLoadPlanner())
+    except CorruptCheckpointError as error:
         return str(error)
     except CheckpointException as error:
         [(cause, _)] = error.failures.values()
@@ -37,7 +37,7 @@ def load(folder: Path) -> str | None:
 
 def test_every_damage_is_told_as_expected(tmp_path: Path) -> None:
     whole = tmp_path / "whole"
-    dcp.save({"tensor": torch.arange(100_000.0)}, storage_writer=SealingWriter(whole))
+    dcp.save({"tensor": torch.arange(100_000.0)}, storage_writer=ChecksumWriter(whole))
     assert load(whole) is None
     found = list(damages(quick=False))
     assert [len(tries) for _, tries, _ in found] == [2, 3, 2, 3]

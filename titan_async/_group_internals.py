@@ -1,6 +1,6 @@
-"""Process groups that their members make alone, for the layers that talk to other ranks.
+"""Process groups that only their members create, for all layers that communicate.
 
-Everything that touches how torch names process groups is here, so that a change in torch is found here.
+The uses of torch's private names for process groups are all in this module.
 """
 
 import hashlib
@@ -25,15 +25,15 @@ _timeout: timedelta | None = None
 def joint_group(
     ranks: Iterable[int], backend: str | None = None, options: object | None = None
 ) -> dist.ProcessGroup:
-    """A new process group, made by its members alone.
+    """Creates a process group; only its members call this function.
 
-    torch names such a group by the number of groups that the process has made before, and members that
-    have made different numbers wait for each other for ever. Here the number is that of groups of the very
-    same ranks, and torch's own count stays what it was: the ranks in the middle of a pipeline make more
-    groups than those at its ends, and all of them may yet make one together.
+    torch names such a group by the number of groups that the process has created before, and members with
+    different numbers deadlock. Here the number counts the groups of the same ranks only, and torch's own
+    count does not change: ranks in the middle of a pipeline create more groups than those at its ends, and
+    all of them may later create one together.
 
-    Nor is it split from a default group that is bound to a device, which takes all of that group's ranks: a
-    pipeline may lie on some of them, and of its stages some alone have matrices that need a group.
+    The group is not split from a default group that is bound to a device, because a split requires all ranks
+    of the default group.
 
     Args:
         ranks: the members.
@@ -64,7 +64,7 @@ def joint_group(
 
 @contextmanager
 def _default_group_unbound() -> Iterator[None]:
-    """Let torch make communicators from nothing but the store, as where no `device_id` was given."""
+    """Lets torch create communicators from the store alone, as without a `device_id`."""
     default = distributed_c10d._get_default_group()
     device = default.bound_device_id
     default.bound_device_id = None
@@ -76,9 +76,9 @@ def _default_group_unbound() -> Iterator[None]:
 
 @contextmanager
 def _gloo_on_one_thread() -> Iterator[None]:
-    """Let the thread that reads for the default group read for a new one, too, where both are gloo's.
+    """Lets a new gloo group share the I/O thread of a default group of gloo.
 
-    One of its own would wake up a hundred times a second while nothing comes.
+    A thread of its own would wake up a hundred times a second while idle.
     """
     gloo = distributed_c10d.ProcessGroupGloo
 
@@ -100,7 +100,7 @@ def _gloo_on_one_thread() -> Iterator[None]:
 
 
 def set_joint_timeout(timeout: timedelta) -> None:
-    """Let ranks wait so long, and not longer, for each other in groups of `joint_group`, later ones too."""
+    """Sets the timeout of all groups of `joint_group`, including later ones."""
     global _timeout
     _timeout = timeout
     for group in _groups:
@@ -108,13 +108,13 @@ def set_joint_timeout(timeout: timedelta) -> None:
 
 
 def wait_for_message(work: dist.Work, device: torch.device) -> None:
-    """Wait for a message of a `joint_group`; on an accelerator, let the current stream wait.
+    """Waits for a P2P operation of a `joint_group`; on an accelerator, the current stream waits.
 
     Raises:
-        RuntimeError: another rank is gone, or does not answer in time.
+        RuntimeError: another rank has died, or the timeout has expired.
     """
-    # gloo takes a group's timeout for its collectives alone; with one of its own a wait for NCCL would block
-    # the process, and NCCL takes the group's.
+    # gloo applies a group's timeout to collectives only. NCCL applies it to all operations, and a wait with
+    # an explicit timeout would block the process.
     if _timeout is None or device.type != "cpu":
         work.wait()
     else:

@@ -1,4 +1,4 @@
-"""The one exception that stands for a mistake of the user rather than of the code."""
+"""The exception for errors that the user can fix."""
 
 import re
 
@@ -6,11 +6,11 @@ __all__ = ["UserError"]
 
 
 class UserError(ValueError):
-    """A mistake that the user can mend: a wrong key, a missing file, an impossible combination.
+    """An error that the user can fix: an unknown key, a missing file, an invalid combination.
 
-    The message is one sentence that names the cause and the mend. The command line prints it alone
-    on stderr and exits non-zero; there is never a traceback to read. Line breaks in it become spaces, and
-    what a terminal would obey rather than print is escaped: it may quote names and values of anybody's files.
+    The message is one sentence that names the cause and the fix. The command line prints it to stderr without
+    a traceback and exits with a non-zero status. Line breaks become spaces, and control characters are
+    escaped, since the message may quote the content of untrusted files.
     """
 
     def __init__(self, message: str) -> None:

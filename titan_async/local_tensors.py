@@ -1,4 +1,4 @@
-"""Parameters as all layers see them: the part on this rank, and a name that wrappers do not change."""
+"""Local shards of DTensors, and parameter names without wrappers' prefixes."""
 
 import sys
 from typing import Any, overload
@@ -15,9 +15,9 @@ def local_part(tensor: None) -> None: ...
 @overload
 def local_part(tensor: Tensor | None) -> Tensor | None: ...
 def local_part(tensor: Tensor | None) -> Tensor | None:
-    """The part of ``tensor`` on this rank, sharing its memory; a plain tensor is its own local part.
+    """The local shard of a DTensor, which shares its memory; a plain tensor is returned unchanged.
 
-    Call it without autograd recording: only then does writing to the result write to the DTensor.
+    Call it under `torch.no_grad()` to modify the DTensor through the result.
     """
     dtensor = None if tensor is None else as_dtensor(tensor)
     if dtensor is None:
@@ -28,8 +28,8 @@ def local_part(tensor: Tensor | None) -> Tensor | None:
 
 def as_dtensor(tensor: Tensor) -> Any:
     """``tensor`` if it is a DTensor, else None."""
-    # A DTensor can only exist once its module is loaded. Not importing it here saves 0.4 s at start-up
-    # and keeps builds of torch without torch.distributed working.
+    # A DTensor only exists if its module is imported. Not importing it here saves 0.4 s at start-up, and
+    # supports builds of torch without torch.distributed.
     module = sys.modules.get("torch.distributed.tensor")
     if module is None or not isinstance(tensor, module.DTensor):
         return None
@@ -37,5 +37,5 @@ def as_dtensor(tensor: Tensor) -> Any:
 
 
 def canonical_name(name: str) -> str:
-    """A parameter's name without what activation checkpointing and `torch.compile` put into it."""
+    """A parameter's name without the prefixes of activation checkpointing and `torch.compile`."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")

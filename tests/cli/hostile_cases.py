@@ -29,7 +29,7 @@ class Case(NamedTuple):
     argv: str | list[str]
     """Of titan-async, or of tools/prepare_data.py if it begins with "prepare"; RECIPE is a valid file."""
     words: list[str]
-    """Parts of the sentence: of the cause, and of the fix."""
+    """Parts of the message: of the cause, and of the fix."""
     make: Callable[[Path], object] = nothing
     """Writes files in the current folder."""
     needs: str = ""
@@ -266,7 +266,7 @@ FLAGS = [
         "flag-pickled-initial-weights",
         "train RECIPE --dump_folder out --checkpoint.initial_load_in_hf "
         "--checkpoint.initial_load_path HERE/one",
-        ["pickled weights only", "convert them to safetensors"],
+        ["only pickled weights", "convert them to safetensors"],
         within("one", files.as_pytorch_bin),
         needs="one",
     ),
@@ -421,13 +421,13 @@ DATA = [
         "digits",
         written("a.jsonl", b'{"text": ' + b"9" * 5000 + b"}\n"),
         "a.jsonl",
-        ["Line 1 of a.jsonl", "not valid JSON", "or remove"],
+        ["Line 1 of a.jsonl", "not valid JSON", "fix"],
     ),
     data(
         "nested",
         written("a.jsonl", b'{"text": ' + b"[" * 200_000),
         "a.jsonl",
-        ["Line 1", "not valid JSON", "or remove"],
+        ["Line 1", "not valid JSON", "fix or remove"],
     ),
     data(
         "nan",
@@ -451,13 +451,13 @@ DATA = [
         "parquet-header",
         files.damaged_parquet("a.parquet", 4),
         "a.parquet",
-        ["a.parquet is not a whole parquet file", "fetch"],
+        ["a.parquet is not a complete parquet file", "fetch"],
     ),
     data(
         "parquet-footer",
         files.damaged_parquet("a.parquet", -60),
         "a.parquet",
-        ["not a whole parquet file", "fetch or write"],
+        ["not a complete parquet file", "fetch or write"],
     ),
     data(
         "parquet-of-bytes",
@@ -475,7 +475,7 @@ DATA = [
         "token-files-elsewhere",
         within("tokens", replaced("index.json", "tokens-00000", "../tokens-00000")),
         "tokens",
-        ["'../tokens-00000.safetensors' is no name", "make it anew"],
+        ["'../tokens-00000.safetensors' is not the name", "recreate it"],
         "--dataloader.dataset tokens",
     )._replace(needs="tokens"),
     data(
@@ -496,7 +496,7 @@ DATA = [
             ),
         ),
         "tokens",
-        ["counts of 'tokens-00000.safetensors' are no numbers", "make it anew"],
+        ["counts of 'tokens-00000.safetensors' are not numbers", "recreate it"],
         "--dataloader.dataset tokens",
     )._replace(needs="tokens"),
     data(
@@ -578,10 +578,10 @@ MODELS = [
     model(
         "whole-numbers",
         files.header(SINGLE, NORM, dtype="I32"),
-        [NORM, "type torch.int32", "fetch the model"],
+        [NORM, "dtype torch.int32", "fetch the model"],
     ),
     model("pickle", files.pickled(SINGLE), [SINGLE, "cannot be read", "fetch it again"]),
-    model("pickle-alone", files.as_pytorch_bin, ["pickled weights only", "convert them to safetensors"]),
+    model("pickle-alone", files.as_pytorch_bin, ["only pickled weights", "convert them to safetensors"]),
     model("pipe", fifo(SINGLE), ["no model.safetensors", "name a folder"]),
     model("description-pipe", fifo("config.json"), ["config.json", "pipe or a device", "fetch it again"]),
     model(
@@ -612,13 +612,13 @@ MODELS = [
     model(
         "index-out-of-the-folder",
         files.escaping_index(INDEX, "../x.safetensors"),
-        ["names ../x.safetensors", "no file in its folder"],
+        ["names ../x.safetensors", "not a file in its folder"],
         "several",
     ),
     model(
         "index-absolute",
         files.escaping_index(INDEX, "/etc/passwd"),
-        ["names /etc/passwd", "no file in its folder"],
+        ["names /etc/passwd", "not a file in its folder"],
         "several",
     ),
     model(
@@ -666,10 +666,16 @@ CHECKPOINTS = [
     ],
     checkpoint("train", "pipe", fifo(".metadata"), [".metadata", "pipe or a device", "take another"]),
     checkpoint(
-        "train", "data-pipe", fifo("__0_0.distcp"), ["__0_0.distcp", "no file", "take another checkpoint"]
+        "train",
+        "data-pipe",
+        fifo("__0_0.distcp"),
+        ["__0_0.distcp", "not a regular file", "take another checkpoint"],
     ),
     checkpoint(
-        "convert", "data-pipe", fifo("__0_0.distcp"), ["__0_0.distcp", "no file", "take another checkpoint"]
+        "convert",
+        "data-pipe",
+        fifo("__0_0.distcp"),
+        ["__0_0.distcp", "not a regular file", "take another checkpoint"],
     ),
     checkpoint("convert", "outside", files.spoiled_index(outside), ["outside of its folder", "take another"]),
     checkpoint("train", "outside", files.spoiled_index(outside), ["outside of its folder", "take another"]),
@@ -680,13 +686,13 @@ CHECKPOINTS = [
         "convert",
         "no-tensors",
         files.spoiled_index(without_tensors),
-        ["holds something else", "take another"],
+        ["holds another object", "take another"],
     ),
     checkpoint(
         "convert",
         "whole-numbers",
         files.spoiled_index(whole),
-        ["norm.weight is of the type torch.int64", "--recipe FILE.toml"],
+        ["norm.weight has dtype torch.int64", "--recipe FILE.toml"],
     ),
 ]
 
@@ -708,7 +714,7 @@ MONITOR = [
     Case(
         "run-of-text",
         "plot events",
-        ["run.json", "not of the type int"],
+        ["run.json", "not of type int"],
         lambda here: files.changed_json("run.json", steps="x")(run_of(here)),
         needs="events",
     ),

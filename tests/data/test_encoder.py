@@ -1,4 +1,4 @@
-"""Documents to tokens: what torchtitan's tokenizer gives, for tokenizers of several makes."""
+"""Encoding of documents, compared with torchtitan's tokenizer for several kinds of tokenizers."""
 
 import json
 import shutil
@@ -83,7 +83,7 @@ def test_same_tokens_as_torchtitan(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_letters_that_spell_a_special_token_are_text(tmp_path: Path, name: str) -> None:
+def test_spelling_of_a_special_token_is_text(tmp_path: Path, name: str) -> None:
     encoder = DocumentEncoder(make(tmp_path / "made", *MADE[name]))
     marks = {encoder.bos_id, encoder.eos_id, encoder.pad_id, 0, 2048, 2049}
     decode = Tokenizer.from_file(str(shakespeare_tokenizer_folder() / "tokenizer.json")).decode
@@ -94,7 +94,7 @@ def test_letters_that_spell_a_special_token_are_text(tmp_path: Path, name: str) 
         assert decode(inner, skip_special_tokens=False) == text
 
 
-def test_marks_where_they_are_expected(tmp_path: Path) -> None:
+def test_bos_and_eos(tmp_path: Path) -> None:
     def ends(name: str) -> tuple[int, int]:
         tokens = DocumentEncoder(make(tmp_path / name, *MADE[name]))(["word"])[0].tolist()
         return tokens[0], tokens[-1]
@@ -106,7 +106,7 @@ def test_marks_where_they_are_expected(tmp_path: Path) -> None:
     assert 0 not in ends("no marks") + ends("without a configuration")
 
 
-def test_a_tokenizer_saved_with_a_length_cuts_nothing_off(tmp_path: Path) -> None:
+def test_saved_truncation_is_disabled(tmp_path: Path) -> None:
     pytest.importorskip("torchtitan")
     from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
@@ -133,7 +133,7 @@ def test_a_tokenizer_saved_with_a_length_cuts_nothing_off(tmp_path: Path) -> Non
     assert fields["input"][0].tolist() == next(iter(reference))[0]["input"].tolist()
 
 
-def test_gaps_in_a_vocabulary_count(tmp_path: Path) -> None:
+def test_unused_ids_count_as_rows_of_the_embedding(tmp_path: Path) -> None:
     shutil.copytree(shakespeare_tokenizer_folder(), tmp_path / "gaps")
     file = tmp_path / "gaps" / "tokenizer.json"
     content = json.loads(file.read_text())
@@ -144,7 +144,7 @@ def test_gaps_in_a_vocabulary_count(tmp_path: Path) -> None:
     assert DocumentEncoder(tmp_path / "gaps").vocab_size == 5001
 
 
-def test_mistakes(tmp_path: Path) -> None:
+def test_user_errors_of_the_encoder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no tokenizer.json: set hf_assets_path"):
         DocumentEncoder(tmp_path)
     folder = make(tmp_path / "made", None, None)

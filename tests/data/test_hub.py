@@ -1,4 +1,4 @@
-"""Hub datasets: a local folder laid out as FineWeb-Edu is stands for the hub."""
+"""Hub datasets, with a local folder in the layout of FineWeb-Edu instead of the hub."""
 
 import functools
 import io
@@ -16,7 +16,7 @@ import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.data.conftest import check_a_new_process_resumes
-from titan_async.data import PackedDataset, TextSource, hub, open_documents, parquet, sources
+from titan_async.data import PackedDataset, TextSource, document_stream, hub, open_documents, parquet
 from titan_async.errors import UserError
 
 README = """\
@@ -98,7 +98,7 @@ def fineweb_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def fineweb(fineweb_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     stand_for_the_hub(fineweb_folder, monkeypatch)
-    monkeypatch.setattr(sources, "_SHUFFLE_BLOCK", 16)
+    monkeypatch.setattr(document_stream, "_SHUFFLE_BLOCK", 16)
     return fineweb_folder
 
 
@@ -108,23 +108,21 @@ def share(source: TextSource, rank: int, world_size: int, epoch: int = 0) -> lis
     return list(stream)
 
 
-def test_a_configuration_is_its_files(fineweb: Path) -> None:
+def test_configuration_selects_files(fineweb: Path) -> None:
     assert share(SAMPLE, 0, 1) == documents_of("sample/")
     assert sorted(share(FINEWEB, 0, 1)) == sorted(documents_of("data/"))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 64, 400])
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_ranks_read_every_document_once_and_about_equally_many(
-    fineweb: Path, world_size: int, epoch: int
-) -> None:
+def test_ranks_read_every_document_once_in_similar_shares(fineweb: Path, world_size: int, epoch: int) -> None:
     shares = [share(FINEWEB, rank, world_size, epoch) for rank in range(world_size)]
     assert sorted(chain(*shares)) == sorted(documents_of("data/"))
     # The files are 120, 95 and 101 rows long, and count as equals.
     assert max(map(len, shares)) <= 120 * 3 / world_size + 1
 
 
-def test_a_rank_opens_its_own_files_only(fineweb: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_opens_its_own_files_only(fineweb: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
 
     def open_file(file: str) -> io.FileIO:
@@ -137,7 +135,7 @@ def test_a_rank_opens_its_own_files_only(fineweb: Path, monkeypatch: pytest.Monk
     assert len(opened) == len(set(opened)) == 3
 
 
-def test_validation_is_the_same_documents_for_any_number_of_ranks(fineweb: Path) -> None:
+def test_validation_split_does_not_depend_on_the_number_of_ranks(fineweb: Path) -> None:
     def split(name: str, world_size: int) -> list[str]:
         source = TextSource(dataset="owner/name", split=name, validation_fraction=0.2)
         return sorted(chain(*(share(source, rank, world_size) for rank in range(world_size))))
@@ -181,9 +179,7 @@ def new_loader(folder: str | Path, rank: int, world_size: int, workers: int) -> 
     return StatefulDataLoader(dataset, batch_size=4, num_workers=workers)
 
 
-def test_a_new_process_goes_on_exactly(
-    fineweb: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumes_in_a_new_process(fineweb: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the other process has blocks of the usual size
     monkeypatch.setattr(hub, "_load", hub._load)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", datasets.config.HF_DATASETS_CACHE)
@@ -191,7 +187,7 @@ def test_a_new_process_goes_on_exactly(
     check_a_new_process_resumes("test_hub", new_loader, fineweb, shares, tmp_path)
 
 
-def test_going_on_reads_a_row_group_or_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_reads_at_most_two_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = 20_000
     table = pyarrow.table({"text": [f"{row} " + "words " * 50 for row in range(rows)]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=100, compression="none")
@@ -216,7 +212,7 @@ def test_going_on_reads_a_row_group_or_two(tmp_path: Path, monkeypatch: pytest.M
     assert 0 < read["bytes"] < (tmp_path / "a.parquet").stat().st_size / 20
 
 
-def test_a_local_copy_is_read_alike(fineweb: Path) -> None:
+def test_local_copy_gives_the_same_documents(fineweb: Path) -> None:
     def local(split: str, world_size: int = 3) -> list[list[str]]:
         source = TextSource(dataset_path=str(fineweb / "data"), split=split, validation_fraction=0.1)
         return [share(source, rank, world_size) for rank in range(world_size)]
@@ -227,7 +223,7 @@ def test_a_local_copy_is_read_alike(fineweb: Path) -> None:
     assert len(list(chain(*local("validation")))) == pytest.approx(31.6, abs=3)
 
 
-def test_packing_keeps_documents_apart(fineweb: Path) -> None:
+def test_packing_does_not_mix_documents(fineweb: Path) -> None:
     texts = documents_of("sample/")
     dataset = PackedDataset(SAMPLE, lambda text: [0, *text.encode(), 1], seq_len=100)
     pieces: list[bytes] = []
@@ -266,7 +262,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return waited
 
 
-def test_a_short_disconnection_loses_and_repeats_nothing(
+def test_short_disconnection_is_retried(
     fineweb: Path, waits: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Flaky, "breaks", staticmethod(lambda read: read % 3 == 2))
@@ -275,7 +271,7 @@ def test_a_short_disconnection_loses_and_repeats_nothing(
     assert set(waits) == {1}
 
 
-def test_a_long_disconnection_is_told(
+def test_long_disconnection_is_a_user_error(
     fineweb: Path, waits: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Flaky, "breaks", staticmethod(lambda read: read > 6))
@@ -283,11 +279,11 @@ def test_a_long_disconnection_is_told(
         UserError, match=r"connection was lost while reading .*parquet \(Connection reset"
     ) as e:
         share(SAMPLE, 0, 1)
-    assert "goes on from its last checkpoint" in str(e.value)
+    assert "resumes from its last checkpoint" in str(e.value)
     assert waits == [1, 2, 4, 8, 15, 30]
 
 
-def test_what_counts_as_a_disconnection() -> None:
+def test_is_disconnection() -> None:
     import httpx
 
     def status(code: int) -> httpx.HTTPStatusError:
@@ -299,7 +295,7 @@ def test_what_counts_as_a_disconnection() -> None:
     assert [parquet.is_disconnection(error) for error in passing + lasting] == [True] * 5 + [False] * 5
 
 
-def test_mistakes(fineweb: Path) -> None:
+def test_user_errors_of_the_hub(fineweb: Path) -> None:
     def message(**fields: str) -> str:
         with pytest.raises(UserError) as caught:
             share(TextSource(dataset="owner/name", **fields), 0, 1)
@@ -313,7 +309,7 @@ def test_mistakes(fineweb: Path) -> None:
     assert "holds int instead of text" in message(text_column="int_score")
 
 
-def test_an_unknown_configuration(fineweb_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_configuration(fineweb_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = datasets.load_dataset_builder
     monkeypatch.setattr(
         datasets, "load_dataset_builder", lambda name, config, revision: whole(str(fineweb_folder), config)
@@ -322,7 +318,7 @@ def test_an_unknown_configuration(fineweb_folder: Path, monkeypatch: pytest.Monk
         open_documents(TextSource(dataset="owner/name", dataset_config="sample-1TB"))
 
 
-def test_identity_tells_configurations_apart(fineweb: Path) -> None:
+def test_identity_depends_on_the_configuration(fineweb: Path) -> None:
     names = [
         open_documents(TextSource(dataset="owner/name", dataset_config=config)).identity
         for config in ("default", "sample-10BT")
@@ -332,14 +328,12 @@ def test_identity_tells_configurations_apart(fineweb: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_json_lines_are_streamed_by_datasets(
-    tmp_path: Path, world_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_json_lines_are_streamed(tmp_path: Path, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for shard in range(3):
         records = [{"text": f"shard {shard} document {index}", "id": index} for index in range(50)]
         (tmp_path / f"{shard}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     stand_for_the_hub(tmp_path, monkeypatch)
-    monkeypatch.setattr(sources, "_SHUFFLE_BLOCK", 16)
+    monkeypatch.setattr(document_stream, "_SHUFFLE_BLOCK", 16)
     train = TextSource(dataset="owner/name", validation_fraction=0.2)
     validation = TextSource(dataset="owner/name", validation_fraction=0.2, split="validation")
     shares = [share(train, rank, world_size) for rank in range(world_size)]
@@ -362,11 +356,11 @@ def test_json_lines_are_streamed_by_datasets(
 @pytest.mark.parametrize(
     ("last_line", "error", "said"),
     [
-        ('{"text": "ha', None, r"a file is damaged \(.*\); mend it, or set dataset_revision"),
+        ('{"text": "ha', None, r"a file is damaged \(.*\); fix it, or set dataset_revision"),
         ("", ConnectionError("reset by peer"), r"the connection was lost \(reset by peer\); start again"),
     ],
 )
-def test_a_stream_that_ends_too_early_is_told(
+def test_truncated_stream_is_a_user_error(
     tmp_path: Path, last_line: str, error: Exception | None, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = [json.dumps({"text": f"document {index}"}) + "\n" for index in range(20)]
@@ -386,4 +380,4 @@ def test_a_stream_that_ends_too_early_is_told(
         UserError, match=f"^The dataset 'owner/name' could not be read to its end: {said}"
     ) as e:
         list(open_documents(source))
-    assert str(e.value).endswith("the run goes on from its last checkpoint.") and "\n" not in str(e.value)
+    assert str(e.value).endswith("the run resumes from its last checkpoint.") and "\n" not in str(e.value)

@@ -1,4 +1,4 @@
-"""The data loader for torchtitan: shapes, resumption through a real checkpoint, and refusals."""
+"""The data loader for torchtitan: shapes, resumption from a checkpoint, and user errors."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,13 @@ from tokenizers import Tokenizer
 
 from tests.data.conftest import equal, jsonl_writer
 from tests.data.test_encoder import adds, make
-from titan_async.data import TextSource, plays, prepare_tokens, shakespeare_tokenizer_folder, sources
+from titan_async.data import (
+    TextSource,
+    document_stream,
+    prepare_tokens,
+    shakespeare,
+    shakespeare_tokenizer_folder,
+)
 from titan_async.errors import UserError
 
 pytest.importorskip("torchtitan")
@@ -96,7 +102,7 @@ def test_resumes_in_a_new_loader(
     assert equal(list(itertools.islice(iter(resumed), 20)), expected)
 
 
-def test_gpus_have_a_worker_by_default_which_gives_the_same_batches(
+def test_default_worker_on_gpus_gives_the_same_batches(
     tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone, state = build(tokenizer), {}
@@ -132,7 +138,7 @@ def test_gpus_have_a_worker_by_default_which_gives_the_same_batches(
     assert equal(list(itertools.islice(iter(back), 4)), list(itertools.islice(iterator, 4)))
 
 
-def test_token_files_give_the_batches_of_their_text(
+def test_token_files_give_the_same_batches_as_text(
     tokenizer: HuggingFaceTokenizer, text_file: str, token_folder: str
 ) -> None:
     for infinite in (False, True):
@@ -155,7 +161,7 @@ def test_resumes_through_a_checkpoint_on_disk(tokenizer: HuggingFaceTokenizer, t
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_one_validation_pass_gives_every_rank_as_many_full_batches(
+def test_validation_gives_every_rank_equally_many_batches(
     tokenizer: HuggingFaceTokenizer, workers: int, text_file: str
 ) -> None:
     source = {"dataset_path": text_file, "split": "validation", "validation_fraction": 0.3}
@@ -178,7 +184,7 @@ def test_workers_share_the_documents(tokenizer: HuggingFaceTokenizer) -> None:
     assert len(set(rows)) == len(rows)
 
 
-def test_validation_loaders_are_cheap_to_build_anew(
+def test_validation_loaders_are_cheap_to_build(
     tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plays are not read again, and no more is tokenized than the first batch needs."""
@@ -190,7 +196,7 @@ def test_validation_loaders_are_cheap_to_build_anew(
         encoded.append(encode(text, *args, **options))
         return encoded[-1]
 
-    monkeypatch.setattr(plays, "_scenes_of", lambda text: read.append(text) or [])
+    monkeypatch.setattr(shakespeare, "_scenes_of", lambda text: read.append(text) or [])
     monkeypatch.setattr(tokenizer, "encode", encode)
     for _ in range(10):
         loader = config.build(dp_world_size=1, dp_rank=0, tokenizer=tokenizer, seq_len=64, local_batch_size=4)
@@ -201,7 +207,7 @@ def test_validation_loaders_are_cheap_to_build_anew(
     assert not read
 
 
-def test_an_unread_loader_has_a_state_to_load_into(tokenizer: HuggingFaceTokenizer) -> None:
+def test_unread_loader_has_a_state(tokenizer: HuggingFaceTokenizer) -> None:
     loader = build(tokenizer)
     state = loader.state_dict()
     first = next(iter(loader))
@@ -212,13 +218,13 @@ def test_an_unread_loader_has_a_state_to_load_into(tokenizer: HuggingFaceTokeniz
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_mistakes_are_one_sentence_from_workers_too(
+def test_user_errors_are_raised_from_workers(
     tokenizer: HuggingFaceTokenizer, workers: int, tmp_path: Path
 ) -> None:
     (tmp_path / "a.jsonl").write_text("{\n")
     loader = build(tokenizer, dataset_path=str(tmp_path), num_workers=workers)
     with pytest.raises(
-        UserError, match=r"^Line 1 of .*a.jsonl is not valid JSON .*mend or remove that line.$"
+        UserError, match=r"^Line 1 of .*a.jsonl is not valid JSON .*fix or remove that line.$"
     ):
         next(iter(loader))
 
@@ -226,7 +232,7 @@ def test_mistakes_are_one_sentence_from_workers_too(
 ENDED = r"^A process that loads data has ended \(%s\): perhaps .* goes on from its last checkpoint\.$"
 
 
-def test_a_worker_that_ends_is_told_in_one_sentence(
+def test_dead_worker_is_a_user_error(
     tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others = set(multiprocessing.active_children())
@@ -255,7 +261,7 @@ def test_a_worker_that_ends_is_told_in_one_sentence(
         next(iter(build(tokenizer)))
 
 
-def test_states_that_do_not_fit(tokenizer: HuggingFaceTokenizer) -> None:
+def test_invalid_states_are_refused(tokenizer: HuggingFaceTokenizer) -> None:
     state = build(tokenizer, 0, 2).state_dict()
     with pytest.raises(UserError, match=r"data-parallel degree 2, not 4: resume with"):
         build(tokenizer, 3, 4).load_state_dict(state)
@@ -302,7 +308,7 @@ REFUSED = (
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_data_that_have_changed_are_refused_or_accepted(
+def test_changed_data_are_refused_or_accepted(
     tokenizer: HuggingFaceTokenizer, tmp_path: Path, ending: str
 ) -> None:
     fields = write_data(tmp_path / "data", ending, TEXTS)
@@ -332,7 +338,7 @@ def test_data_that_have_changed_are_refused_or_accepted(
 @pytest.mark.parametrize(("ending", "more"), [("jsonl", "jsonl"), ("parquet", "parquet"), ("parquet", "txt")])
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("added", [True, False])
-def test_another_file_is_a_change_too(
+def test_additional_file_is_a_change(
     tokenizer: HuggingFaceTokenizer, tmp_path: Path, ending: str, more: str, shuffle: bool, added: bool
 ) -> None:
     fields = {**write_data(tmp_path, ending, TEXTS), "shuffle": shuffle}
@@ -360,17 +366,17 @@ def test_another_file_is_a_change_too(
             next(iter(wrong))
 
 
-def test_other_plays_are_refused(tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_plays_are_refused(tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     state = build(tokenizer).state_dict()
     build(tokenizer).load_state_dict(state)
-    scenes = plays.play_scenes()
-    monkeypatch.setattr(sources, "play_scenes", lambda: scenes[:-1])
+    scenes = shakespeare.play_scenes()
+    monkeypatch.setattr(document_stream, "play_scenes", lambda: scenes[:-1])
     with pytest.raises(UserError, match=REFUSED % "shakespeare"):
         build(tokenizer).load_state_dict(state)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_state_without_fingerprints_resumes(
+def test_state_without_fingerprints_resumes(
     tokenizer: HuggingFaceTokenizer, tmp_path: Path, workers: int
 ) -> None:
     fields = {**write_data(tmp_path, "jsonl", TEXTS), "num_workers": workers}
@@ -385,7 +391,7 @@ def test_a_state_without_fingerprints_resumes(
     assert equal(list(itertools.islice(resumed, 5)), expected)
 
 
-def test_a_tokenizer_that_begins_documents_by_itself_ends_them_too(tmp_path: Path) -> None:
+def test_tokenizer_that_adds_bos_also_ends_documents(tmp_path: Path) -> None:
     """As OPT's: one token begins and ends documents, and the tokenizer adds the first of the two."""
     end = "<|endoftext|>"
     folder = make(tmp_path / "made", {"bos_token": end, "eos_token": end}, adds(f"{end} $A", **{end: 0}))

@@ -60,7 +60,7 @@ def test_same_sequences_as_torchtitan(folder: Path, seq_len: int, monkeypatch: p
 @pytest.mark.parametrize("plays", [False, True])
 @pytest.mark.parametrize("infinite", [False, True])
 @pytest.mark.parametrize("seq_len", [5, 100, 256])
-def test_resumes_anywhere(folder: Path, plays: bool, infinite: bool, seq_len: int) -> None:
+def test_resumes_at_any_sequence(folder: Path, plays: bool, infinite: bool, seq_len: int) -> None:
     source = TextSource(dataset_path=None if plays else str(folder))
 
     def new() -> PackedDataset:
@@ -84,7 +84,7 @@ def test_resumes_anywhere(folder: Path, plays: bool, infinite: bool, seq_len: in
         assert json.dumps(again.state_dict()) == states[count]
 
 
-def test_state_stays_small_within_a_long_document(tmp_path: Path) -> None:
+def test_state_is_small_within_a_long_document(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 100_000}))
     dataset = PackedDataset(TextSource(dataset_path=str(tmp_path)), encode, seq_len=16, infinite=True)
     for _ in itertools.islice(dataset, 1000):
@@ -94,7 +94,7 @@ def test_state_stays_small_within_a_long_document(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_infinite_ranks_share_the_documents(folder: Path, world_size: int) -> None:
+def test_infinite_dataset_divides_documents(folder: Path, world_size: int) -> None:
     source = TextSource(dataset_path=str(folder))
     whole = pairs(list(PackedDataset(source, encode, seq_len=1)))
     together: list[tuple[int, int]] = []
@@ -108,7 +108,7 @@ def test_infinite_ranks_share_the_documents(folder: Path, world_size: int) -> No
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_finite_ranks_share_the_sequences_equally(folder: Path, world_size: int) -> None:
+def test_finite_dataset_divides_sequences_equally(folder: Path, world_size: int) -> None:
     source = TextSource(dataset_path=str(folder))
     whole = list(PackedDataset(source, encode, seq_len=50))
     shares = [
@@ -120,7 +120,7 @@ def test_finite_ranks_share_the_sequences_equally(folder: Path, world_size: int)
     assert equal(together, whole[: len(together)])
 
 
-def test_epochs_follow_without_a_gap(folder: Path) -> None:
+def test_rest_of_an_epoch_is_carried_over(folder: Path) -> None:
     source = TextSource(dataset_path=str(folder))
     stream = open_documents(source)
     tokens = [encode(text) for _ in range(3) for text in stream]
@@ -130,7 +130,7 @@ def test_epochs_follow_without_a_gap(folder: Path) -> None:
     assert pairs(samples) == expected[: len(samples) * 33]
 
 
-def test_a_finite_dataset_can_be_iterated_again(folder: Path) -> None:
+def test_finite_dataset_can_be_iterated_again(folder: Path) -> None:
     dataset = PackedDataset(TextSource(dataset_path=str(folder)), encode, seq_len=50)
     first, second = list(dataset), list(dataset)
     assert len(first) == len(second)
@@ -164,7 +164,7 @@ def test_fewer_sequences_than_a_batch(folder: Path) -> None:
         list(dataset)
 
 
-def test_a_position_in_other_data_is_refused(folder: Path) -> None:
+def test_position_in_other_data_is_refused(folder: Path) -> None:
     state = PackedDataset(TextSource(dataset_path=str(folder)), encode, seq_len=8).state_dict()
     with pytest.raises(UserError, match=r"stands in other data .3 files .* than is configured .shakespeare"):
         PackedDataset(TextSource(), encode, seq_len=8).load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Batches from token files: the sequences that `PackedDataset` makes of the same text, exactly resumable."""
+"""Batches from token files have the same sequences as `PackedDataset`, and are exactly resumable."""
 
 import itertools
 import json
@@ -117,7 +117,7 @@ def naive(documents: list[list[int]], seq_len: int) -> list[tuple[list[int], lis
     batch_size=st.integers(1, 4),
     infinite=st.booleans(),
 )
-def test_packing_is_that_of_pairs_laid_end_to_end(
+def test_sequences_are_concatenated_pairs(
     tmp_path: Path, lengths: list[list[int]], seq_len: int, batch_size: int, infinite: bool
 ) -> None:
     numbers = iter(range(VOCABULARY))
@@ -151,7 +151,7 @@ def test_same_sequences_as_from_the_text(tmp_path: Path, split: str, rank: int, 
     )
     fields = {"split": split, "shuffle": False, "validation_fraction": 0.2}
     tokens = TextSource(dataset="tokens", dataset_path=str(tmp_path / "tokens"), **fields)
-    assert len(TokenFiles(tmp_path / "tokens").index.shards) > token_batches._FILES_TOGETHER
+    assert len(TokenFiles(tmp_path / "tokens").index.shards) > token_batches._WINDOW
     share = {"seq_len": 50, "rank": rank, "world_size": world_size}
     whole = PackedDataset(text, lambda document: encoder([document])[0].tolist(), **share)
     samples = [(fields["input"], fields["positions"], labels) for fields, labels in whole]
@@ -169,7 +169,7 @@ def test_same_sequences_as_from_the_text(tmp_path: Path, split: str, rank: int, 
 
 @pytest.mark.parametrize("infinite", [False, True])
 @pytest.mark.parametrize(("seq_len", "batch_size"), [(1, 9), (7, 2), (64, 1), (300, 2)])
-def test_resumes_anywhere(source: TextSource, infinite: bool, seq_len: int, batch_size: int) -> None:
+def test_resumes_at_any_batch(source: TextSource, infinite: bool, seq_len: int, batch_size: int) -> None:
     def new() -> TokenBatches:
         return TokenBatches(
             replaced(source), seq_len=seq_len, batch_size=batch_size, rank=1, world_size=2, infinite=infinite
@@ -193,7 +193,7 @@ def test_resumes_anywhere(source: TextSource, infinite: bool, seq_len: int, batc
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_ranks_share_the_documents(source: TextSource, world_size: int, shuffle: bool) -> None:
+def test_ranks_divide_the_documents(source: TextSource, world_size: int, shuffle: bool) -> None:
     shares = []
     for rank in range(world_size):
         share = {"rank": rank, "world_size": world_size, "infinite": True}
@@ -209,8 +209,8 @@ def test_ranks_share_the_documents(source: TextSource, world_size: int, shuffle:
     assert max(documents) - min(documents) <= 3  # windows
 
 
-def test_epochs_have_orders_of_their_own(tmp_path: Path) -> None:
-    shards = some_shards(token_batches._FILES_TOGETHER + 2, 3)
+def test_epochs_have_different_orders(tmp_path: Path) -> None:
+    shards = some_shards(token_batches._WINDOW + 2, 3)
     source = write_tokens(tmp_path, shards)
     dataset = TokenBatches(source, seq_len=1, batch_size=1)
     first, second = pairs(dataset), pairs(dataset)
@@ -226,10 +226,10 @@ def test_documents_of_several_files_are_shuffled_together(source: TextSource) ->
     files = np.searchsorted(lasts, tokens, side="right")
     changes = int((np.diff(files) != 0).sum())
     assert changes > 100
-    assert len(set(files[: len(files) // 4].tolist())) == token_batches._FILES_TOGETHER
+    assert len(set(files[: len(files) // 4].tolist())) == token_batches._WINDOW
 
 
-def test_going_on_opens_one_window(source: TextSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_opens_one_window(source: TextSource, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = TokenBatches(source, seq_len=10, batch_size=2, infinite=True)
     for _ in itertools.islice(dataset, 50):
         pass
@@ -243,7 +243,7 @@ def test_going_on_opens_one_window(source: TextSource, monkeypatch: pytest.Monke
     resumed = TokenBatches(source, seq_len=10, batch_size=2, infinite=True)
     resumed.load_state_dict(state)
     next(iter(resumed))
-    assert opened.total() <= token_batches._FILES_TOGETHER
+    assert opened.total() <= token_batches._WINDOW
 
 
 def new_loader(path: str, rank: int, world_size: int, workers: int) -> StatefulDataLoader:
@@ -252,12 +252,12 @@ def new_loader(path: str, rank: int, world_size: int, workers: int) -> StatefulD
     return StatefulDataLoader(dataset, batch_size=None, num_workers=workers)
 
 
-def test_a_new_process_goes_on_exactly(source: TextSource, tmp_path: Path) -> None:
+def test_token_batches_resume_in_a_new_process(source: TextSource, tmp_path: Path) -> None:
     shares = [(0, 1, 0), (1, 2, 2)]
     check_a_new_process_resumes("test_token_batches", new_loader, source.dataset_path, shares, tmp_path)
 
 
-def test_a_position_in_other_data_is_refused(source: TextSource, tmp_path: Path) -> None:
+def test_position_in_other_token_files_is_refused(source: TextSource, tmp_path: Path) -> None:
     state = TokenBatches(source, seq_len=8, batch_size=1).state_dict()
     shards = some_shards()
     shards[0][0][0] += 1
@@ -267,7 +267,7 @@ def test_a_position_in_other_data_is_refused(source: TextSource, tmp_path: Path)
 
 
 @pytest.mark.parametrize("infinite", [True, False])
-def test_a_position_behind_what_is_left_of_the_data_goes_on_with_the_next(
+def test_position_beyond_shortened_data_continues_with_the_next_epoch(
     source: TextSource, tmp_path: Path, infinite: bool
 ) -> None:
     fields = {"seq_len": 4, "batch_size": 1, "infinite": infinite}
@@ -284,7 +284,7 @@ def test_a_position_behind_what_is_left_of_the_data_goes_on_with_the_next(
     assert short.state_dict()["position"] > [0, 1, 0]
 
 
-def test_a_token_outside_the_vocabulary_is_told(tmp_path: Path) -> None:
+def test_token_outside_the_vocabulary_is_a_user_error(tmp_path: Path) -> None:
     source = write_tokens(tmp_path, [[[1, 2, 3], [4, 5, 6]]])
     index = json.loads((tmp_path / "index.json").read_text())
     (tmp_path / "index.json").write_text(json.dumps(index | {"vocab_size": 6}))
@@ -292,7 +292,7 @@ def test_a_token_outside_the_vocabulary_is_told(tmp_path: Path) -> None:
         list(TokenBatches(source, seq_len=4, batch_size=1))
 
 
-def test_mistakes(source: TextSource) -> None:
+def test_user_errors_of_token_batches(source: TextSource) -> None:
     with pytest.raises(UserError, match=r"set training.seq_len to 1 or more"):
         TokenBatches(source, seq_len=0, batch_size=1)
     with pytest.raises(UserError, match="set split to"):
@@ -308,9 +308,7 @@ def test_mistakes(source: TextSource) -> None:
 
 
 @pytest.mark.parametrize(("cut", "said"), [(True, r"has \d+ bytes instead of \d+"), (False, "is missing")])
-def test_a_file_that_is_cut_or_vanishes_is_named_and_kills_nobody(
-    tmp_path: Path, cut: bool, said: str
-) -> None:
+def test_truncated_or_removed_file_is_a_user_error(tmp_path: Path, cut: bool, said: str) -> None:
     source = write_tokens(tmp_path, [[list(range(60_000))]])
     batches = iter(TokenBatches(source, seq_len=1000, batch_size=4, infinite=True))
     next(batches)

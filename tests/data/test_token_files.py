@@ -1,4 +1,4 @@
-"""Token files: what is written, that nothing changes it, and one sentence for each way they can be wrong."""
+"""Token files: content, reproducibility, and user errors for damaged files."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def tool(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, st
     return run
 
 
-def test_files_hold_the_documents_in_their_order(source: TextSource, made: Path) -> None:
+def test_files_contain_the_documents_in_order(source: TextSource, made: Path) -> None:
     files = TokenFiles(made)
     texts = list(
         open_documents(TextSource(dataset_path=source.dataset_path, shuffle=False, validation_fraction=0))
@@ -98,7 +98,9 @@ def test_files_hold_the_documents_in_their_order(source: TextSource, made: Path)
     assert files.first_documents[-1] == DOCUMENTS
 
 
-def test_the_number_of_processes_changes_nothing(source: TextSource, made: Path, tmp_path: Path) -> None:
+def test_files_do_not_depend_on_the_number_of_processes(
+    source: TextSource, made: Path, tmp_path: Path
+) -> None:
     prepare_tokens(source, TOKENIZER, tmp_path, shard_tokens=SHARD, processes=3)
     assert contents(tmp_path) == contents(made)
 
@@ -127,12 +129,10 @@ prepare.write_json = write_and_stop
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""The tool, whose first process does nothing more after its first note of a whole file."""
+"""The tool, whose first process stops after its first note of a complete file."""
 
 
-def test_killed_and_started_again_it_ends_with_the_same_files(
-    source: TextSource, made: Path, tmp_path: Path
-) -> None:
+def test_resuming_after_a_kill_gives_the_same_files(source: TextSource, made: Path, tmp_path: Path) -> None:
     folder = tmp_path / "new"
     arguments = (folder, "--tokenizer", TOKENIZER, "--dataset_path", source.dataset_path)
     options = ("--shard_tokens", SHARD, "--processes", 2)
@@ -160,7 +160,7 @@ def test_killed_and_started_again_it_ends_with_the_same_files(
 
 
 @pytest.mark.parametrize("stop", [1, 2, slow(3), slow(4)])
-def test_it_goes_on_after_any_file(
+def test_resumes_after_any_file(
     source: TextSource, made: Path, tmp_path: Path, stop: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from titan_async.data import prepare
@@ -193,13 +193,13 @@ def test_it_goes_on_after_any_file(
     assert counts[-1] == DOCUMENTS
 
 
-def test_a_finished_folder_is_left_as_it_is(source: TextSource, copy: Path) -> None:
+def test_finished_folder_is_unchanged(source: TextSource, copy: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in copy.iterdir() if file.name != ".lock"}
     prepare_tokens(source, TOKENIZER, copy, shard_tokens=SHARD)
     assert before == {file: file.stat().st_mtime_ns for file in before}
 
 
-def test_only_its_own_files_are_gone_on_with(source: TextSource, copy: Path, tmp_path: Path) -> None:
+def test_files_of_other_settings_are_refused(source: TextSource, copy: Path, tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"whose source is '3 files .*, not 'shakespeare.*name another folder"
     ):
@@ -211,7 +211,7 @@ def test_only_its_own_files_are_gone_on_with(source: TextSource, copy: Path, tmp
         prepare_tokens(source, tmp_path / "other", copy)
 
 
-def test_two_at_once_are_refused(source: TextSource, tmp_path: Path) -> None:
+def test_concurrent_writers_are_refused(source: TextSource, tmp_path: Path) -> None:
     def second(documents: int, tokens: int) -> None:
         with pytest.raises(UserError, match="Another process is writing"):
             prepare_tokens(source, TOKENIZER, tmp_path)
@@ -219,7 +219,7 @@ def test_two_at_once_are_refused(source: TextSource, tmp_path: Path) -> None:
     prepare_tokens(source, TOKENIZER, tmp_path, on_progress=second)
 
 
-def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
+def test_large_vocabulary_needs_four_bytes(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "a").mkdir()
     vocabulary = {f"w{index}": index for index in range(70_000)}
@@ -241,7 +241,7 @@ def flip(file: Path, offset: int) -> None:
         opened.write(bytes([byte[0] ^ 0x10]))
 
 
-def test_every_flipped_bit_is_found(copy: Path, tool: Callable[..., tuple[int, str, str]]) -> None:
+def test_verify_detects_flipped_bits(copy: Path, tool: Callable[..., tuple[int, str, str]]) -> None:
     for offset in (20, 500, 9000, -1):
         flip(copy / "tokens-00001.safetensors", offset)
         with pytest.raises(UserError, match=r"SHA-256 of tokens-00001.safetensors is not that of the index"):
@@ -285,13 +285,13 @@ SECOND = "tokens-00001.safetensors"
         (edit("index.json", lambda index: index.update(format="x 2")), "of the format 'x 2', not"),
         (
             edit("index.json", lambda index: index["shards"][0].update(name="../../etc/passwd")),
-            "'../../etc/passwd' is no name of a token file",
+            "'../../etc/passwd' is not the name of a token file",
         ),
         (lambda folder: shutil.copy(folder / SECOND, folder / "index.json"), "index.json can't be read"),
         (lambda folder: (folder / "index.json").write_bytes(pickle.dumps(Bomb())), "can't be read"),
     ],
 )
-def test_damage_found_when_a_folder_is_opened(copy: Path, damage: Callable, part: str) -> None:
+def test_damage_detected_on_opening(copy: Path, damage: Callable, part: str) -> None:
     damage(copy)
     with pytest.raises(UserError) as caught:
         TokenFiles(copy)
@@ -317,7 +317,7 @@ def overwrite(content: bytes) -> Callable[[Path], None]:
         lambda file: flip(file, 8 + 144 + 8 * 100 + 7),  # the highest byte of a document's end
     ],
 )
-def test_damage_found_when_a_file_is_mapped(copy: Path, damage: Callable[[Path], None]) -> None:
+def test_damage_detected_on_mapping(copy: Path, damage: Callable[[Path], None]) -> None:
     damage(copy / SECOND)
     files = TokenFiles(copy)
     files.map(0)
@@ -325,13 +325,13 @@ def test_damage_found_when_a_file_is_mapped(copy: Path, damage: Callable[[Path],
         files.map(1)
 
 
-def test_files_of_another_type_are_refused(copy: Path) -> None:
+def test_files_of_another_dtype_are_refused(copy: Path) -> None:
     edit("index.json", lambda index: index.update(dtype="U32"))(copy)
     with pytest.raises(UserError, match="is not the one that the index names"):
         TokenFiles(copy).map(0)
 
 
-def test_mistakes(source: TextSource, made: Path, tmp_path: Path) -> None:
+def test_user_errors_of_prepare_tokens(source: TextSource, made: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="hold no text: name the text"):
         prepare_tokens(TextSource(dataset="tokens", dataset_path=str(made)), TOKENIZER, tmp_path)
     with pytest.raises(UserError, match='no text but token files: set dataset to "tokens"'):
@@ -348,7 +348,7 @@ def test_mistakes(source: TextSource, made: Path, tmp_path: Path) -> None:
         prepare_tokens(source, TOKENIZER, tmp_path / "file")
 
 
-def test_the_command_line(tmp_path: Path, tool: Callable[..., tuple[int, str, str]]) -> None:
+def test_command_line_of_prepare_data(tmp_path: Path, tool: Callable[..., tuple[int, str, str]]) -> None:
     jsonl_writer(tmp_path)("a.jsonl", ["To be or not to be"] * 10)
     made = tmp_path / "made"
     status, out, err = tool(
@@ -364,7 +364,7 @@ def test_the_command_line(tmp_path: Path, tool: Callable[..., tuple[int, str, st
         tool(made)
 
 
-def test_how_many_documents_there_are_about(source: TextSource, tmp_path: Path) -> None:
+def test_estimate_documents(source: TextSource, tmp_path: Path) -> None:
     assert estimate_documents(source) == DOCUMENTS
     assert estimate_documents(TextSource()) == 783
     (tmp_path / "a.txt").write_text("a line of text\n\n" * 10_000)

@@ -1,4 +1,4 @@
-"""`titan-async convert` on checkpoints that torch has written: what comes out, and what goes wrong."""
+"""`titan-async convert` on checkpoints that torch has written: the result, and user errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageWri
 from tests.support import forks
 from tests.support.saved_runs import DENSE, MOE, random_weights, save_run
 from tests.support.selection import slow
-from titan_async.checkpoint.distributed import SavedTensors
+from titan_async.checkpoint.dcp import SavedTensors
 from titan_async.cli.main import main
 from titan_async.config.recipe_file import resolve_recipe
 
@@ -38,7 +38,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def moe_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture's run, with averaged parameters."""
+    """A run of an MoE model, with averaged parameters."""
     folder = tmp_path_factory.mktemp("runs") / "moe"
     averaged = random_weights(MOE, seed=100)
     save_run(folder, MOE, others={f"train_state.ema_weights.{k}": v for k, v in averaged.items()
@@ -47,7 +47,7 @@ def moe_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected(recipe: Path, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All of a model at once, by torchtitan's adapter."""
+    """The whole model converted at once by torchtitan's adapter."""
     spec = resolve_recipe([str(recipe)]).config.model_spec
     return spec.state_dict_adapter(spec.model, None).to_hf(weights)
 
@@ -62,7 +62,7 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
     )
 
 
-def test_the_latest_checkpoint_in_files_of_a_size(
+def test_latest_checkpoint_is_converted_in_shards(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "hf"
@@ -77,7 +77,7 @@ def test_the_latest_checkpoint_in_files_of_a_size(
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_the_step_that_is_named(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_step_is_converted(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["convert", f"{run_dir}/checkpoint/step-3/", str(tmp_path / "hf")]) == 0
     monkeypatch.chdir(run_dir / "checkpoint")
     assert main(["convert", "step-3", str(tmp_path / "from-there")]) == 0
@@ -85,14 +85,14 @@ def test_the_step_that_is_named(run_dir: Path, tmp_path: Path, monkeypatch: pyte
         assert same(written(tmp_path / name), expected(DENSE, random_weights(DENSE, seed=3)))
 
 
-def test_averaged_weights_and_the_buffers_that_have_no_average(moe_dir: Path, tmp_path: Path) -> None:
+def test_averaged_weights_are_converted_with_the_newest_buffers(moe_dir: Path, tmp_path: Path) -> None:
     assert main(["convert", str(moe_dir), str(tmp_path / "hf"), "--weights", "ema"]) == 0
     newest, averaged = random_weights(MOE, seed=7), random_weights(MOE, seed=100)
     mixed = {k: newest[k] if k.endswith("expert_bias_E") else averaged[k] for k in newest}
     assert same(written(tmp_path / "hf"), expected(MOE, mixed))
 
 
-def test_no_tensor_is_kept(moe_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_are_not_kept(moe_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
     read = SavedTensors.read
 
@@ -107,7 +107,7 @@ def test_no_tensor_is_kept(moe_dir: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert len(alive) == 99
 
 
-def test_another_type_leaves_routers_as_they_are(moe_dir: Path, tmp_path: Path) -> None:
+def test_dtype_conversion_keeps_routers(moe_dir: Path, tmp_path: Path) -> None:
     assert main(["convert", str(moe_dir), str(tmp_path / "hf"), "--dtype=bf16"]) == 0
     whole = expected(MOE, random_weights(MOE, seed=7))
     found = written(tmp_path / "hf")
@@ -118,7 +118,7 @@ def test_another_type_leaves_routers_as_they_are(moe_dir: Path, tmp_path: Path) 
     assert json.loads((tmp_path / "hf/config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-def test_the_files_beside_the_weights(run_dir: Path, tmp_path: Path) -> None:
+def test_config_tokenizer_recipe_and_card_are_written(run_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "hf"
     assert main(["convert", str(run_dir), str(out), "--training.seq_len", "128"]) == 0
     assert sorted(path.name for path in out.iterdir()) == [
@@ -134,7 +134,7 @@ def test_the_files_beside_the_weights(run_dir: Path, tmp_path: Path) -> None:
     assert resolve_recipe([str(out / "recipe.toml")]).config.training.seq_len == 128
 
 
-def test_no_file_names_a_folder_of_the_machine(tmp_path: Path) -> None:
+def test_no_file_contains_a_local_path(tmp_path: Path) -> None:
     run, text = tmp_path / "run", tmp_path / "private" / "letters.txt"
     save_run(
         run, DENSE, "--dump_folder", str(run), "--dataloader.dataset_path", str(text),
@@ -146,7 +146,7 @@ def test_no_file_names_a_folder_of_the_machine(tmp_path: Path) -> None:
     for file in out.iterdir():
         content = file.read_bytes()
         assert str(tmp_path).encode() not in content and str(ROOT).encode() not in content, file.name
-    # What is left resolves, and names the text, which an import otherwise would take for that of the recipe.
+    # The recipe still resolves, and names the data set, because an import would otherwise use the default.
     config = resolve_recipe([str(out / "recipe.toml")]).config
     assert config.dataloader.dataset_path == config.validator.dataloader.dataset_path == "letters.txt"
     assert config.checkpoint.initial_load_path is None
@@ -155,10 +155,10 @@ def test_no_file_names_a_folder_of_the_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", [pytest.param(DENSE, id="dense"), slow(MOE, id="moe")])
-def test_a_last_save_in_hugging_faces_format(
+def test_last_save_in_hf_format_is_converted(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As torchtitan writes it with `checkpoint.last_save_in_hf`: weights alone, in a checkpoint's place."""
+    """With `checkpoint.last_save_in_hf` torchtitan writes the weights alone instead of a checkpoint."""
     run, last = tmp_path / "run", tmp_path / "run" / "checkpoint" / "step-9"
     save_run(run, recipe)
     weights = expected(recipe, random_weights(recipe, seed=9))
@@ -178,7 +178,7 @@ def test_a_last_save_in_hugging_faces_format(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_script_does_the_same(run_dir: Path, tmp_path: Path) -> None:
+def test_script_converts_as_well(run_dir: Path, tmp_path: Path) -> None:
     done = forks.run([sys.executable, ROOT / "tools/convert_checkpoint.py", run_dir, tmp_path / "hf"])
     assert (done.returncode, done.stderr) == (0, "")
     assert same(written(tmp_path / "hf"), expected(DENSE, random_weights(DENSE, seed=7)))
@@ -189,14 +189,14 @@ def test_the_script_does_the_same(run_dir: Path, tmp_path: Path) -> None:
     [
         (["{run}"], "titan-async convert takes RUN_DIR[/checkpoint/step-N] OUT_DIR, not {run} (see"),
         (["{run}/checkpoint/step-5", "{out}"],
-         "{run}/checkpoint has no whole checkpoint of step 5: use one of steps 3 and 7"),
-        (["{out}", "{out}"], "{out} is no folder: name that of a run, or of a checkpoint in it"),
+         "{run}/checkpoint has no complete checkpoint of step 5: use one of steps 3 and 7"),
+        (["{out}", "{out}"], "{out} is not a folder: name that of a run, or of a checkpoint in it"),
         (["{bare}", "{out}"], "{bare} has no recipe.toml, which runs write: name the recipe with --recipe"),
-        (["{bare}", "{out}", "--recipe", "{dense}"], "{bare}/checkpoint has no whole checkpoint: train"),
+        (["{bare}", "{out}", "--recipe", "{dense}"], "{bare}/checkpoint has no complete checkpoint: train"),
         (["{run}", "{out}", "--recipe", "absent.toml"], "absent.toml: no such file"),
         (["{run}", "{out}", "--recipe", "{moe}"],
-         "{run}/checkpoint/step-7 is not of the recipe debug_moe: its tok_embeddings.weight is [2048, 192], "
-         "where the recipe's is [2048, 128]; name the recipe that it is of with --recipe FILE.toml"),
+         "{run}/checkpoint/step-7 does not match the recipe debug_moe: its tok_embeddings.weight is "
+         "[2048, 192], where the recipe's is [2048, 128]; name the recipe that wrote it with --recipe"),
         (["{run}", "{bare}"], "{bare} exists already; remove it, or name another folder"),
         (["{run}", "{out}", "--weights", "stale"], "{run}/checkpoint/step-7 has no stale weights: only"),
         (["{run}", "{out}", "--weights", "ema"], "{run}/checkpoint/step-7 has no ema weights: set [ema]"),
@@ -210,7 +210,7 @@ def test_the_script_does_the_same(run_dir: Path, tmp_path: Path) -> None:
         (["{run}", "{out}", "--hf_assets_path", "{bare}"], "The folder {bare} has no tokenizer.json: set"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_sentence(
+def test_user_error_is_one_line(
     argv: list[str], sentence: str, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = {"run": run_dir, "out": tmp_path / "out", "bare": tmp_path / "bare", "dense": DENSE, "moe": MOE}
@@ -223,19 +223,19 @@ def test_a_mistake_is_one_sentence(
     assert [path.name for path in tmp_path.iterdir()] == ["bare"]
 
 
-def test_a_model_with_more_layers_is_of_another_recipe(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_surplus_and_missing_tensors_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = {"layers.6.ffn_norm.weight": torch.ones(192)}
     save_run(tmp_path / "run", others=more)
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
-    assert "it has layers.6.ffn_norm.weight, which the recipe's model has not" in capsys.readouterr().err
+    assert (
+        "it has layers.6.ffn_norm.weight, which the recipe's model does not have" in capsys.readouterr().err
+    )
     dcp.save({"norm.weight": torch.ones(192)}, checkpoint_id=tmp_path / "run/checkpoint/step-8")
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
     assert "it has no tok_embeddings.weight;" in capsys.readouterr().err
 
 
-def test_averages_of_some_weights_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_incomplete_averages_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_run(
         tmp_path / "run", others={"train_state.ema_weights.tok_embeddings.weight": torch.ones(2048, 192)}
     )
@@ -252,7 +252,7 @@ class Hostile:
 
 
 @pytest.mark.parametrize("verb", ["convert", "sample"])
-def test_a_checkpoint_runs_nothing(
+def test_pickled_code_is_not_run(
     verb: str, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(run_dir, tmp_path / "run")
@@ -264,7 +264,7 @@ def test_a_checkpoint_runs_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_missing_file_is_one_sentence(
+def test_missing_file_is_a_user_error(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(run_dir, tmp_path / "run")
@@ -275,14 +275,14 @@ def test_a_missing_file_is_one_sentence(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_too_little_room_is_said_before(
+def test_free_space_is_checked_first(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 10**7))
     assert main(["convert", str(run_dir), str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == (
-        f"{tmp_path}/out takes 0.01 GB, and 0.01 GB of its disk are free: make room, or name a folder on "
-        "another disk\n"
+        f"{tmp_path}/out needs 0.01 GB, and its disk has 0.01 GB of free space: free more, or name a folder "
+        "on another disk\n"
     )
     assert not any(tmp_path.iterdir())
 
@@ -300,7 +300,7 @@ convert(open_saved(sys.argv[1]), sys.argv[2], max_shard_size=10**6, progress=pro
 """
 
 
-def test_a_killed_conversion_leaves_nothing_under_the_name_and_the_next_one_succeeds(
+def test_killed_conversion_leaves_a_partial_folder_that_the_next_one_replaces(
     run_dir: Path, tmp_path: Path
 ) -> None:
     done = forks.run([sys.executable, "-c", KILLED, run_dir, tmp_path / "hf"])
@@ -315,7 +315,7 @@ def test_a_killed_conversion_leaves_nothing_under_the_name_and_the_next_one_succ
 
 FULL = """
 import resource, sys
-from titan_async.checkpoint.distributed import SavedTensors
+from titan_async.checkpoint.dcp import SavedTensors
 from titan_async.cli.main import main
 run, out = sys.argv[1:]
 assert main(["convert", run, out + "/hf"]) == 0
@@ -324,12 +324,12 @@ sys.exit(10 * main(["convert", run, out + "/more"]) + main(["import", out + "/hf
 """
 
 
-def test_a_full_disk_is_one_sentence(run_dir: Path, tmp_path: Path) -> None:
+def test_full_disk_is_a_user_error(run_dir: Path, tmp_path: Path) -> None:
     done = forks.run([sys.executable, "-c", FULL, run_dir, tmp_path])
     assert (done.returncode, done.stderr) == (
         22,
         "".join(
-            f"cannot write {tmp_path}/{name}: File too large; make room, or name a folder on another disk\n"
+            f"cannot write {tmp_path}/{name}: File too large; free space, or name a folder on another disk\n"
             for name in ("more", "run")
         ),
     )

@@ -1,4 +1,4 @@
-"""`titan-async import` without a recipe: models of transformers' own making, there and back."""
+"""`titan-async import` without a recipe: round trips of models that transformers has created."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from tests.support.saved_runs import logits, torchtitan_model
 from tests.support.selection import slow
 from tests.support.training import train
-from titan_async.checkpoint.distributed import SavedTensors
+from titan_async.checkpoint.dcp import SavedTensors
 from titan_async.cli.main import main
 from titan_async.config.recipe_file import resolve_model, resolve_recipe
 from titan_async.data import shakespeare_tokenizer_folder
 from titan_async.errors import UserError
-from titan_async.huggingface.architecture import model_section, read_description
+from titan_async.huggingface.config_json import model_section, read_hf_config
 from titan_async.planning.layout import split_of
 from titan_async.training.models.hf_architecture import describe
 
@@ -86,7 +86,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def save_model(name: str, folder: Path) -> None:
-    """A model of random weights that all make a difference, as transformers saves it, with a tokenizer."""
+    """Saves a model by transformers with a tokenizer. Its random weights all affect the logits."""
     import transformers
 
     kind, fields = MODELS[name]
@@ -127,13 +127,13 @@ def transformers_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
         return loaded.eval()(tokens).logits
 
 
-# What a slow one has, another has, too.
+# Everything in a slow case is also in another case.
 SLOW = ("qwen3", "qwen3 moe", "dots1", "deepseek, whole queries")
 NAMES = pytest.mark.parametrize("name", [slow(name, id=name) if name in SLOW else name for name in MODELS])
 
 
 @NAMES
-def test_in_and_out_it_is_the_same_model(
+def test_import_and_export_keep_the_model(
     name: str, saved: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, run, out = saved(name), tmp_path / "run", tmp_path / "out"
@@ -160,18 +160,18 @@ def test_in_and_out_it_is_the_same_model(
     description = json.loads((out / "config.json").read_text())
     assert description["architectures"] == json.loads((model / "config.json").read_text())["architectures"]
     assert description["max_position_embeddings"] == 400
-    # And once more, from what was converted, whose recipe names no folder of this machine.
+    # The exported folder can be imported again: its recipe names no local folder.
     assert main(["import", str(out), str(tmp_path / "again")]) == 0
-    assert model_section(read_description(out)) == tomllib.loads((out / "recipe.toml").read_text())["model"]
+    assert model_section(read_hf_config(out)) == tomllib.loads((out / "recipe.toml").read_text())["model"]
 
 
 DESCRIPTIONS = {name: {"model_type": kind, **COMMON, **fields} for name, (kind, fields) in MODELS.items()}
 
 
 @pytest.mark.parametrize("name", DESCRIPTIONS)
-def test_a_section_describes_the_same_model_again(name: str, tmp_path: Path) -> None:
+def test_model_section_round_trip(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DESCRIPTIONS[name]))
-    section = model_section(read_description(tmp_path))
+    section = model_section(read_hf_config(tmp_path))
     resolved = resolve_model("hub", section, shown="config.json", flags=["--training.steps", "7"])
     (tmp_path / "recipe.toml").write_text(resolved.to_toml())
     again = resolve_recipe([str(tmp_path / "recipe.toml")])
@@ -179,8 +179,8 @@ def test_a_section_describes_the_same_model_again(name: str, tmp_path: Path) -> 
     assert describe(again.config.model_spec, 64) == describe(resolved.config.model_spec, 64)
 
 
-def test_stages_are_even_by_multiplications() -> None:
-    """SmolLM2-135M's head does the work of eight layers on short texts: 30 layers make 19 and 11."""
+def test_stages_are_balanced_by_flops() -> None:
+    """SmolLM2-135M's head has the FLOPs of eight layers at short lengths: 30 layers are split 19 and 11."""
     smollm2 = {**COMMON, "model_type": "llama", "tie_word_embeddings": True, "vocab_size": 49_152,
                "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
                "num_attention_heads": 9, "num_key_value_heads": 3}  # fmt: skip
@@ -196,9 +196,9 @@ def test_stages_are_even_by_multiplications() -> None:
     ("name", "changed", "sentence"),
     [
         ("llama", {"model_type": "gpt2"}, "model_type is gpt2, and only models of the types deepseek_v3, "),
-        ("llama", {"attention_bias": True}, "attention_bias is true, and torchtitan's llama3 has false"),
+        ("llama", {"attention_bias": True}, "attention_bias is true, and torchtitan's llama3 supports only"),
         ("llama", {"mlp_bias": True}, "mlp_bias is true, "),
-        ("llama", {"hidden_act": "gelu"}, 'hidden_act is "gelu", and torchtitan\'s llama3 has "silu" alone'),
+        ("llama", {"hidden_act": "gelu"}, 'hidden_act is "gelu", and torchtitan\'s llama3 supports only "s'),
         ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling is {"),
         ("llama", {"rope_scaling": {**LLAMA3, "factor": "8"}}, "rope_scaling.factor is '8', and must be "),
         ("llama", {"rope_scaling": YARN}, "rope_scaling is {"),
@@ -226,16 +226,16 @@ def test_stages_are_even_by_multiplications() -> None:
         ("deepseek", {"scoring_func": "softmax"}, 'scoring_func is "softmax", '),
     ],
 )  # fmt: skip
-def test_what_torchtitan_does_not_have_is_refused_by_its_field(
+def test_field_that_torchtitan_does_not_support_is_named(
     name: str, changed: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**DESCRIPTIONS[name], **changed}))
     with pytest.raises(ValueError, match="^" + re.escape(sentence)) as caught:
-        model_section(read_description(tmp_path))
+        model_section(read_hf_config(tmp_path))
     assert "\n" not in str(caught.value)
 
 
-def test_an_import_that_is_refused_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_import_creates_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, run = tmp_path / "model", tmp_path / "run"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({**DESCRIPTIONS["llama"], "attention_bias": True}))
@@ -248,10 +248,10 @@ def test_an_import_that_is_refused_leaves_nothing(tmp_path: Path, capsys: pytest
     assert not run.exists()
 
 
-def test_a_copy_of_the_embedding_must_be_one(
+def test_head_of_a_tied_model_must_equal_the_embedding(
     saved: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Some folders of tied models hold a head beside the embedding."""
+    """Some folders of tied models contain both tensors."""
     model = tmp_path / "model"
     shutil.copytree(saved("qwen3 tied"), model)
     weights = load_file(model / "model.safetensors")
@@ -274,7 +274,7 @@ def test_a_copy_of_the_embedding_must_be_one(
         ('recipe = "debug"\n[model]\nmodel_type = "llama"', ":2: unknown section model"),
     ],
 )
-def test_a_section_that_is_wrong_is_one_sentence(text: str, sentence: str, tmp_path: Path) -> None:
+def test_invalid_model_section_is_a_user_error(text: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_text(text)
     with pytest.raises(UserError, match="^" + re.escape(f"{tmp_path}/x.toml{sentence}")):
         resolve_recipe([str(tmp_path / "x.toml")])
@@ -283,14 +283,14 @@ def test_a_section_that_is_wrong_is_one_sentence(text: str, sentence: str, tmp_p
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"hidden_sizes": 3}, "hidden_sizes is no field of [model] for a model of this type: leave it out"),
+        ({"hidden_sizes": 3}, "hidden_sizes is not a field of [model] for a model of this type: remove it"),
         ({"hidden_act": date(2026, 1, 1)}, 'hidden_act is "2026-01-01", and torchtitan'),
         ({"rope_theta": 10**400}, "rope_theta is 1000"),
         ({"rope_scaling": 3}, "the section [model] does not describe a model ("),
         ({"model_type": ["llama"]}, "model_type is ['llama'], and only models of the types"),
     ],
 )
-def test_a_section_of_other_values_is_one_sentence(changed: dict[str, Any], sentence: str) -> None:
+def test_invalid_values_of_a_model_section_are_user_errors(changed: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=re.escape(f"x: {sentence}")):
         resolve_model("hub", {**DESCRIPTIONS["llama"], **changed}, shown="x", flags=[])
 
@@ -298,7 +298,7 @@ def test_a_section_of_other_values_is_one_sentence(changed: dict[str, Any], sent
 @pytest.mark.parametrize(
     "name", ["llama", *(slow(name, id=name) for name in ("smollm2", "qwen3 moe", "deepseek"))]
 )
-def test_training_goes_on_and_gives_back_a_model(
+def test_imported_model_trains_and_exports(
     name: str, saved: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import transformers

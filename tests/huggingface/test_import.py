@@ -1,4 +1,4 @@
-"""`titan-async import`: the same weights after a round trip, and models that do not fit."""
+"""`titan-async import`: round trips, and models that do not match the recipe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from tests.support.saved_runs import DENSE, MOE, random_weights, save_run
-from titan_async.checkpoint.distributed import SavedTensors
+from titan_async.checkpoint.dcp import SavedTensors
 from titan_async.cli.main import main
 from titan_async.config.recipe_file import resolve_recipe
 from titan_async.training.checkpoint.folders import complete_steps
@@ -33,7 +33,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @RECIPES
-def test_a_run_has_the_weights_that_were_converted(recipe: Path, models: Path, tmp_path: Path) -> None:
+def test_imported_weights_are_the_converted_ones(recipe: Path, models: Path, tmp_path: Path) -> None:
     model = models / ("moe" if recipe == MOE else "dense")
     assert main(["import", str(model), str(tmp_path / "run")]) == 0
     assert complete_steps(tmp_path / "run/checkpoint") == [0]
@@ -47,9 +47,7 @@ def test_a_run_has_the_weights_that_were_converted(recipe: Path, models: Path, t
 @pytest.mark.covering(1)
 @RECIPES
 @pytest.mark.parametrize("dtype", ["float32", "bf16"])
-def test_the_files_are_the_same_after_a_round_trip(
-    recipe: Path, dtype: str, models: Path, tmp_path: Path
-) -> None:
+def test_round_trip_gives_the_same_files(recipe: Path, dtype: str, models: Path, tmp_path: Path) -> None:
     run = models / "runs" / ("moe" if recipe == MOE else "dense")
     size = ["--max-shard-size", "3MB"]
     assert main(["convert", str(run), str(tmp_path / "first"), "--dtype", dtype, *size]) == 0
@@ -61,8 +59,8 @@ def test_the_files_are_the_same_after_a_round_trip(
         assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes(), name
 
 
-def test_a_model_that_transformers_has_saved(models: Path, tmp_path: Path) -> None:
-    """Its own names of files and fields, experts and all."""
+def test_model_saved_by_transformers_is_imported(models: Path, tmp_path: Path) -> None:
+    """transformers' own file names and fields, with its layout of experts."""
     transformers = pytest.importorskip("transformers")
     for name, recipe in (("dense", DENSE), ("moe", MOE)):
         model = transformers.AutoModelForCausalLM.from_pretrained(models / name)
@@ -73,7 +71,7 @@ def test_a_model_that_transformers_has_saved(models: Path, tmp_path: Path) -> No
             assert torch.equal(saved.read(key), value), key
 
 
-def test_a_tied_model_makes_the_round_trip(tmp_path: Path) -> None:
+def test_tied_model_round_trip(tmp_path: Path) -> None:
     (tmp_path / "tied.toml").write_text('recipe = "tied_llama"\n')
     recipe, module = tmp_path / "tied.toml", ("--module", "tests.support.recipes")
     whole = save_run(tmp_path / "run", recipe, *module)
@@ -86,7 +84,7 @@ def test_a_tied_model_makes_the_round_trip(tmp_path: Path) -> None:
     assert all(torch.equal(saved.read(key), value) for key, value in whole.items())
 
 
-def test_the_recipe_of_the_run(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_of_the_imported_run(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["import", str(models / "dense"), "run", "--training.steps", "20"]) == 0
     config = resolve_recipe(["run/recipe.toml"]).config
@@ -142,8 +140,8 @@ NORM = "model.norm.weight"
         (without_config, "{model} has no config.json: name a folder with a Hugging Face model"),
         (with_fewer_layers, "{model}/config.json has num_hidden_layers = 5, where the model of debug has 6"),
         (of_another_kind, '{model}/config.json has model_type = "gpt2", where the model of debug has'),
-        (without_a_file, "{model}/model-00002-of-00005.safetensors is missing, which"),
-        (with_pickles_only, "{model} has pickled weights only, which can run code when they are loaded"),
+        (without_a_file, "{model}/model-00002-of-00005.safetensors, which {model}/model.safetensors.index"),
+        (with_pickles_only, "{model} has only pickled weights, which can run code when they are loaded"),
         (rewritten(lambda w: w.pop(NORM)), "{model} has no tensor model.norm.weight: fetch the whole model"),
         (rewritten(lambda w: w.update({NORM: torch.ones(3)})),
          "model.norm.weight in {model} is [3], where the recipe's model has [192]: name a recipe of"),
@@ -151,7 +149,7 @@ NORM = "model.norm.weight"
          "{model} has a tensor more, which the recipe's model does not have"),
     ],
 )  # fmt: skip
-def test_a_model_that_does_not_fit_is_one_sentence(
+def test_model_that_does_not_match_is_a_user_error(
     damage: Callable[[Path], None],
     sentence: str,
     models: Path,
@@ -175,14 +173,14 @@ def test_a_model_that_does_not_fit_is_one_sentence(
         (["{model}"], "titan-async import takes HF_DIR RUN_DIR [RECIPE.toml], not {model}"),
         (["{model}", "{out}", "{moe}"], '{model}/config.json has model_type = "llama", where the model of'),
         (["{model}", "{model}"], "{model} exists already; remove it, or name another folder"),
-        (["{model}", "{out}", "--checkpoint.no-enable"], "checkpoint.enable is off, so training would not"),
+        (["{model}", "{out}", "--checkpoint.no-enable"], "checkpoint.enable is false, so training would not"),
         (
             ["{model}", "{out}", "--training.stpes", "3"],
             "unknown flag --training.stpes; did you mean",
         ),
     ],
 )
-def test_a_mistake_is_one_sentence(
+def test_user_error_is_one_line(
     argv: list[str], sentence: str, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = {"model": models / "dense", "out": tmp_path / "out", "moe": MOE}

@@ -1,8 +1,7 @@
-"""From runs on several ranks to transformers and back: what was trained is what comes out.
+"""Export and import of runs on several ranks.
 
-A run costs seconds before its first step, so there are few, and each test looks at them. That of experts on
-four ranks is slow: checkpoint/test_distributed.py reads tensors that ranks have sharded, test_convert.py
-converts experts.
+A run takes seconds to start, so all tests share few of them. The MoE run on four ranks is slow:
+checkpoint/test_dcp.py reads sharded tensors, and test_convert.py converts experts.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ SHARDED = ("--parallelism.data_parallel_shard_degree", 2, "--training.local_batc
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a run that is trained once.
 
-    "dense" is the default recipe, on two stages; "moe" has two ranks on each, over which weights are sharded
-    and experts spread.
+    "dense" is the default recipe on two stages; "moe" has two ranks on each, with sharded weights and expert
+    parallelism.
     """
 
     @functools.cache
@@ -72,14 +71,14 @@ NAMES = pytest.mark.parametrize(
 )
 
 
-def test_a_run_says_which_recipe_it_is(trained: Callable[[str], Path]) -> None:
+def test_run_saves_its_recipe(trained: Callable[[str], Path]) -> None:
     ours = resolve_recipe([str(trained("dense") / "recipe.toml")]).config
     assert (ours.training.steps, ours.training.seq_len, ours.checkpoint.interval) == (STEPS, LENGTH, 1)
     assert ours.model_spec.flavor == "debug-3.4M"
 
 
 @NAMES
-def test_transformers_computes_the_logits_of_the_training_model(
+def test_transformers_computes_the_same_logits_for_a_run(
     name: str,
     recipe: Path,
     trained: Callable[[str], Path],
@@ -104,9 +103,7 @@ def test_transformers_computes_the_logits_of_the_training_model(
 
 
 @NAMES
-def test_stale_weights_are_those_of_one_update_ago(
-    name: str, recipe: Path, converted: Callable[..., Path]
-) -> None:
+def test_stale_weights_are_one_update_older(name: str, recipe: Path, converted: Callable[..., Path]) -> None:
     stale = load_file(converted(name, "stale") / "model.safetensors")
     before = load_file(converted(name, step=STEPS - 1) / "model.safetensors")
     newest = load_file(converted(name) / "model.safetensors")
@@ -116,7 +113,7 @@ def test_stale_weights_are_those_of_one_update_ago(
     assert len(moved) > 0.9 * len(newest)
 
 
-def test_transformers_writes_what_the_run_samples(
+def test_transformers_generates_the_text_that_sample_prints(
     trained: Callable[[str], Path], converted: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     transformers = pytest.importorskip("transformers")
@@ -130,15 +127,15 @@ def test_transformers_writes_what_the_run_samples(
     assert capsys.readouterr().out == theirs + "\n"
 
 
-def test_an_imported_model_trains_on(converted: Callable[..., Path], tmp_path: Path) -> None:
+def test_imported_model_trains_from_its_weights(converted: Callable[..., Path], tmp_path: Path) -> None:
     model = converted("dense")
     flags = ("--training.steps", "1", "--training.seq_len", str(LENGTH))
     assert main(["import", str(model), str(tmp_path / "run"), *flags]) == 0
-    # A run of one step, on the same text as the first step of a new run, which begins at ln(2048) + 0.5.
+    # One step on the same text as a new run's first step, whose loss is ln(2048) + 0.5.
     run = train(tmp_path, "--checkpoint.keep_latest_k", 0, recipe=tmp_path / "run" / "recipe.toml")
     assert run.status == 0, run.err
     assert run.steps == [1] and run.losses[0] < 7.8
-    # The first batch has read, and the second would read, the weights that were imported.
+    # The first batch has used the imported weights, and the second would use them.
     stale = ["--weights", "stale"]
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "stale"), *stale]) == 0
     assert (tmp_path / "stale/model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()

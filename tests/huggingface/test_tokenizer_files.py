@@ -1,4 +1,4 @@
-"""Exported tokenizers begin a prompt as training begins a document, in transformers as in `tokenizers`."""
+"""Exported tokenizers encode prompts as training encodes documents, in transformers and `tokenizers`."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def exported(source: Path) -> Path:
         (processors.RobertaProcessing(("</s>", 1), ("<s>", 0)), BOTH, [0]),
         (None, {"bos_token": {"content": "</s>", "__type": "AddedToken"}, "eos_token": "</s>"}, [1]),
         (template("</s> $A"), {"bos_token": "</s>", "eos_token": "</s>"}, [1]),
-        (None, {"bos_token": "<new>", "eos_token": "</s>"}, [4]),  # the file alone has no such token
+        (None, {"bos_token": "<new>", "eos_token": "</s>"}, [4]),  # a token that tokenizer.json lacks
         (BYTES, {"eos_token": "</s>", "add_eos_token": True}, []),
         (None, None, []),
     ],
 )
-def test_a_prompt_has_what_begins_a_document_once_and_no_end(
+def test_prompt_has_bos_once_and_no_eos(
     tmp_path: Path, processor: Any, config: dict[str, Any] | None, before: list[int]
 ) -> None:
     source = written(tmp_path / "source", processor, config)
@@ -76,13 +76,13 @@ def test_a_prompt_has_what_begins_a_document_once_and_no_end(
     (target / "config.json").write_text('{"model_type": "llama"}')
     tokenizer = transformers.AutoTokenizer.from_pretrained(target)
     assert dict(tokenizer("ab")) == {"input_ids": [*before, 2, 3], "attention_mask": [1] * (len(before) + 2)}
-    # What continues to train on it has the documents that the run before had.
+    # A run that continues from the export encodes documents as the run before.
     [ours], [theirs] = DocumentEncoder(source)(["ab"]), DocumentEncoder(target)(["ab"])
     assert theirs.tolist() == ours.tolist()
 
 
 @pytest.mark.parametrize("processor", [template("<s> $A"), processors.Sequence([BYTES, template("<s> $A")])])
-def test_a_tokenizer_that_begins_prompts_keeps_what_it_had(tmp_path: Path, processor: Any) -> None:
+def test_tokenizer_that_adds_bos_is_copied(tmp_path: Path, processor: Any) -> None:
     config = {
         **BOTH, "tokenizer_class": "LlamaTokenizerFast", "chat_template": "{{ bos_token }}", "legacy": False
     }  # fmt: skip
@@ -99,8 +99,8 @@ def test_a_tokenizer_that_begins_prompts_keeps_what_it_had(tmp_path: Path, proce
     }
 
 
-def test_a_tokenizer_is_read_as_training_reads_it(tmp_path: Path) -> None:
-    """Its parts are those of the file, with digits apart as SmolLM2's, whatever class is named too."""
+def test_exported_tokenizer_encodes_as_training(tmp_path: Path) -> None:
+    """The pre-tokenizer is that of the file, here with single digits as SmolLM2's, whatever the class."""
     transformers = pytest.importorskip("transformers")
     source = tmp_path / "source"
     source.mkdir()
@@ -119,13 +119,13 @@ def test_a_tokenizer_is_read_as_training_reads_it(tmp_path: Path) -> None:
     assert theirs.decode(theirs(text).input_ids, skip_special_tokens=True) == text
 
 
-def test_the_tokenizer_of_the_plays(tmp_path: Path) -> None:
+def test_export_of_the_default_tokenizer(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     export_tokenizer(str(shakespeare_tokenizer_folder()), tmp_path)
     assert transformers.AutoTokenizer.from_pretrained(tmp_path)("To be").input_ids == [0, 409, 305]
 
 
-def test_no_path_of_the_machine_goes_along(tmp_path: Path) -> None:
+def test_local_paths_are_removed(tmp_path: Path) -> None:
     paths = {"name_or_path": "/home/me/model", "special_tokens_map_file": "/home/me/map.json"}
     target = exported(written(tmp_path / "source", None, BOTH | paths))
     assert "/home" not in (target / "tokenizer_config.json").read_text()

@@ -1,4 +1,4 @@
-"""Event files hold what was put into them, also while they are written and when the ring has gone round."""
+"""Event files are read as written, also while they are written and after the ring is full."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def fill(writer: EventWriter, first: int, count: int) -> None:
 
 
 def test_the_layout_is_the_documented_one(tmp_path: Path) -> None:
-    """What another program would read, byte by byte."""
+    """The bytes that another program would read."""
     assert (RECORD.itemsize, HEADER_BYTES, CAPACITY) == (32, 4096, 65536)
     writer = EventWriter(tmp_path, 7)
     record = np.array([(10, 20, 3, 1, 2, 5, Kind.BACKWARD, 1)], RECORD)
@@ -115,7 +115,7 @@ def test_a_half_written_header_is_none(tmp_path: Path) -> None:
     assert reader.state() is None
 
 
-def test_summaries_come_back_whole(tmp_path: Path) -> None:
+def test_incomplete_summaries_are_skipped(tmp_path: Path) -> None:
     writer, reader = EventWriter(tmp_path, 0), RankReader(tmp_path, 0)
     assert len(reader.summaries()) == 0
     row = np.zeros(2, SUMMARY)
@@ -127,8 +127,8 @@ def test_summaries_come_back_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("form", "kinds"), [(1, 16), (2, 17)])
-def test_files_of_former_formats_have_fewer_kinds(tmp_path: Path, form: int, kinds: int) -> None:
-    """They know no overlapped pairs, and the first no garbage collection."""
+def test_older_formats_have_fewer_kinds(tmp_path: Path, form: int, kinds: int) -> None:
+    """Format 2 has no overlapped pairs, format 1 also no garbage collection."""
     folder = write_run(tmp_path, stages=2, microbatches=4)
     path = folder / "run.json"
     written = json.loads(path.read_text())
@@ -144,11 +144,11 @@ def test_files_of_former_formats_have_fewer_kinds(tmp_path: Path, form: int, kin
     info = read_info(folder)
     assert (info.stages, info.overlap) == (2, False)
     path.write_text(json.dumps(written | {"format": form, "overlap": 1}))
-    with pytest.raises(UserError, match="1 is not of the type bool"):
+    with pytest.raises(UserError, match="1 is not of type bool"):
         read_info(folder)
 
 
-def test_utilization_leaves_out_what_is_outside_of_steps() -> None:
+def test_utilization_leaves_out_time_outside_of_steps() -> None:
     rows = np.zeros(3, SUMMARY)
     rows["stage"] = [0, 4, 0]
     rows["seconds"][0, Kind.FORWARD], rows["seconds"][0, Kind.BACKWARD] = 1, 2
@@ -192,5 +192,5 @@ def test_runs_of_a_folder(tmp_path: Path) -> None:
     (folder / "run.json").write_text('{"format": 4}')
     with pytest.raises(UserError, match="its format is 4, and this version reads 1 to 3"):
         read_info(folder)
-    with pytest.raises(UserError, match="holds no run.json"):
+    with pytest.raises(UserError, match="has no run.json"):
         read_info(tmp_path)

@@ -1,4 +1,4 @@
-"""Pictures of runs: what matplotlib was told to draw, against records, journals and simulations."""
+"""Plots of runs: matplotlib's artists are compared with records, journals and simulations."""
 
 import json
 import re
@@ -22,7 +22,7 @@ from titan_async.monitor.figures import draw_losses, draw_timelines, draw_utiliz
 from titan_async.monitor.gantt import tint_of
 from titan_async.monitor.journal import journal_path
 from titan_async.monitor.kinds import KINDS
-from titan_async.monitor.spans import RunSpans, cut, load_spans
+from titan_async.monitor.spans import RunSpans, load_spans, select_steps
 from titan_async.pipelining.programs import schedule_programs
 from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
 from titan_async.pipelining.simulation import Timing, simulate
@@ -32,7 +32,7 @@ OLDER, NEWER = "20260101-000000-aaaa", "20260102-000000-bbbb"
 
 @pytest.fixture(autouse=True)
 def no_warnings() -> Iterator[None]:
-    """What matplotlib warns of, texts without room for example, is a fault of the picture."""
+    """Warnings of matplotlib, such as of text that does not fit, are errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
@@ -67,7 +67,7 @@ def small_run(run_dir: Path, run_id: str = OLDER, **options) -> Path:
 # Curves
 
 
-def test_a_run_that_goes_on_takes_the_place_of_what_it_does_again(tmp_path: Path) -> None:
+def test_resumed_run_replaces_later_steps(tmp_path: Path) -> None:
     first, second = small_run(tmp_path), small_run(tmp_path, NEWER, first_step=20)
     rewrite_journal(
         first, *(step(n, n / 10) for n in (10, 20, 30, 40)), validation(20, 7.0), validation(40, 8.0)
@@ -81,14 +81,14 @@ def test_a_run_that_goes_on_takes_the_place_of_what_it_does_again(tmp_path: Path
     assert points_of(validated) == [(20, 7.0), (30, 6.0)]
 
 
-def test_a_run_that_has_logged_nothing_yet_takes_no_place(tmp_path: Path) -> None:
+def test_run_without_entries_replaces_nothing(tmp_path: Path) -> None:
     first, second = small_run(tmp_path), small_run(tmp_path, NEWER, first_step=20)
     rewrite_journal(first, step(20, 2.0), step(30, 3.0))
     rewrite_journal(second, {"kind": "log", "text": "training"})
     assert points_of(read_losses(tmp_path)[0]) == [(20, 2.0), (30, 3.0)]
 
 
-def test_gap_at_common_steps() -> None:
+def test_gap_is_computed_at_common_steps() -> None:
     base = curve_of((10, 5.0), (20, 3.0), (40, 2.0))
     other = curve_of((5, 9.0), (10, 5.5), (15, 4.5), (30, 2.25), (50, 0.0))
     # At 15 the base is half way from 5 to 3, at 30 from 3 to 2; 5 and 50 are not in it.
@@ -104,7 +104,7 @@ def test_smoothing() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["Async2BW", "1F1B", "ZBVZeroBubble"])
-def test_utilization_is_that_of_the_simulation(schedule: str, tmp_path: Path) -> None:
+def test_read_utilization_equals_the_simulation(schedule: str, tmp_path: Path) -> None:
     ranks, microbatches, steps = 3, 6, 6
     shape = {"schedule": schedule, "stages": ranks, "microbatches": microbatches, "steps": steps}
     write_run(tmp_path, **shape, forward=1.0, started=0.0)
@@ -134,7 +134,7 @@ def test_utilization_is_that_of_the_simulation(schedule: str, tmp_path: Path) ->
             )
 
 
-def test_utilization_joins_runs_and_averages_copies(tmp_path: Path) -> None:
+def test_utilization_joins_runs_and_averages_replicas(tmp_path: Path) -> None:
     small_run(tmp_path, steps=6)
     first = read_utilization(tmp_path)
     assert first is not None and first.last_steps.tolist() == [2, 4, 6]
@@ -163,7 +163,7 @@ def test_utilization_joins_runs_and_averages_copies(tmp_path: Path) -> None:
 # What is drawn
 
 
-def test_losses_are_drawn_as_they_are_with_the_gap_to_the_first() -> None:
+def test_losses_are_drawn_with_the_gap_to_the_first() -> None:
     runs = [
         ("one", curve_of((10, 5.0), (20, 3.0)), curve_of((20, 3.5))),
         ("two $^$", curve_of((10, 5.5), (20, 2.75)), curve_of((20, 3.75))),
@@ -198,7 +198,7 @@ def test_one_run_has_no_inset_and_many_points_are_smoothed() -> None:
 
 
 def boxes_drawn(axes) -> dict[str, set[tuple[float, float, float]]]:
-    """By colour: row, start and end of every box."""
+    """Row, start and end of every box, by colour."""
     found = {}
     for patch in axes.patches:
         assert isinstance(patch, PathPatch)
@@ -220,7 +220,7 @@ def timelines(size: tuple[float, float], runs: list[tuple[str, RunSpans]]) -> Fi
 
 
 def tinted(colour: str, tint: float) -> str:
-    """Towards white, or with a negative tint towards black."""
+    """A colour mixed with white, or with black for a negative tint."""
     share, target = abs(tint), 255 if tint > 0 else 0
     return "#" + "".join(
         f"{round((1 - share) * int(colour[i : i + 2], 16) + share * target):02x}" for i in (1, 3, 5)
@@ -228,9 +228,9 @@ def tinted(colour: str, tint: float) -> str:
 
 
 @pytest.mark.parametrize("schedule", ["Async2BW", "ZBVZeroBubble"])
-def test_the_timeline_shows_every_record_of_its_steps(schedule: str, tmp_path: Path) -> None:
+def test_timeline_shows_every_record(schedule: str, tmp_path: Path) -> None:
     folder = write_run(tmp_path, schedule=schedule, stages=3, microbatches=6, steps=5)
-    run = cut(load_spans(folder), range(3, 5))
+    run = select_steps(load_spans(folder), range(3, 5))
     figure = timelines((40, 4), [("one", run)])  # wide enough for all numbers
     [axes] = figure.axes
 
@@ -268,7 +268,7 @@ def test_the_timeline_shows_every_record_of_its_steps(schedule: str, tmp_path: P
     assert [text.get_text() for text in axes.texts if text.get_text()[:4] == "step"] == ["step 3", "step 4"]
 
 
-def test_a_pipeline_of_which_there_are_no_records_is_passed_over(tmp_path: Path) -> None:
+def test_pipeline_without_records_is_skipped(tmp_path: Path) -> None:
     folder = small_run(tmp_path)
     change_info(folder, ranks=[[0], [0], [1], [1]])
     ring_path(folder, 1).rename(ring_path(folder, 3))
@@ -279,13 +279,13 @@ def test_a_pipeline_of_which_there_are_no_records_is_passed_over(tmp_path: Path)
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["stage 0", "stage 1"]
 
 
-def test_boxes_too_narrow_for_their_number_have_none(tmp_path: Path) -> None:
+def test_narrow_boxes_have_no_label(tmp_path: Path) -> None:
     run = load_spans(write_run(tmp_path, steps=12))
     figure = timelines((3, 2), [("one", run)])
     assert [text for text in figure.axes[0].texts if text.get_text().isdecimal()] == []
 
 
-def test_the_legend_has_the_kinds_that_occur(tmp_path: Path) -> None:
+def test_legend_has_the_kinds_that_occur(tmp_path: Path) -> None:
     run = load_spans(write_run(tmp_path, schedule="ZBVZeroBubble", stages=2, microbatches=4, steps=3))
     figure = timelines((7, 3), [("one", run)])
     figure.draw_without_rendering()
@@ -302,7 +302,7 @@ def test_runs_share_one_scale(tmp_path: Path) -> None:
     runs = []
     for name, forward in (("fast", 0.01), ("slow", 0.05)):
         folder = small_run(tmp_path / name, forward=forward)
-        runs.append((name, cut(load_spans(folder), range(2, 4))))
+        runs.append((name, select_steps(load_spans(folder), range(2, 4))))
     figure = timelines((7, 3), runs)
     fast, slow = figure.axes
     assert fast.get_xlim() == slow.get_xlim()
@@ -311,7 +311,7 @@ def test_runs_share_one_scale(tmp_path: Path) -> None:
     assert ends[1] / ends[0] == pytest.approx(5, rel=1e-3)
 
 
-def test_utilization_is_a_line_for_each_rank_and_the_mean(tmp_path: Path) -> None:
+def test_utilization_has_a_line_for_each_rank_and_the_mean(tmp_path: Path) -> None:
     write_run(tmp_path, schedule="1F1B", stages=2, microbatches=4, steps=4)
     found = read_utilization(tmp_path)
     assert found is not None
@@ -340,7 +340,7 @@ DICHROMACY = {
 
 
 def lab(colour: str, matrix: np.ndarray) -> np.ndarray:
-    """CIELAB under D65."""
+    """CIELAB coordinates under D65."""
     srgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
     linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
     to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
@@ -349,7 +349,7 @@ def lab(colour: str, matrix: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("form", DICHROMACY)
-def test_colours_of_compute_and_waiting_are_told_apart(form: str) -> None:
+def test_colours_are_distinct_under_colour_blindness(form: str) -> None:
     matrix = np.array(DICHROMACY[form])
     seen = [lab(KINDS[kind].colour, matrix) for kind in (*COMPUTE_KINDS, Kind.RECEIVE, Kind.IDLE)]
     for i, one in enumerate(seen):
@@ -380,7 +380,7 @@ def without_clip_ids(path: Path) -> str:
     return re.sub(r"\bp[0-9a-f]{10}\b", "", path.read_text())
 
 
-def test_files_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_writes_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     small_run(one)
     small_run(two, schedule="1F1B")
@@ -408,7 +408,7 @@ def test_files_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_a_run_without_spans_has_a_loss_still(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_without_spans_has_a_loss_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = small_run(tmp_path / "one")
     for rank in range(2):
         ring_path(folder, rank).unlink()
@@ -427,7 +427,7 @@ def test_a_run_without_spans_has_a_loss_still(tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "none").exists()
 
 
-def test_a_loss_that_is_never_finite(tmp_path: Path) -> None:
+def test_loss_that_is_never_finite(tmp_path: Path) -> None:
     small_run(tmp_path, losses=False)
     small_run(tmp_path / "two", losses=False)
     assert main(["plot", str(tmp_path), str(tmp_path / "two"), "--out", str(tmp_path / "x.png")]) == 0

@@ -1,4 +1,4 @@
-"""The picture of a run: it fits the terminal, whatever its size, and says what it must."""
+"""The live view's frame: it fits terminals of any size and shows the state of a run."""
 
 import functools
 import io
@@ -14,7 +14,7 @@ from tests.support.events import write_run
 from tests.support.watching import going_on, polled, with_copies, write_now
 from titan_async.monitor.journal import History, Journal
 from titan_async.monitor.snapshot import Snapshot
-from titan_async.monitor.view.frame import Shown, clean, render_frame
+from titan_async.monitor.view.frame import ViewOptions, clean, render_frame
 from titan_async.pipelining.recording import Kind
 
 SIZES = [(80, 24), (100, 30), (200, 60), (40, 10), (120, 40), (80, 12), (20, 5), (10, 3), (5, 2), (1, 1)]
@@ -29,21 +29,21 @@ def draw(
     seen: tuple[Snapshot, History],
     width: int,
     height: int,
-    shown: Shown | None = None,
+    shown: ViewOptions | None = None,
     environ: Mapping[str, str] | None = None,
     encoding: str = "utf-8",
 ) -> str:
-    """What is written to a terminal."""
+    """The output to a terminal."""
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict")
     environ = {"TERM": "xterm-256color"} if environ is None else environ
     console = Console(file=file, width=width, height=height, force_terminal=True, _environ=environ)
-    console.print(render_frame(console, *seen, shown or Shown(), width, height))
+    console.print(render_frame(console, *seen, shown or ViewOptions(), width, height))
     file.flush()
     return file.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
 
 
 def plain(written: str) -> list[str]:
-    """Without the escape sequences that set colours."""
+    """The lines without escape sequences of colours."""
     text = re.sub(r"\x1b\[[\d;]*m", "", written)
     assert "\x1b" not in text
     assert text.endswith("\n")
@@ -57,7 +57,7 @@ def eight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Snapshot, History]:
 
 @pytest.fixture(scope="module")
 def seen_in(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Snapshot, History]]:
-    """What is seen of a run in a state, which is written once."""
+    """Snapshot and history of a run in a given state, written once."""
 
     @functools.cache
     def seen_in(state: str) -> tuple[Snapshot, History]:
@@ -79,10 +79,12 @@ def seen_in(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[S
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
 @pytest.mark.parametrize("state", ["finished", "help", "many stages", "nothing yet", "stalled"])
-def test_a_frame_fits_exactly(
+def test_frame_has_the_size_of_the_terminal(
     seen_in: Callable[[str], tuple[Snapshot, History]], width: int, height: int, state: str
 ) -> None:
-    shown = Shown(help=state == "help", paused=True, note="something to say that is rather long for this")
+    shown = ViewOptions(
+        help=state == "help", paused=True, note="something to say that is rather long for this"
+    )
     lines = plain(draw(seen_in(state), width, height, shown))
     assert [len(line) for line in lines] == [width] * height
     if width > 40:
@@ -90,14 +92,14 @@ def test_a_frame_fits_exactly(
 
 
 @pytest.mark.parametrize("height", range(1, 24))
-def test_the_keys_are_on_the_last_line_at_any_height(eight: tuple[Snapshot, History], height: int) -> None:
+def test_keys_are_on_the_last_line(eight: tuple[Snapshot, History], height: int) -> None:
     lines = plain(draw(eight, 80, height))
     assert len(lines) == height and "q quit" in lines[-1]
     assert height < 2 or "llama3 tiny" in lines[0]
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (200, 60)])
-def test_a_frame_says_what_it_must(tmp_path: Path, width: int, height: int) -> None:
+def test_contents_of_a_frame(tmp_path: Path, width: int, height: int) -> None:
     folder = write_run(tmp_path, stages=4, microbatches=8, steps=12)
     journal = Journal(folder)
     journal.write("validation", step=12, loss=3.25)
@@ -131,16 +133,16 @@ def test_a_frame_says_what_it_must(tmp_path: Path, width: int, height: int) -> N
     assert any(0x2800 < ord(char) < 0x2900 for char in text)
 
 
-def test_a_synchronous_start_is_named_until_it_is_over(tmp_path: Path) -> None:
+def test_synchronous_start_is_shown(tmp_path: Path) -> None:
     for steps, words in ((20, "Async2BW (synchronous up to step 20), 4 stages"), (12, "Async2BW, 4 stages")):
         seen = look(write_run(tmp_path / str(steps), steps=12, synchronous_steps=steps))
         assert words in plain(draw(seen, 80, 24))[0]
-        # Each step drains, as those of 1F1B; once they are over the simulation is that of a delayed one.
+        # Synchronous steps drain, as those of 1F1B do; afterwards the simulation is that of delayed ones.
         simulated, of_1f1b = seen[0].simulated_bubble, seen[0].simulated_bubble_of_1f1b
         assert simulated == pytest.approx(of_1f1b, abs=1e-3) if steps > 12 else simulated < of_1f1b / 2
 
 
-def test_a_run_that_goes_on_says_how_long_it_will(tmp_path: Path) -> None:
+def test_remaining_time_of_an_active_run(tmp_path: Path) -> None:
     folder = going_on(tmp_path)
     write_now(folder, 0, Kind.FORWARD, 0.1, microbatch=5)
     run, history = look(folder)
@@ -150,14 +152,14 @@ def test_a_run_that_goes_on_says_how_long_it_will(tmp_path: Path) -> None:
     assert "forward 5" in next(line for line in lines if line.startswith(" 0 "))
 
 
-def test_a_small_terminal_keeps_what_matters_most(eight: tuple[Snapshot, History]) -> None:
+def test_small_terminal(eight: tuple[Snapshot, History]) -> None:
     lines = plain(draw(eight, 40, 10))
     assert "llama3 tiny" in lines[0] and "finished" in lines[0] and "step 6 of 6" in lines[1]
     assert "stage last mean" in lines[4] and "q quit" in lines[-1]
     assert lines[5].startswith(" 0 ") and "more stages" in lines[8]
 
 
-def test_stages_that_do_not_fit_are_summed_up(tmp_path: Path) -> None:
+def test_stages_that_do_not_fit_are_summarized(tmp_path: Path) -> None:
     seen = look(write_run(tmp_path, stages=32, microbatches=32, steps=4, slow_stage=30))
     lines = plain(draw(seen, 80, 24))
     shown = [int(line.split()[0]) for line in lines if re.match(r" \d+ +\d+%", line)]
@@ -165,13 +167,13 @@ def test_stages_that_do_not_fit_are_summed_up(tmp_path: Path) -> None:
     [rest] = [line for line in lines if "more stages" in line]
     mean = sum(row.average_utilization for row in seen[0].rows[len(shown) :]) / (32 - len(shown))
     assert rest.rstrip() == f" {32 - len(shown)} more stages, {mean:.0%} busy; s sorts by slowest"
-    lines = plain(draw(seen, 80, 24, Shown(by_slowest=True)))
+    lines = plain(draw(seen, 80, 24, ViewOptions(by_slowest=True)))
     assert next(line for line in lines if re.match(r" \d+ ", line)).startswith(" 30 ")
-    # On a screen that is high enough all are there.
+    # A screen of sufficient height shows all.
     assert sum(bool(re.match(r" \d+ ", line)) for line in plain(draw(seen, 80, 60))) == 32
 
 
-def test_a_stalled_stage_is_red_and_says_why(tmp_path: Path) -> None:
+def test_stalled_stage_is_red_and_explained(tmp_path: Path) -> None:
     folder = going_on(tmp_path, stages=3)
     write_now(folder, 0, Kind.FORWARD, 0.1)
     write_now(folder, 1, Kind.RECEIVE, 12)
@@ -183,26 +185,26 @@ def test_a_stalled_stage_is_red_and_says_why(tmp_path: Path) -> None:
     assert "(12 s)" in text and "stalled" in lines[0]
     [row] = [line for line in written.split("\n") if "!1 " in line]
     assert re.search(r"\x1b\[1;31m!1 ", row)
-    # Whom it waits for is also in its row.
+    # The stage that it waits for is also in its row.
     assert "waits for 0" in row
     [other] = [line for line in written.split("\n") if re.match(r"(\x1b\[[\d;]*m)* 0 ", line)]
     assert "31m" not in other
     # Stalled stages come first where the slowest do.
-    sorted_lines = plain(draw(look(folder), 80, 24, Shown(by_slowest=True)))
+    sorted_lines = plain(draw(look(folder), 80, 24, ViewOptions(by_slowest=True)))
     assert next(line for line in sorted_lines if re.match(r"[! ]\d ", line)).startswith("!1 ")
 
 
-def test_the_slowest_rank_is_named_where_several_hold_a_stage(tmp_path: Path) -> None:
+def test_slowest_rank_of_replicated_stages(tmp_path: Path) -> None:
     folder = going_on(tmp_path, stages=2, microbatches=4)
     assert "slowest" not in plain(draw(look(folder), 100, 24))[4]
     with_copies(folder, slow=3)
     lines = plain(draw(look(folder), 100, 24))
-    assert "2 stages, 2 copies, 4 microbatches" in lines[0]
+    assert "2 stages, 2 replicas, 4 microbatches" in lines[0]
     assert "rank 3" in next(line for line in lines if line.startswith(" 1 "))
     assert "3.0/80G" in next(line for line in lines if line.startswith(" 1 "))
 
 
-def test_no_color_means_none(eight: tuple[Snapshot, History]) -> None:
+def test_no_color(eight: tuple[Snapshot, History]) -> None:
     colored = draw(eight, 100, 30)
     assert "38;5;" in colored and "▌" in colored
     written = draw(eight, 100, 30, environ={"TERM": "xterm-256color", "NO_COLOR": "1"})
@@ -213,16 +215,16 @@ def test_no_color_means_none(eight: tuple[Snapshot, History]) -> None:
     assert "Forward Backward Update .wait" in "\n".join(plain(written))
 
 
-def test_a_terminal_without_unicode(eight: tuple[Snapshot, History]) -> None:
-    for shown in (Shown(), Shown(help=True, paused=True)):
+def test_ascii_terminal(eight: tuple[Snapshot, History]) -> None:
+    for shown in (ViewOptions(), ViewOptions(help=True, paused=True)):
         lines = plain(draw(eight, 80, 24, shown, encoding="ascii"))  # strict: it would raise
         assert [len(line) for line in lines] == [80] * 24
     text = "\n".join(plain(draw(eight, 80, 24, encoding="ascii")))
     assert "*" in text and re.search(r"[FB]{8}", text)
 
 
-def test_help_explains_every_column_and_key(eight: tuple[Snapshot, History]) -> None:
-    text = "\n".join(plain(draw(eight, 80, 24, Shown(help=True))))
+def test_help(eight: tuple[Snapshot, History]) -> None:
+    text = "\n".join(plain(draw(eight, 80, 24, ViewOptions(help=True))))
     for word in (
         "quit",
         "pause",
@@ -239,7 +241,7 @@ def test_help_explains_every_column_and_key(eight: tuple[Snapshot, History]) -> 
     assert "Elsewhere" in text
 
 
-def test_the_log_shows_its_end_and_no_control_characters(tmp_path: Path) -> None:
+def test_control_characters_of_the_log_are_removed(tmp_path: Path) -> None:
     folder = write_run(tmp_path, stages=2, microbatches=4)
     journal = Journal(folder)
     journal.write("log", text="\x1b[31mred\x1b[0m and\tsome\x1b[2J more \x07\x9b" + "x" * 200)
@@ -254,8 +256,8 @@ def test_the_log_shows_its_end_and_no_control_characters(tmp_path: Path) -> None
     assert "\x1b" not in clean("a\x1b[1;2Hb\x1b7c\x1b(0") and "\x9b" not in clean("\x9b2J")
 
 
-def test_what_has_changed_is_drawn_anew(tmp_path: Path) -> None:
-    """The strips and curves that are kept between two frames must not be kept for too long."""
+def test_changes_are_drawn(tmp_path: Path) -> None:
+    """Cached timelines and curves are updated."""
     folder = going_on(tmp_path, stages=2, microbatches=4)
     watch = polled(folder)
     first = draw((watch.snapshot(), watch.history), 80, 24)

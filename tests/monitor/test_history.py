@@ -1,4 +1,4 @@
-"""What a view keeps of a journal, and the curves it draws of it."""
+"""The history of a journal, and curves of it."""
 
 import math
 
@@ -8,8 +8,8 @@ from titan_async.monitor.journal import History, Series
 from titan_async.monitor.view.curve_panel import curve
 
 
-def test_a_series_keeps_its_shape_in_bounded_memory() -> None:
-    series = Series(most=64)
+def test_series_is_averaged_in_bounded_memory() -> None:
+    series = Series(max_points=64)
     for step in range(1, 10_001):
         series.add(step, float(step))
         assert len(series.points) <= 64
@@ -17,11 +17,11 @@ def test_a_series_keeps_its_shape_in_bounded_memory() -> None:
     assert steps[-1] == 10_000 and list(steps) == sorted(steps)
     width = steps[1] - steps[0]
     assert len(steps) >= 32
-    # Means of the steps that a point stands for.
+    # The mean of the steps of each point.
     assert values[:-1] == pytest.approx([step - (width - 1) / 2 for step in steps[:-1]])
 
 
-def test_a_short_series_is_kept_as_it_is() -> None:
+def test_short_series_is_unchanged() -> None:
     series = Series()
     for step in (10, 20, 30):
         series.add(step, step / 10)
@@ -49,12 +49,12 @@ def test_entries_of_the_journal() -> None:
         history.add(entry)
     of_step = [history.last("step", field) for field in ("loss", "learning_rate", "skipped", "mfu")]
     assert (history.step, of_step) == (25, [3.5, 3e-3, 2, None])
-    assert history.loss.points == ((10, 4.0), (25, 3.5))  # a loss that is not finite is no point
+    assert history.loss.points == ((10, 4.0), (25, 3.5))  # a non-finite loss is left out
     assert history.learning_rate.points == ((10, 1e-3), (20, 2e-3), (25, 3e-3))
     assert [history.last("validation", field) for field in ("step", "loss")] == [25, 3.6]
     assert (history.last("checkpoint", "step"), history.counts["checkpoint"]) == (25, 2)
     assert (history.counts["warning"], history.last_time) == (1, 138)
-    assert [(line.text, line.warns) for line in history.lines] == [("hello", False), ("careful", True)]
+    assert [(line.text, line.is_warning) for line in history.lines] == [("hello", False), ("careful", True)]
     assert history.end == "stopped"
     assert history.step_seconds == pytest.approx(30 / 15)
 

@@ -1,4 +1,4 @@
-"""Overlapped pairs in what ranks record: one span each, shown as a forward and a backward."""
+"""Overlapped pairs are recorded as one span and shown as a forward and a backward."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from tests.monitor.test_frame import draw, look, plain
-from tests.monitor.test_stages import FORWARD, figures_of, timing
+from tests.monitor.test_stage_stats import FORWARD, stats_of, timing
 from tests.monitor.test_trace import arrows, check_format, names_of_tracks, slices, traced
 from tests.support.events import kind_of, write_run
 from tests.support.watching import going_on, rewrite_ring, write_now
@@ -16,15 +16,15 @@ from titan_async.monitor import snapshot
 from titan_async.monitor.events import RECORD, RankReader, utilization_of
 from titan_async.monitor.figures import draw_timelines, style
 from titan_async.monitor.run_folder import read_info
-from titan_async.monitor.spans import cut, folder_of, load_spans, split_pairs
-from titan_async.monitor.stages import StageSeconds, simulated_bubble, stage_seconds
+from titan_async.monitor.spans import find_run, load_spans, select_steps, split_pairs
+from titan_async.monitor.stage_stats import StageSeconds, simulated_bubble, stage_seconds
 from titan_async.pipelining.programs import async_programs, schedule_programs
 from titan_async.pipelining.recording import FORWARD_KINDS, GRADIENT_KINDS, Kind
 from titan_async.pipelining.simulation import Timing, simulate
 
 STAGES, MICROBATCHES, STEPS = 3, 6, 5
 HELD = (6, 4, 2)
-"""Microbatches that a stage holds during a pair: 2 (d - 1 - r) + 2."""
+"""Microbatches in flight on a stage during a pair: 2 (d - 1 - r) + 2."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("stages", "microbatches", "lookahead"), [(2, 3, 0), (3, 6, 1), (4, 9, 2)])
-def test_the_backward_of_a_pair_is_that_of_the_schedule(
+def test_backward_of_a_pair_follows_the_schedule(
     tmp_path: Path, stages: int, microbatches: int, lookahead: int
 ) -> None:
     folder = write_run(tmp_path, overlap=True, stages=stages, microbatches=microbatches)
@@ -67,33 +67,35 @@ def test_the_backward_of_a_pair_is_that_of_the_schedule(
         assert halves.tolist() == [half for _, half, *_ in wanted] and 2 in halves
 
 
-def test_a_backward_whose_forward_is_not_there_has_no_version(run_dir: Path) -> None:
-    [records] = [spans.records for spans in cut(load_spans(folder_of(run_dir)), range(3, 4)).ranks[:1]]
-    split, halves = split_pairs(records, read_info(folder_of(run_dir)))
+def test_backward_without_a_recorded_forward_has_no_version(run_dir: Path) -> None:
+    [records] = [
+        spans.records for spans in select_steps(load_spans(find_run(run_dir)), range(3, 4)).ranks[:1]
+    ]
+    split, halves = split_pairs(records, read_info(find_run(run_dir)))
     before = split[(halves == 2) & (split["batch"] < records["batch"][records["kind"] == Kind.OVERLAP].min())]
     assert len(before) and set(before["version"].tolist()) == {-1}
 
 
-def test_a_pair_is_busy_once(run_dir: Path) -> None:
-    folder = folder_of(run_dir)
+def test_pair_is_counted_once(run_dir: Path) -> None:
+    folder = find_run(run_dir)
     run = simulate(schedule_programs("Async2BW", STAGES, MICROBATCHES, STEPS, overlap=True), timing(STAGES))
     for rank, spans in enumerate(run.timelines):
         share = run.busy[rank] / spans[-1].end
         assert utilization_of(RankReader(folder, rank).summaries())[rank] == pytest.approx(share, abs=1e-4)
-        stage = figures_of(folder, rank, (rank,)).stages[rank]
+        stage = stats_of(folder, rank, (rank,)).stages[rank]
         assert stage.average_utilization == pytest.approx(share, abs=1e-4)
         assert sum(step.count(FORWARD_KINDS) for step in stage.steps) == MICROBATCHES * STEPS
         assert sum(step.count(GRADIENT_KINDS) for step in stage.steps) == MICROBATCHES * STEPS
 
 
-def test_a_pair_takes_as_long_as_its_forward_and_its_backward(run_dir: Path) -> None:
-    found = stage_seconds([figures_of(folder_of(run_dir), 0, (0,)).stages[0]])
+def test_time_of_a_pair_is_split(run_dir: Path) -> None:
+    found = stage_seconds([stats_of(find_run(run_dir), 0, (0,)).stages[0]])
     assert found is not None
     assert (found.forward, found.backward) == pytest.approx((FORWARD, 2 * FORWARD), rel=1e-4)
 
 
-def test_the_simulated_bubble_is_that_of_pairs(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which wait for two inputs: the second stage reads weights for longer than the first reduces."""
+def test_simulated_bubble_of_pairs(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs wait for two inputs: the second stage gathers for longer than the first reduces."""
     first = StageSeconds(forward=3, backward=2, gather=0, reduction=3, update=0, swap=0)
     second = StageSeconds(forward=1, backward=4, gather=5, reduction=0, update=0, swap=0)
     times = Timing([3, 1], [2, 4], gather=[0, 5], reduction=[3, 0])
@@ -105,7 +107,7 @@ def test_the_simulated_bubble_is_that_of_pairs(run_dir: Path, monkeypatch: pytes
     assert bubbles == pytest.approx([1 / 5, 2 / 7])
     asked: list[tuple] = []
     monkeypatch.setattr(snapshot, "simulated_bubble", lambda *about: asked.append(about))
-    look(folder_of(run_dir))
+    look(find_run(run_dir))
     assert [(about[0], *about[2:]) for about in asked] == [
         ("Async2BW", MICROBATCHES, 0, True, False),
         ("1F1B", MICROBATCHES),
@@ -114,15 +116,15 @@ def test_the_simulated_bubble_is_that_of_pairs(run_dir: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
 def test_microbatches_in_flight(run_dir: Path, chunk: int) -> None:
-    folder = folder_of(run_dir)
+    folder = find_run(run_dir)
     for rank, held in enumerate(HELD):
-        figures = figures_of(folder, rank, (rank,), chunk, read_info(folder))
+        figures = stats_of(folder, rank, (rank,), chunk, read_info(folder))
         stage = figures.stages[rank]
         assert max(step.most_in_flight for step in stage.steps) == held
         assert stage.in_flight == 0  # all pairs have let go of the right ones
 
 
-def test_a_trace_has_both_of_a_pair_side_by_side(run_dir: Path) -> None:
+def test_trace_has_two_tracks_for_pairs(run_dir: Path) -> None:
     trace = traced(run_dir)
     check_format(trace)
     names = names_of_tracks(trace)
@@ -153,8 +155,8 @@ def test_a_trace_has_both_of_a_pair_side_by_side(run_dir: Path) -> None:
         assert (min(values), max(values), values[-1]) == (0, held, 0)
 
 
-def test_a_timeline_has_the_forward_of_a_pair_above_its_backward(run_dir: Path) -> None:
-    run = cut(load_spans(folder_of(run_dir)), range(3, 4))
+def test_timeline_draws_the_forward_of_a_pair_above_the_backward(run_dir: Path) -> None:
+    run = select_steps(load_spans(find_run(run_dir)), range(3, 4))
     with style():
         figure = Figure((30, 4), layout="constrained")
         draw_timelines(figure, [("one", run)])
@@ -171,7 +173,7 @@ def test_a_timeline_has_the_forward_of_a_pair_above_its_backward(run_dir: Path) 
     assert "overlapped pair" not in [text.get_text() for text in figure.legends[0].get_texts()]
 
 
-def test_the_view_names_pairs(tmp_path: Path) -> None:
+def test_live_view_shows_pairs(tmp_path: Path) -> None:
     folder = going_on(tmp_path, overlap=True, stages=STAGES, microbatches=MICROBATCHES, steps=STEPS)
     records = RankReader(folder, 1).new_records()
     # All but the last pair.

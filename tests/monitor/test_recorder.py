@@ -1,4 +1,4 @@
-"""A recorder writes what it is told: each span once, with its own time; and never stops training."""
+"""A recorder writes each span once with its times, and never stops training."""
 
 import errno
 import itertools
@@ -17,7 +17,7 @@ from titan_async.pipelining.recording import Kind
 
 
 class TickClock:
-    """Every mark is a second after the one before; those from `known` on are not known yet."""
+    """Each mark is a second after the one before; those from `known` on are unresolved."""
 
     def __init__(self) -> None:
         self._ticks = itertools.count(1)
@@ -55,7 +55,7 @@ def test_spans_become_records(tmp_path: Path) -> None:
     assert state.closed == state.beat > 0
 
 
-def test_summaries_count_each_second_once(tmp_path: Path) -> None:
+def test_summaries_count_nested_spans_once(tmp_path: Path) -> None:
     clock = TickClock()
     recorder = start(tmp_path, clock, stages=(0, 4))
     for step in (1, 2):
@@ -87,7 +87,7 @@ def test_summaries_count_each_second_once(tmp_path: Path) -> None:
     assert second["seconds"][Kind.SAVE] == 1 and second["seconds"][Kind.IDLE] == 1
 
 
-def test_what_is_not_known_yet_is_written_when_it_is(tmp_path: Path) -> None:
+def test_unresolved_spans_are_written_later(tmp_path: Path) -> None:
     clock, reader = TickClock(), RankReader(tmp_path, 0)
     clock.known = 4
     recorder = start(tmp_path, clock)
@@ -107,7 +107,7 @@ def test_what_is_not_known_yet_is_written_when_it_is(tmp_path: Path) -> None:
     recorder.close()
 
 
-def test_a_waiting_process_is_seen_to_wait(tmp_path: Path) -> None:
+def test_current_span_of_a_waiting_process_is_written(tmp_path: Path) -> None:
     clock = HostClock()
     recorder, reader = start(tmp_path, clock), RankReader(tmp_path, 0)
     before = clock.nanoseconds(clock.mark())
@@ -129,7 +129,7 @@ def test_a_waiting_process_is_seen_to_wait(tmp_path: Path) -> None:
     recorder.close()
 
 
-def test_what_cannot_be_written_costs_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_error_does_not_stop_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = []
     recorder = start(tmp_path, HostClock(), failed=errors.append)
 
@@ -147,9 +147,7 @@ def test_what_cannot_be_written_costs_no_training(tmp_path: Path, monkeypatch: p
     assert [error.errno for error in errors] == [errno.ENOSPC]
 
 
-def test_a_last_word_that_cannot_be_written_costs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_write_error_at_close_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = []
     recorder = start(tmp_path, HostClock(), failed=errors.append)
     write = EventWriter.write_state
@@ -164,7 +162,7 @@ def test_a_last_word_that_cannot_be_written_costs_nothing(
     assert [error.errno for error in errors] == [errno.ENOSPC]
 
 
-def test_more_spans_than_can_be_written_cost_the_oldest(tmp_path: Path) -> None:
+def test_oldest_spans_are_dropped(tmp_path: Path) -> None:
     recorder = start(tmp_path, HostClock())
     with recorder._lock:  # as if the disk had no time
         for microbatch in range(CAPACITY + 10):
@@ -175,7 +173,7 @@ def test_more_spans_than_can_be_written_cost_the_oldest(tmp_path: Path) -> None:
 
 
 class Stream:
-    """A device whose events are times, passed once `now` has come by."""
+    """A device whose events are times, resolved when `now` reaches them."""
 
     def __init__(self) -> None:
         self.now, self.queued = 0.0, 0.0
@@ -205,7 +203,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     return stream
 
 
-def test_a_stream_is_not_waited_for(stream: Stream) -> None:
+def test_stream_clock_does_not_synchronize(stream: Stream) -> None:
     clock = StreamClock(torch.device("cuda"))
     origin = clock.nanoseconds(clock.mark())
     stream.queued = 0.5
@@ -215,7 +213,7 @@ def test_a_stream_is_not_waited_for(stream: Stream) -> None:
     assert clock.nanoseconds(mark) - origin == 500_000_000
 
 
-def test_a_stream_clock_stays_exact_for_days(stream: Stream) -> None:
+def test_stream_clock_is_accurate_for_days(stream: Stream) -> None:
     clock = StreamClock(torch.device("cuda"))
     origin = clock.nanoseconds(clock.mark())
     for mark in range(1, 10_000):
@@ -224,7 +222,7 @@ def test_a_stream_clock_stays_exact_for_days(stream: Stream) -> None:
     assert abs(told - stream.now * 1e9) < 1e6  # a millisecond in three and a half days
 
 
-def test_clocks_begin_now() -> None:
+def test_clocks_start_at_the_current_time() -> None:
     before = time.time_ns()
     clock = HostClock()
     told = clock.nanoseconds(clock.mark())
@@ -232,8 +230,8 @@ def test_clocks_begin_now() -> None:
     assert before <= told <= time.time_ns() + 10**6
 
 
-def test_a_clock_is_set_right_though_its_process_has_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on processors with more to do: else clocks of the ranks of one host would differ by milliseconds."""
+def test_host_clock_is_accurate_despite_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without this, the clocks of ranks on a loaded host would differ by milliseconds."""
     now, offset, delays = 10**18, 77, iter([8, 2, 0, 5] * 3)
 
     def late() -> int:

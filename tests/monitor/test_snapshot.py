@@ -1,4 +1,4 @@
-"""What a view finds in a run's files: finished, going on, stalled, stopped dead, half-written."""
+"""The state of runs that are finished, active, stalled or dead, and of incomplete files."""
 
 import dataclasses
 import re
@@ -14,7 +14,7 @@ from titan_async.errors import UserError
 from titan_async.monitor import events, snapshot
 from titan_async.monitor.events import RECORD, EventWriter, ring_path
 from titan_async.monitor.journal import journal_path
-from titan_async.monitor.snapshot import RunWatch, Snapshot
+from titan_async.monitor.snapshot import RunMonitor, Snapshot
 from titan_async.pipelining.programs import schedule_programs
 from titan_async.pipelining.recording import Kind
 from titan_async.pipelining.simulation import Timing, simulate
@@ -24,7 +24,7 @@ def look(folder: Path) -> Snapshot:
     return polled(folder).snapshot()
 
 
-def test_a_finished_run(tmp_path: Path) -> None:
+def test_finished_run(tmp_path: Path) -> None:
     seen = look(write_run(tmp_path, stages=3, microbatches=6, steps=8, slow_stage=1))
     assert (seen.status, seen.over, seen.step, seen.remaining, seen.stalls) == ("finished", True, 8, None, ())
     scale, forward = (1.0, 1.5, 1.0), 0.02
@@ -49,7 +49,7 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert all(row.memory == 200 << 20 and row.slowest_rank is None for row in seen.rows)
 
 
-def test_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_active_run(tmp_path: Path) -> None:
     folder = going_on(tmp_path, steps=12)
     change_info(folder, steps=112)
     write_now(folder, 0, Kind.FORWARD, 0.01, microbatch=5)
@@ -57,12 +57,12 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
     seen = look(folder)
     assert (seen.status, seen.over, seen.step) == ("running", False, 12)
     assert seen.rows[0].doing is Kind.FORWARD and seen.rows[0].microbatch == 5
-    assert [row.in_flight for row in seen.rows] == [1, 0, 0, 0]  # the one that is under way
+    assert [row.in_flight for row in seen.rows] == [1, 0, 0, 0]  # the current one
     assert seen.rows[2].doing is Kind.RECEIVE and seen.rows[2].microbatch == -1
     assert seen.remaining is not None and seen.remaining >= 0
 
 
-def test_a_run_that_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+def test_resumed_run(tmp_path: Path) -> None:
     seen = look(write_run(tmp_path, first_step=100, steps=4))
     assert seen.step == 104 and seen.rows[0].version == 102
     folder = tmp_path / "events" / "20260101-000000-aaaa"
@@ -73,7 +73,7 @@ def test_a_run_that_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert (seen.status, seen.step, seen.elapsed, seen.bubble) == ("starting", 100, None, None)
 
 
-def test_remaining_time_is_that_of_the_journal(tmp_path: Path) -> None:
+def test_remaining_time_follows_the_journal(tmp_path: Path) -> None:
     folder = going_on(tmp_path, steps=4)
     change_info(folder, steps=104)
     lines = [f'{{"time": {t}, "kind": "step", "step": {s}, "loss": 1.0}}' for s, t in ((2, 1000), (4, 1006))]
@@ -81,7 +81,7 @@ def test_remaining_time_is_that_of_the_journal(tmp_path: Path) -> None:
     assert look(folder).remaining == 300
 
 
-def test_a_stall_reddens_the_rows_of_those_who_wait_and_of_the_cause(tmp_path: Path) -> None:
+def test_stall_marks_waiting_stages_and_the_cause(tmp_path: Path) -> None:
     folder = going_on(tmp_path)
     for rank in range(4):
         write_now(folder, rank, Kind.RECEIVE if rank else Kind.BACKWARD, 20)
@@ -92,25 +92,25 @@ def test_a_stall_reddens_the_rows_of_those_who_wait_and_of_the_cause(tmp_path: P
     assert [row.stalled for row in seen.rows] == [True] * 4
 
 
-def test_a_rank_that_is_silent(tmp_path: Path) -> None:
+def test_rank_without_heartbeat(tmp_path: Path) -> None:
     folder = going_on(tmp_path)
     write_now(folder, 0, Kind.RECEIVE, 1)
     write_now(folder, 2, Kind.RECEIVE, 1)
     write_now(folder, 3, Kind.FORWARD, 1)
     write_now(folder, 1, Kind.FORWARD, 1, ago=20)
     seen = look(folder)
-    assert re.fullmatch(r"rank 1 \(stage 1\) has not been heard of for 2\d s", seen.stalls[0].text)
+    assert re.fullmatch(r"rank 1 \(stage 1\) has sent no heartbeat for 2\d s", seen.stalls[0].text)
     assert [row.stalled for row in seen.rows] == [False, True, False, False] and not seen.over
 
 
-def test_a_rank_whose_clock_is_behind_is_heard_by_its_beats(
+def test_heartbeats_are_detected_with_a_clock_that_is_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = going_on(tmp_path, stages=2)
     now = 0.0
     monkeypatch.setattr(snapshot.time, "monotonic", lambda: now)
-    watch = RunWatch(folder)
-    for i in range(100):  # half a minute, in which its clock stays an hour behind
+    watch = RunMonitor(folder)
+    for i in range(100):  # half a minute, with a clock that is an hour behind
         now = i * 0.3
         write_now(folder, 0, Kind.FORWARD, 0.1)
         write_now(folder, 1, Kind.FORWARD, 0.1, ago=3600 - now)
@@ -121,11 +121,11 @@ def test_a_rank_whose_clock_is_behind_is_heard_by_its_beats(
         write_now(folder, 0, Kind.FORWARD, 0.1)
         watch.poll()
     assert [stall.text for stall in watch.snapshot().stalls] == [
-        "rank 1 (stage 1) has not been heard of for 15 s"
+        "rank 1 (stage 1) has sent no heartbeat for 15 s"
     ]
 
 
-def test_a_process_that_was_killed(tmp_path: Path) -> None:
+def test_killed_process(tmp_path: Path) -> None:
     folder = going_on(tmp_path, stages=2)
     with subprocess.Popen(["true"]) as process:
         process.wait()
@@ -133,12 +133,12 @@ def test_a_process_that_was_killed(tmp_path: Path) -> None:
     for rank in range(2):
         write_now(folder, rank, Kind.FORWARD, 1, ago=60)
     seen = look(folder)
-    assert seen.over and seen.status == f"ended without a word (process {process.pid} is gone)"
+    assert seen.over and seen.status == f"died (process {process.pid} does not exist)"
     change_info(folder, host="elsewhere.example")
     assert not look(folder).over
 
 
-def test_a_stage_on_several_ranks(tmp_path: Path) -> None:
+def test_replicated_stages(tmp_path: Path) -> None:
     folder = going_on(tmp_path, stages=2, microbatches=4)
     alone = look(folder)
     with_copies(folder, slow=3)
@@ -151,13 +151,13 @@ def test_a_stage_on_several_ranks(tmp_path: Path) -> None:
     assert (seen.rows[1].memory, seen.rows[1].memory_limit) == (3 << 30, 80 << 30)
 
 
-def test_a_run_without_a_pipeline(tmp_path: Path) -> None:
+def test_run_without_a_pipeline(tmp_path: Path) -> None:
     seen = look(write_run(tmp_path, schedule="GPipe", stages=1, microbatches=1))
     assert len(seen.rows) == 1 and seen.simulated_bubble is None and seen.bubble is not None
     assert seen.rows[0].average_utilization == pytest.approx(0.06 / 0.073, abs=1e-5)
 
 
-def test_a_ring_that_is_overwritten_between_two_looks(tmp_path: Path) -> None:
+def test_ring_overwritten_between_two_polls(tmp_path: Path) -> None:
     folder = going_on(tmp_path, stages=2)
     ring_path(folder, 0).unlink()
     writer = EventWriter(folder, 0)
@@ -170,14 +170,14 @@ def test_a_ring_that_is_overwritten_between_two_looks(tmp_path: Path) -> None:
         writer.write(np.array(rows, RECORD))
         writer.write_state(np.zeros(1, RECORD), (0, 0, 0))
 
-    watch = RunWatch(folder)
+    watch = RunMonitor(folder)
     write(1)
     watch.poll()
     for step in range(2, 22):  # 80,020 records, where the ring holds 65,536
         write(step)
     watch.poll()
     row = watch.snapshot().rows[0]
-    # A part of the oldest step is there, and must not pass for the whole of it.
+    # The oldest step is incomplete, and must not be counted.
     assert row.steps[-1].step == 21 and row.average_utilization == pytest.approx(0.5)
     write(22)
     writer.close()
@@ -185,7 +185,7 @@ def test_a_ring_that_is_overwritten_between_two_looks(tmp_path: Path) -> None:
     assert watch.snapshot().rows[0].average_utilization == pytest.approx(0.5)
 
 
-def test_files_that_are_missing_empty_or_half_written(tmp_path: Path) -> None:
+def test_missing_empty_and_incomplete_files(tmp_path: Path) -> None:
     folder = going_on(tmp_path, stages=3)
     ring_path(folder, 0).write_bytes(b"")
     ring_path(folder, 1).write_bytes(
@@ -197,4 +197,4 @@ def test_files_that_are_missing_empty_or_half_written(tmp_path: Path) -> None:
     assert seen.entries == 0
     (folder / "run.json").write_text('{"format": 1')
     with pytest.raises(UserError, match=r"run\.json cannot be read"):
-        RunWatch(folder)
+        RunMonitor(folder)

@@ -1,4 +1,4 @@
-"""Who waits too long, for what, since when, and who lets the others wait: from spans made by hand."""
+"""Detection of stalls and stragglers, from spans written by hand."""
 
 import time
 
@@ -7,12 +7,12 @@ import pytest
 
 from titan_async.monitor.events import RECORD, RankState
 from titan_async.monitor.formatting import approximate_duration
-from titan_async.monitor.stages import RankFigures
-from titan_async.monitor.stalls import RankNow, describe, find_stalls, find_stragglers
+from titan_async.monitor.stage_stats import RankStats
+from titan_async.monitor.stalls import RankStatus, describe, find_stalls, find_stragglers
 from titan_async.pipelining.recording import Kind
 
 START = int(time.mktime((2026, 1, 2, 14, 3, 12, 0, 0, -1))) * 10**9
-"""14:03:12 where the test runs."""
+"""14:03:12 in the local time zone."""
 
 
 def rank(
@@ -25,29 +25,29 @@ def rank(
     stage: int | None = None,
     held: bool = False,
     step_seconds: float | None = 0.5,
-    silent: float = 0.1,
-) -> RankNow:
-    """A rank that has done something for so long; `held`: the microbatch has gone forward here."""
+    heartbeat_age: float = 0.1,
+) -> RankStatus:
+    """A rank whose current span took `seconds`; `held`: the microbatch is in flight there."""
     stage = number if stage is None else stage
-    figures = RankFigures((stage,))
+    stats = RankStats((stage,))
     rows = []
     if step_seconds is not None:
         rows.append((START - int(step_seconds * 1e9), START, 39, -1, -1, stage, Kind.STEP, 0))
     if held:
         rows.append((START, START + 1, batch, microbatch, 38, stage, Kind.FORWARD, 1))
-    figures.add(np.array(rows, RECORD))
+    stats.add(np.array(rows, RECORD))
     current = np.zeros(1, RECORD)
     if kind is not None:
         current[0] = (START, 0, batch, microbatch, 38, stage, kind, 1)
     beat = START + int(seconds * 1e9)
-    return RankNow(number, RankState(1, beat, 0, 0, 0, 0, current[0]), figures, silent)
+    return RankStatus(number, RankState(1, beat, 0, 0, 0, 0, current[0]), stats, heartbeat_age)
 
 
-def texts(*ranks: RankNow, stages: int = 3) -> list[str]:
+def texts(*ranks: RankStatus, stages: int = 3) -> list[str]:
     return [stall.text for stall in find_stalls(ranks, stages)]
 
 
-def test_a_wait_says_for_what_from_whom_and_since_when() -> None:
+def test_wait_is_described() -> None:
     stalls = find_stalls(
         [
             rank(0, Kind.RECEIVE, 12, held=True),
@@ -69,7 +69,7 @@ def test_a_wait_says_for_what_from_whom_and_since_when() -> None:
     ]
 
 
-def test_an_input_comes_from_the_stage_before() -> None:
+def test_input_comes_from_the_previous_stage() -> None:
     assert describe(rank(1, Kind.RECEIVE, 6), 3) == (
         "waits for the input of microbatch 3 of step 40 from stage 0"
     )
@@ -81,7 +81,7 @@ def test_an_input_comes_from_the_stage_before() -> None:
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_every_kind_has_words(kind: Kind) -> None:
+def test_every_kind_is_described(kind: Kind) -> None:
     words = describe(rank(1, kind, 6), 3)
     assert words and "{" not in words and "Kind" not in words
 
@@ -97,7 +97,7 @@ def test_every_kind_has_words(kind: Kind) -> None:
         (301, None, True),
     ],
 )
-def test_long_is_five_seconds_and_five_steps(
+def test_late_is_five_seconds_and_five_steps(
     seconds: float, step_seconds: float | None, stalled: bool
 ) -> None:
     found = texts(
@@ -108,74 +108,76 @@ def test_long_is_five_seconds_and_five_steps(
     assert bool(found) == stalled
 
 
-def test_nothing_is_stalled_while_a_rank_validates_or_saves() -> None:
+def test_no_stall_during_validation_and_save() -> None:
     for kind in (Kind.SAVE, Kind.VALIDATE):
         assert texts(rank(0, kind, 60), rank(1, Kind.RECEIVE, 60), rank(2, Kind.RECEIVE, 60)) == []
 
 
-def test_a_computation_that_never_ends() -> None:
-    """As where a gather within it waits for a rank that does not come, and no other stage would wait."""
+def test_endless_computation() -> None:
+    """For example one with a gather that waits for a dead rank."""
     [found] = texts(rank(0, Kind.FORWARD, 60), stages=1)
     assert found == "stage 0 computes the forward of microbatch 3 of step 40, since 14:03:12 (60 s)"
     assert texts(rank(0, Kind.FORWARD, 60, step_seconds=20), rank(1, Kind.RECEIVE, 60, step_seconds=20)) == []
 
 
-def test_a_silent_rank_is_named_first() -> None:
-    found = texts(rank(0, Kind.RECEIVE, 20, held=True), rank(1, Kind.FORWARD, 0.2, silent=20), stages=2)
-    assert found[0] == "rank 1 (stage 1) has not been heard of for 20 s"
+def test_rank_without_heartbeat_is_named_first() -> None:
+    found = texts(
+        rank(0, Kind.RECEIVE, 20, held=True), rank(1, Kind.FORWARD, 0.2, heartbeat_age=20), stages=2
+    )
+    assert found[0] == "rank 1 (stage 1) has sent no heartbeat for 20 s"
     assert found[1].startswith("stage 0 waits for the gradient") and len(found) == 2
-    assert texts(rank(0, Kind.FORWARD, 0.1), rank(1, Kind.FORWARD, 0.2, silent=9.9), stages=2) == []
+    assert texts(rank(0, Kind.FORWARD, 0.1), rank(1, Kind.FORWARD, 0.2, heartbeat_age=9.9), stages=2) == []
 
 
-def test_who_waits_for_texts_is_the_cause() -> None:
+def test_waiting_for_data_is_a_cause() -> None:
     found = texts(rank(0, Kind.DATA, 8, microbatch=-1), rank(1, Kind.RECEIVE, 7), stages=2)
     assert found == [
-        "stage 0 waits for the texts of step 40, since 14:03:12 (8 s)",
+        "stage 0 waits for the data of step 40, since 14:03:12 (8 s)",
         "stage 1 waits for the input of microbatch 3 of step 40 from stage 0, since 14:03:12 (7 s)",
     ]
     assert len(texts(rank(0, Kind.DATA, 8, microbatch=-1), stages=1)) == 1
 
 
-def test_garbage_that_is_collected_for_long_is_the_cause() -> None:
+def test_long_garbage_collection_is_a_cause() -> None:
     found = texts(
         rank(0, Kind.GARBAGE_COLLECTION, 8, microbatch=-1), rank(1, Kind.RECEIVE, 7), stages=2
     )  # fmt: skip
     assert found[0] == "stage 0 collects garbage before step 40, since 14:03:12 (8 s)" and len(found) == 2
 
 
-def test_who_does_nothing_that_is_recorded_is_the_cause() -> None:
+def test_rank_between_steps_is_a_cause() -> None:
     found = texts(rank(0, Kind.RECEIVE, 8, held=True), rank(1, None, 8), stages=2)
     assert found[0] == "stage 1 is between two steps" and len(found) == 2
 
 
-def test_stages_that_all_wait_for_each_other() -> None:
+def test_deadlock() -> None:
     stalls = find_stalls([rank(0, Kind.RECEIVE, 8, held=True), rank(1, Kind.RECEIVE, 8)], 2)
     assert (stalls[0].stages, stalls[0].text) == ((0, 1), "all stages wait for each other")
     assert [stall.stages for stall in stalls[1:]] == [(0,), (1,)]
 
 
-def test_ranks_that_share_a_stage_are_told_apart() -> None:
+def test_ranks_of_replicated_stages_are_named() -> None:
     found = texts(
         rank(4, Kind.REDUCE, 8, microbatch=-1, stage=1), rank(5, Kind.BACKWARD, 8, stage=1), stages=2
     )
     assert found == [
         "stage 1 on rank 5 computes the backward of microbatch 3 of step 40, since 14:03:12 (8 s)",
-        "stage 1 on rank 4 waits for the other copies' gradients of step 40, since 14:03:12 (8 s)",
+        "stage 1 on rank 4 waits for the other replicas' gradients of step 40, since 14:03:12 (8 s)",
     ]
 
 
-def test_durations() -> None:
+def test_approximate_duration() -> None:
     assert [approximate_duration(s) for s in (0.4, 99, 125, 5400, 7500, 200_000)] == [
         "0 s", "99 s", "2 min", "90 min", "2 h 5 min", "2 d 7 h",
     ]  # fmt: skip
 
 
-def test_who_is_silent_has_let_the_others_wait() -> None:
-    late = rank(0, Kind.RECEIVE, 15), rank(1, Kind.OPTIMIZER, 2, silent=15), rank(2, Kind.FORWARD, 14)
-    assert find_stragglers(late, 3, 10) == ["rank 1 (stage 1) has not been heard of for 15 s"]
+def test_straggler_without_heartbeat() -> None:
+    late = rank(0, Kind.RECEIVE, 15), rank(1, Kind.OPTIMIZER, 2, heartbeat_age=15), rank(2, Kind.FORWARD, 14)
+    assert find_stragglers(late, 3, 10) == ["rank 1 (stage 1) has sent no heartbeat for 15 s"]
 
 
-def test_who_waits_lets_nobody_wait() -> None:
+def test_waiting_ranks_are_not_stragglers() -> None:
     ranks = rank(0, Kind.RECEIVE, 15), rank(1, Kind.CLIP, 14), rank(2, Kind.BACKWARD, 15)
     assert find_stragglers(ranks, 3, 10) == [
         "rank 2 (stage 2) computes the backward of microbatch 3 of step 40, since 14:03:12 (15 s)"

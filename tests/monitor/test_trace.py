@@ -1,4 +1,4 @@
-"""Traces: what they say of simulated runs, whose every span is known, and of runs made by hand."""
+"""Traces of simulated runs, and of runs written by hand."""
 
 import gzip
 import json
@@ -18,7 +18,7 @@ from titan_async.cli.main import main
 from titan_async.errors import UserError
 from titan_async.monitor.events import BURST, CAPACITY, RECORD, RankReader, ring_path
 from titan_async.monitor.run_folder import read_info, write_info
-from titan_async.monitor.spans import cut, folder_of, load_spans
+from titan_async.monitor.spans import find_run, load_spans, select_steps
 from titan_async.monitor.trace import trace_of
 from titan_async.pipelining.programs import stages_of_ranks
 from titan_async.pipelining.recording import Kind
@@ -45,9 +45,9 @@ def run_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def traced(run_dir: Path, *, first: int | None = None, last: int | None = None) -> dict[str, Any]:
-    run = load_spans(folder_of(run_dir))
+    run = load_spans(find_run(run_dir))
     steps = range(first or run.steps[0], (last or run.steps[-1]) + 1)
-    trace, lost = trace_of(cut(run, steps, what_follows=True))
+    trace, lost = trace_of(select_steps(run, steps, include_following=True))
     assert lost == 0
     return json.loads(json.dumps(trace))
 
@@ -70,7 +70,7 @@ def names_of_tracks(trace: dict[str, Any]) -> dict[tuple[int, int], str]:
 
 
 def check_format(trace: dict[str, Any]) -> None:
-    """What the format asks for, and viewers fail silently without."""
+    """Requirements of the format, without which viewers fail silently."""
     required = {
         "X": {"name", "ts", "dur", "pid", "tid"},
         "s": {"name", "cat", "id", "ts", "pid", "tid"},
@@ -99,7 +99,7 @@ def innermost(of_track: list[dict[str, Any]], ts: int) -> dict[str, Any]:
 
 
 def arrows(trace: dict[str, Any]) -> list[tuple[str, tuple[int, int], tuple[int, int], dict, dict]]:
-    """Name, tracks and slices at both ends of each arrow, which leads forward in time."""
+    """Name, tracks and slices at both ends of each arrow; checks that it leads forward in time."""
     tracks = slices(trace)
     ends = defaultdict(list)
     for event in trace["traceEvents"]:
@@ -162,7 +162,7 @@ def test_tracks_slices_and_arrows(schedule: str, run_dirs: dict[str, Path]) -> N
     assert len(pairs) == 2 * each * STEPS
 
 
-def test_waits_are_named_by_what_they_wait_for(run_dirs: dict[str, Path]) -> None:
+def test_names_of_waits(run_dirs: dict[str, Path]) -> None:
     found = set()
     for of_track in slices(traced(run_dirs["Async2BW"], first=3)).values():
         computing = [event for event in of_track if event["cat"] in ("RECEIVE", "FORWARD", "BACKWARD")]
@@ -176,7 +176,7 @@ def test_waits_are_named_by_what_they_wait_for(run_dirs: dict[str, Path]) -> Non
     assert found == {("activations", True), ("gradient", True), ("gradient", False)}
 
 
-def test_the_two_versions_alternate(run_dirs: dict[str, Path]) -> None:
+def test_weight_versions_alternate(run_dirs: dict[str, Path]) -> None:
     trace = traced(run_dirs["Async2BW"])
     names = names_of_tracks(trace)
     of_track = {names[track]: events for track, events in slices(trace).items()}
@@ -198,7 +198,7 @@ def test_the_two_versions_alternate(run_dirs: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("first", [1, 3])
-def test_microbatches_held(first: int, run_dirs: dict[str, Path]) -> None:
+def test_counter_of_microbatches_in_flight(first: int, run_dirs: dict[str, Path]) -> None:
     trace = traced(run_dirs["Async2BW"], first=first)
     values = defaultdict(list)
     for event in trace["traceEvents"]:
@@ -211,7 +211,7 @@ def test_microbatches_held(first: int, run_dirs: dict[str, Path]) -> None:
     assert all(min(held) == 0 and held[-1] == 0 for held in values.values())
 
 
-def test_only_the_steps_that_are_wanted(run_dirs: dict[str, Path]) -> None:
+def test_selected_steps(run_dirs: dict[str, Path]) -> None:
     trace = traced(run_dirs["1F1B"], first=2, last=3)
     check_format(trace)
     tracks = slices(trace).values()
@@ -223,7 +223,7 @@ def test_only_the_steps_that_are_wanted(run_dirs: dict[str, Path]) -> None:
 def by_hand(
     folder: Path, records_of_ranks: list[list[tuple[int, ...]]], ranks: list[tuple[int, ...]]
 ) -> None:
-    """Leave a run whose records are (start, end, batch, microbatch, version, stage, kind, depth)."""
+    """Writes a run whose records are (start, end, batch, microbatch, version, stage, kind, depth)."""
     for path in folder.glob("rank-*"):
         path.unlink()
     write_info(folder, replace(read_info(folder), ranks=tuple(ranks)))
@@ -247,8 +247,9 @@ def test_checkpoints_and_validations_between_steps(tmp_path: Path) -> None:
     by_hand(folder, [[*step(1, 100_000), save, validate, *step(2, 120_000), *third]], [(0,)])
     run = load_spans(folder)
 
-    def kinds(first: int, last: int, what_follows: bool) -> list[int]:
-        return list(cut(run, range(first, last + 1), what_follows=what_follows).ranks[0].records["kind"])
+    def kinds(first: int, last: int, include_following: bool) -> list[int]:
+        selected = select_steps(run, range(first, last + 1), include_following=include_following)
+        return list(selected.ranks[0].records["kind"])
 
     one = [Kind.FORWARD, Kind.STEP]
     assert kinds(1, 1, False) == one
@@ -256,15 +257,17 @@ def test_checkpoints_and_validations_between_steps(tmp_path: Path) -> None:
     assert kinds(1, 2, False) == [*one, Kind.SAVE, Kind.VALIDATE, *one]
     assert kinds(2, 2, True) == one
     assert kinds(2, 3, False) == [*one, Kind.GARBAGE_COLLECTION, *one]
-    assert "garbage collection" in [e["name"] for e in trace_of(cut(run, range(2, 4)))[0]["traceEvents"]]
-    trace = trace_of(cut(run, range(1, 2), what_follows=True))[0]
+    assert "garbage collection" in [
+        e["name"] for e in trace_of(select_steps(run, range(2, 4)))[0]["traceEvents"]
+    ]
+    trace = trace_of(select_steps(run, range(1, 2), include_following=True))[0]
     check_format(json.loads(json.dumps(trace)))
     assert [(e["name"], e["ts"], e["dur"]) for e in trace["traceEvents"] if e["ph"] == "X"] == [
         ("step 1", 0, 9), ("forward 0", 0, 5), ("save", 10, 5), ("validate", 16, 3), ("even version 0", 0, 5),
     ]  # fmt: skip
 
 
-def test_arrows_stay_within_a_data_parallel_copy(tmp_path: Path) -> None:
+def test_arrows_stay_within_a_replica(tmp_path: Path) -> None:
     folder = write_run(tmp_path, stages=2, microbatches=2, steps=2)
 
     def records(stage: int, start: int) -> list[tuple[int, ...]]:
@@ -284,9 +287,7 @@ def test_arrows_stay_within_a_data_parallel_copy(tmp_path: Path) -> None:
     assert names_of_tracks(trace)[1, 3] == "stage 1 (rank 3)"
 
 
-def test_arrows_that_clocks_turn_back_are_left_out_and_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_backward_arrows_are_omitted_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path, schedule="1F1B", stages=2, microbatches=2, steps=3)
     late = RankReader(folder, 1).new_records().copy()
     late["start"] -= 10**9
@@ -299,7 +300,7 @@ def test_arrows_that_clocks_turn_back_are_left_out_and_counted(
     assert Counter(name for name, *_ in arrows(trace)) == {"gradients": 6}
 
 
-def test_a_ring_that_went_round_loses_its_first_steps(tmp_path: Path) -> None:
+def test_overwritten_steps_are_left_out(tmp_path: Path) -> None:
     folder = write_run(tmp_path, stages=2, microbatches=2, steps=2)
 
     def steps(count: int, spans: int) -> list[tuple[int, ...]]:
@@ -317,7 +318,7 @@ def test_a_ring_that_went_round_loses_its_first_steps(tmp_path: Path) -> None:
     assert len(run.ranks[0].records) == CAPACITY - BURST
     # 63,000 records less 61,440 are lost: 222 whole steps of 7, and most of step 223.
     assert run.steps == range(224, 8991)
-    inside = cut(run, run.steps)
+    inside = select_steps(run, run.steps)
     for spans, each in zip(inside.ranks, (7, 3), strict=True):
         assert len(spans.records) == each * len(run.steps)
 
@@ -329,9 +330,9 @@ def test_steps_before_a_gap_are_left_out(tmp_path: Path) -> None:
     assert load_spans(folder).steps == range(6, 8)
 
 
-def test_files_that_the_command_writes(run_dirs: dict[str, Path], tmp_path: Path, capsys) -> None:
+def test_trace_command_writes_files(run_dirs: dict[str, Path], tmp_path: Path, capsys) -> None:
     run_dir = run_dirs["Async2BW"]
-    folder = folder_of(run_dir)
+    folder = find_run(run_dir)
     assert main(["trace", str(run_dir)]) == 0
     said = capsys.readouterr()
     assert said.err == ""
@@ -346,10 +347,10 @@ def test_files_that_the_command_writes(run_dirs: dict[str, Path], tmp_path: Path
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["t.json", "t.json.gz"]
 
 
-def test_the_latest_run_unless_another_is_named(tmp_path: Path) -> None:
+def test_latest_run_is_the_default(tmp_path: Path) -> None:
     write_run(tmp_path, "20260101-000000-aaaa", stages=2, microbatches=2, steps=2)
     write_run(tmp_path, "20260102-000000-bbbb", stages=2, microbatches=2, steps=3, first_step=2, closed=False)
-    assert folder_of(tmp_path).name == "20260102-000000-bbbb"
+    assert find_run(tmp_path).name == "20260102-000000-bbbb"
     assert traced(tmp_path)["otherData"]["steps"] == [3, 5]
     assert main(["trace", str(tmp_path), "--run", "20260101-000000-aaaa"]) == 0
     assert (tmp_path / "events" / "20260101-000000-aaaa" / "trace.json").is_file()
@@ -378,7 +379,7 @@ def test_help_loads_nothing_heavy(verb: str) -> None:
     assert result.stdout.startswith(f"usage: titan-async {verb} RUN_DIR ")
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_run(tmp_path, stages=2, microbatches=2, steps=2)
     (folder / "trace.json").write_text("old")
     before = sorted(folder.iterdir())
@@ -394,9 +395,9 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert sorted(folder.iterdir()) == before
 
 
-def test_a_run_without_a_whole_step(tmp_path: Path) -> None:
+def test_run_without_a_complete_step(tmp_path: Path) -> None:
     folder = write_run(tmp_path, stages=2, microbatches=2, steps=2)
     for rank in range(2):
         ring_path(folder, rank).unlink()
-    with pytest.raises(UserError, match="holds no step that all its ranks have finished"):
-        cut(load_spans(folder), range(0))
+    with pytest.raises(UserError, match="has no step that all its ranks have finished"):
+        select_steps(load_spans(folder), range(0))

@@ -1,4 +1,4 @@
-"""The live view in a terminal of its own, as a user has it: keys, sizes, signals, and how it is left."""
+"""The live view in a pseudo-terminal: keys, sizes, signals and exit."""
 
 import codecs
 import contextlib
@@ -32,16 +32,16 @@ PATIENT = """
 import sys
 from titan_async.cli.main import main
 from titan_async.monitor import processes
-processes._AFTER_FAILURE = 600
+processes._RESTART_SECONDS = 600
 sys.exit(main())
 """
-"""The command, but after a failure it waits for good for the run to start again."""
+"""The command with an unlimited wait for a restart after a failure."""
 
 ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
 
 
 class Terminal:
-    """A command in a terminal of its own, whose foreground process group it is."""
+    """A command in the foreground of its own pseudo-terminal."""
 
     def __init__(
         self, *arguments: str, width: int = 80, height: int = 24, command: list[str] = COMMAND, **environ: str
@@ -123,7 +123,7 @@ class Terminal:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Of a run that goes on for ever."""
+    """The folder of a run that never ends."""
     folder = going_on(tmp_path, stages=3, slow_stage=1)
     for rank in range(3):
         write_now(folder, rank, Kind.FORWARD, 0.1)
@@ -141,7 +141,7 @@ def terminal(*arguments: str | Path, **options: object) -> Iterator[Terminal]:
         os.close(view.screen_end)
 
 
-def test_q_leaves_and_the_terminal_is_as_before(run_dir: Path) -> None:
+def test_q_quits_and_restores_the_terminal(run_dir: Path) -> None:
     with terminal(run_dir) as view:
         lines = view.wait_for("q quit")
         assert len(lines) == 24 and all(len(line) == 80 for line in lines)
@@ -162,7 +162,7 @@ def test_keys(run_dir: Path) -> None:
         view.press("s")
         view.wait_for(lambda lines: len(lines) == 24 and first_stage(lines) == "1")
         view.press("?")
-        view.wait_for("share of the last step")
+        view.wait_for("fraction of the last step")
         view.press("?")
         view.wait_for(lambda lines: "learning rate" in "\n".join(lines) and len(lines) == 24)
         view.press("p")
@@ -179,7 +179,7 @@ def test_keys(run_dir: Path) -> None:
         assert view.status() == 0
 
 
-def test_the_view_follows_the_size_of_its_terminal(run_dir: Path) -> None:
+def test_view_follows_the_size_of_the_terminal(run_dir: Path) -> None:
     with terminal(run_dir) as view:
         view.wait_for("q quit")
         for width, height in ((120, 40), (40, 10), (10, 3), (200, 60)):
@@ -187,19 +187,19 @@ def test_the_view_follows_the_size_of_its_terminal(run_dir: Path) -> None:
             view.wait_for(lambda lines, w=width, h=height: len(lines) == h and {len(x) for x in lines} == {w})
 
 
-def test_nothing_is_drawn_where_nothing_changes(tmp_path: Path) -> None:
+def test_unchanged_frames_are_not_drawn(tmp_path: Path) -> None:
     with terminal(write_run(tmp_path).parents[1]) as view:
         lines = view.wait_for(lambda lines: "finished" in lines[0] and "q quit" in lines[-1])
         assert len(lines) == 24
         drawn = view.frames()
         view.let_it_look(8)
         view.press("?")
-        view.wait_for("share of the last step")
+        view.wait_for("fraction of the last step")
         assert view.frames() == drawn + 1
 
 
 @pytest.mark.slow  # test_frame.py draws without colours
-def test_no_color(run_dir: Path) -> None:
+def test_no_color_in_the_terminal(run_dir: Path) -> None:
     with terminal(run_dir, NO_COLOR="1") as view:
         view.wait_for("q quit")
         view.press("q")
@@ -211,7 +211,7 @@ def test_no_color(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGTERM, 143), slow(signal.SIGHUP, 129), (signal.SIGINT, 0)]
 )
-def test_a_signal_leaves_the_terminal_in_order(run_dir: Path, number: int, status: int) -> None:
+def test_signal_restores_the_terminal(run_dir: Path, number: int, status: int) -> None:
     with terminal(run_dir) as view:
         view.wait_for("q quit")
         view.process.send_signal(number)
@@ -219,24 +219,22 @@ def test_a_signal_leaves_the_terminal_in_order(run_dir: Path, number: int, statu
         view.assert_left_in_order()
 
 
-def test_an_error_leaves_the_terminal_in_order(
-    run_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_error_restores_the_terminal(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     # A run of a later version of this project, which is there at once.
     elsewhere = tmp_path_factory.mktemp("later")
     folder = write_run(elsewhere, "29990101-000000-bbbb", closed=False)
     (folder / "run.json").write_text('{"format": 99}')
     with terminal(run_dir, "--following", str(os.getpid())) as view:
-        view.wait_for("the training processes start")
+        view.wait_for("waiting for the training processes to start")
         folder.rename(run_dir / folder.relative_to(elsewhere))
         assert view.status() == 2
         view.assert_left_in_order()
         assert "its format is 99, and this version reads 1" in view.written.split(LEAVE)[1]
 
 
-def test_ctrl_c_is_only_counted_at_first_where_the_training_gets_it_too(tmp_path: Path) -> None:
+def test_first_ctrl_c_with_a_launcher_is_only_counted(tmp_path: Path) -> None:
     with terminal(tmp_path / "not yet", "--following", str(os.getpid())) as view:
-        view.wait_for("the training processes start")
+        view.wait_for("waiting for the training processes to start")
         folder = going_on(tmp_path / "not yet", stages=2)
         for rank in range(2):
             write_now(folder, rank, Kind.FORWARD, 0.1)
@@ -248,14 +246,14 @@ def test_ctrl_c_is_only_counted_at_first_where_the_training_gets_it_too(tmp_path
         view.assert_left_in_order()
 
 
-def test_a_view_ends_with_the_run_that_it_waited_for(tmp_path: Path) -> None:
+def test_view_ends_with_the_run(tmp_path: Path) -> None:
     write_run(tmp_path, "20250101-000000-aaaa")  # one that is over already
     with terminal(tmp_path, "--following", str(os.getpid())) as view:
-        view.wait_for("the training processes start")
+        view.wait_for("waiting for the training processes to start")
         folder = going_on(tmp_path, "20270101-000000-aaaa", stages=2)
         write_now(folder, 0, Kind.FORWARD, 0.1)
         view.wait_for("q quit")
-        assert "not heard of" not in view.screen()[0]
+        assert "no heartbeat" not in view.screen()[0]
         journal = Journal(folder)
         journal.write("end", reason="stopped")
         journal.close()
@@ -264,21 +262,21 @@ def test_a_view_ends_with_the_run_that_it_waited_for(tmp_path: Path) -> None:
         assert "stopped" in view.written
 
 
-def test_a_view_ends_with_the_process_that_it_follows(tmp_path: Path) -> None:
+def test_view_ends_with_the_launcher(tmp_path: Path) -> None:
     with (
         subprocess.Popen(["sleep", "60"]) as launcher,
         terminal(tmp_path, "--following", launcher.pid) as view,
     ):
-        view.wait_for("the training processes start")
+        view.wait_for("waiting for the training processes to start")
         launcher.kill()  # and is a zombie until the end of the block
         assert view.status() == 0
         view.assert_left_in_order()
 
 
-def test_a_run_that_starts_again_after_a_failure_is_followed(tmp_path: Path) -> None:
+def test_restarted_run_is_followed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PATIENT, "watch"]
     with terminal(tmp_path, "--following", str(os.getpid()), command=command) as view:
-        view.wait_for("the training processes start")
+        view.wait_for("waiting for the training processes to start")
         journal = Journal(going_on(tmp_path, "20270101-000000-aaaa", stages=2))
         journal.write("end", reason="failed")
         journal.close()
@@ -296,7 +294,7 @@ def plain(*arguments: str | Path, **environ: str) -> subprocess.CompletedProcess
     )  # fmt: skip
 
 
-def test_without_a_terminal_it_prints_lines_to_the_end(tmp_path: Path) -> None:
+def test_plain_lines_without_a_terminal(tmp_path: Path) -> None:
     folder = write_run(tmp_path, steps=4)
     with open(folder / "journal.jsonl", "a") as file:
         file.write('{"time": 1, "kind": "log", "text": "\\u001b[31mafter the end"}\n')
@@ -310,7 +308,7 @@ def test_without_a_terminal_it_prints_lines_to_the_end(tmp_path: Path) -> None:
     ]
 
 
-def test_lines_of_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_lines_of_an_active_run(tmp_path: Path) -> None:
     folder = going_on(tmp_path, steps=4)
     with subprocess.Popen([*COMMAND, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -325,12 +323,12 @@ def test_lines_of_a_run_that_goes_on(tmp_path: Path) -> None:
 
 
 def hears(pid: int, number: int) -> bool:
-    """Whether a process has a handler of its own for a signal."""
+    """Whether a process has installed a handler for a signal."""
     status = Path(f"/proc/{pid}/status").read_text()
     return bool(int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> (number - 1) & 1)
 
 
-def test_lines_of_a_run_that_is_waited_for(tmp_path: Path) -> None:
+def test_lines_of_a_run_that_has_not_started(tmp_path: Path) -> None:
     write_run(tmp_path, "20250101-000000-aaaa", stages=2)  # one that is over already
     command = [*COMMAND, str(tmp_path), "--following", str(os.getpid())]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -348,7 +346,7 @@ def test_lines_of_a_run_that_is_waited_for(tmp_path: Path) -> None:
         assert process.wait(MOST_SECONDS) == 0
 
 
-def test_a_dumb_terminal_gets_lines(run_dir: Path) -> None:
+def test_plain_lines_on_a_dumb_terminal(run_dir: Path) -> None:
     with terminal(run_dir, TERM="dumb") as view:
         view.wait_for("training llama3 tiny on 3 stages")
         view.press("\x03")
@@ -356,7 +354,7 @@ def test_a_dumb_terminal_gets_lines(run_dir: Path) -> None:
         assert "\x1b" not in view.written
 
 
-def test_once_prints_a_picture(tmp_path: Path) -> None:
+def test_once_prints_a_frame(tmp_path: Path) -> None:
     write_run(tmp_path, "20260101-000000-aaaa", stages=2)
     write_run(tmp_path, "20260102-000000-aaaa", stages=3)
     result = plain(tmp_path, "--once", "--width", "90", "--height", "20")
@@ -380,8 +378,8 @@ def test_svg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob(".*"))
 
 
-def test_the_view_does_without_torch() -> None:
-    """It starts in an instant, and takes 30 MB rather than 300 from the training beside it."""
+def test_live_view_does_not_import_torch() -> None:
+    """It starts quickly and needs 30 MB instead of 300."""
     program = (
         "import sys, titan_async.cli.watch, titan_async.monitor.view.watch;sys.exit('torch' in sys.modules)"
     )

@@ -30,7 +30,7 @@ import titan_async.cli.main
 import titan_async.cli.train
 import titan_async.config.dump
 import titan_async.config.recipe_file
-import titan_async.data.plays
+import titan_async.data.shakespeare
 import titan_async.monitor.stalls
 import titan_async.recipes.debug
 import titan_async.recipes.dense
@@ -42,7 +42,7 @@ import titan_async.training.process.run_folder
 import titan_async.training.trainer
 
 # Kept by the process that has read them; else each launcher and rank would spend half a second on it.
-titan_async.data.plays.play_scenes()
+titan_async.data.shakespeare.play_scenes()
 
 # For its log of each message torchelastic looks for the source of every frame in every imported module.
 rendezvous.get_method_name = lambda depth=2: ""

@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.support.events import write_run
 from titan_async.monitor.events import BURST, RECORD, EventWriter, RankReader, ring_path
-from titan_async.monitor.snapshot import RunWatch
+from titan_async.monitor.snapshot import RunMonitor
 from titan_async.pipelining.recording import Kind
 
 __all__ = ["change_info", "going_on", "polled", "rewrite_ring", "with_copies", "write_now"]
@@ -30,9 +30,9 @@ def going_on(run_dir: Path, run_id: str = "20260101-000000-aaaa", **options: obj
     return folder
 
 
-def polled(folder: Path) -> RunWatch:
+def polled(folder: Path) -> RunMonitor:
     """What a view sees of a run the first time that it looks."""
-    watch = RunWatch(folder)
+    watch = RunMonitor(folder)
     watch.poll()
     return watch
 

@@ -23,7 +23,7 @@ ensure_device()
 from torchtitan.components.optimizer import LRSchedulersContainer  # noqa: E402
 from torchtitan.components.tokenizer import HuggingFaceTokenizer  # noqa: E402
 
-from titan_async.checkpoint._dcp_files_internals import SealingWriter  # noqa: E402
+from titan_async.checkpoint._dcp_internals import ChecksumWriter  # noqa: E402
 from titan_async.data import shakespeare_tokenizer_folder  # noqa: E402
 from titan_async.training.checkpoint.checkpointer import (  # noqa: E402
     AsyncCheckpointer,
@@ -136,7 +136,7 @@ def test_a_damaged_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=damaged.format("__0_0.distcp is missing")):
         made.load()
     (folder / ".metadata").write_bytes(b"nonsense")
-    with pytest.raises(UserError, match=damaged.format(r"\.metadata is no index of a checkpoint .*")):
+    with pytest.raises(UserError, match=damaged.format(r"\.metadata is not the index of a checkpoint .*")):
         made.load()
     assert made.load(1)
 
@@ -188,8 +188,8 @@ def test_no_checkpoint_is_removed_before_the_next_is_complete(
     for step in (1, 2):
         made.save(step)
         made.maybe_wait_for_saving()
-    write, held = SealingWriter.write_data, threading.Event()
-    monkeypatch.setattr(SealingWriter, "write_data", lambda *args: held.wait(60) and write(*args))
+    write, held = ChecksumWriter.write_data, threading.Event()
+    monkeypatch.setattr(ChecksumWriter, "write_data", lambda *args: held.wait(60) and write(*args))
     made.save(3)
     made.maybe_wait_for_staging()
     assert complete_steps(Path(made.folder)) == [1, 2]

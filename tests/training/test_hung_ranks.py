@@ -36,7 +36,7 @@ def test_the_message_names_the_rank_that_does_not_answer(tmp_path: Path) -> None
     write_now(folder, 0, Kind.RECEIVE, 20.0)
     write_now(folder, 1, Kind.FORWARD, 0.1, ago=21.0)
     assert described(20, 0, folder) == (
-        "rank 1 (stage 1) has not been heard of for 21 s, and rank 0 timed out after waiting "
+        "rank 1 (stage 1) has sent no heartbeat for 21 s, and rank 0 timed out after waiting "
         "for 20 s (comm.train_timeout_seconds): start the same command again, or raise "
         "comm.train_timeout_seconds if ranks are only slow"
     )
@@ -67,7 +67,7 @@ def test_the_message_for_a_rank_that_nccls_watchdog_has_aborted(tmp_path: Path) 
     write_now(folder, 0, Kind.FORWARD, 21.0)  # by its host, which waits for the device
     write_now(folder, 1, Kind.FORWARD, 21.0, ago=21.0)
     assert described(20, 0, folder, by_watchdog=True) == (
-        "rank 1 (stage 1) has not been heard of for 21 s, and rank 0 (stage 0) was ended by NCCL's watchdog "
+        "rank 1 (stage 1) has sent no heartbeat for 21 s, and rank 0 (stage 0) was ended by NCCL's watchdog "
         "after 20 s (comm.train_timeout_seconds) without an answer: start the same command again, or raise "
         "comm.train_timeout_seconds if ranks are only slow"
     )
@@ -93,7 +93,7 @@ def test_a_stopped_rank_ends_the_run(tmp_path: Path) -> None:
     assert (run.returncode, err.count("\n")) == (1, 1)
     # The limit is longer where steps took long.
     assert re.match(
-        r"rank 1 \(stage 1\) has not been heard of for \d+ s, and rank 0 timed out after waiting for \d+ s"
+        r"rank 1 \(stage 1\) has sent no heartbeat for \d+ s, and rank 0 timed out after waiting for \d+ s"
         r"( \(comm\.train_timeout_seconds\))?: start the same command again",
         err,
     )

@@ -156,12 +156,12 @@ def test_it_resumes_bit_for_bit(cls: Any, tmp_path: Path) -> None:
 
 
 def save_and_load(optimizers: AsyncOptimizers, folder: Path, into: AsyncOptimizers) -> None:
-    from titan_async.checkpoint._dcp_files_internals import CheckingReader, ValueLoadPlanner
+    from titan_async.checkpoint._dcp_internals import ChecksumReader, WeightsOnlyLoadPlanner
 
     dcp.save({"optimizer": optimizers.state_dict()}, checkpoint_id=folder, no_dist=True)
     state = into.state_dict()
-    planner = ValueLoadPlanner()
-    dcp.load({"optimizer": state}, storage_reader=CheckingReader(folder), planner=planner, no_dist=True)
+    planner = WeightsOnlyLoadPlanner()
+    dcp.load({"optimizer": state}, storage_reader=ChecksumReader(folder), planner=planner, no_dist=True)
     into.load_state_dict(state)
 
 

@@ -33,7 +33,7 @@ def train(rank, group, folder, steps, flags, *, slow_writes=0.0, held_writes=Fal
     ensure_device()
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    from titan_async.checkpoint._dcp_files_internals import SealingWriter
+    from titan_async.checkpoint._dcp_internals import ChecksumWriter
     from titan_async.config.recipe_file import resolve
 
     _clear_sharding_prop_cache()  # which remembers the meshes of an earlier trainer
@@ -53,7 +53,7 @@ def train(rank, group, folder, steps, flags, *, slow_writes=0.0, held_writes=Fal
     if not random_state:
         state = trainer.train_state.state_dict
         trainer.train_state.state_dict = lambda: {k: v for k, v in state().items() if k != "random_state"}
-    step, write, run = trainer.train_step, SealingWriter.write_data, trainer.forward_backward_step
+    step, write, run = trainer.train_step, ChecksumWriter.write_data, trainer.forward_backward_step
     wait, in_flight, into_whole, calls = trainer.checkpointer.maybe_wait_for_staging, [], [False], []
     stepped = threading.Event()
 
@@ -76,7 +76,7 @@ def train(rank, group, folder, steps, flags, *, slow_writes=0.0, held_writes=Fal
     def noted(name, function):
         return lambda *args, **kwargs: (calls.append(name), function(*args, **kwargs))[1]
 
-    trainer.train_step, SealingWriter.write_data = drawing_step, slow_write
+    trainer.train_step, ChecksumWriter.write_data = drawing_step, slow_write
     trainer.forward_backward_step = noted("batch", run)
     trainer.checkpointer.maybe_wait_for_staging = noted("wait", wait)
     try:
@@ -94,7 +94,7 @@ def train(rank, group, folder, steps, flags, *, slow_writes=0.0, held_writes=Fal
             },
         }
     finally:
-        SealingWriter.write_data = write
+        ChecksumWriter.write_data = write
         trainer.close()
 
 

@@ -16,7 +16,7 @@ from titan_async.config.device import ensure_device
 from titan_async.monitor.events import RankReader, utilization_of
 from titan_async.monitor.journal import JournalReader
 from titan_async.monitor.run_folder import read_info, runs_in
-from titan_async.monitor.spans import cut, load_spans, split_pairs
+from titan_async.monitor.spans import load_spans, select_steps, split_pairs
 from titan_async.monitor.trace import trace_of
 from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
 
@@ -209,7 +209,7 @@ def test_the_spans_of_overlapped_pairs(runs: Trainers, tmp_path: Path) -> None:
             (pairs["end"] - pairs["start"]).sum() / 1e9, rel=1e-4
         )
         assert all(0 < utilization_of(row)[spans.rank] <= 1 for row in np.split(rows, len(rows)))
-    assert trace_of(cut(run, run.steps))[1] == 0  # no arrow leads back in time
+    assert trace_of(select_steps(run, run.steps))[1] == 0  # no arrow leads back in time
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from tests.support.trainer_loop import (
     merged,
     whole,
 )
-from titan_async.checkpoint.distributed import SavedTensors
+from titan_async.checkpoint.dcp import SavedTensors
 from titan_async.checkpoint.safetensors_files import SafetensorsFolder
 from titan_async.errors import UserError
 from titan_async.training._titan_internals import keep_modules

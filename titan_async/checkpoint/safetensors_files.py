@@ -1,7 +1,8 @@
-"""Folders of safetensors as transformers has them: one file or several, and the index of these.
+"""Folders of safetensors in transformers' layout: a single file, or shards with an index.
 
-Both ways one tensor at a time. safetensors' own writer takes all tensors of a file at once, so files are
-written here: eight bytes with the length of a JSON header, the header, and the tensors' bytes in its order.
+Tensors are read and written one at a time. safetensors' own writer takes all tensors of a file at once, so
+this module writes the format: the header's length in eight bytes, a JSON header, and the tensors' bytes in
+its order.
 """
 
 import json
@@ -14,16 +15,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from titan_async.checkpoint.tensors import TensorInfo
+from titan_async.checkpoint import TensorInfo
 from titan_async.errors import UserError
-from titan_async.whole_files import read_json
+from titan_async.file_io import read_json
 
 __all__ = ["INDEX", "SafetensorsFolder", "plan_shards", "write_folder"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_TYPES = {
+_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -35,14 +36,14 @@ _TYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-_ALIGNMENT = 8
-"""Bytes: of the header, as safetensors pads it."""
+_HEADER_ALIGNMENT = 8
+"""Bytes, as safetensors pads it."""
 
 
 def plan_shards(tensors: Mapping[str, TensorInfo], limit: int) -> list[list[str]]:
-    """Divides tensors, in their order, into files of at most `limit` bytes; a larger one has its own.
+    """Divides tensors, in their order, into shards of at most `limit` bytes; a larger tensor has its own.
 
     Examples:
         >>> import torch
@@ -64,13 +65,13 @@ def plan_shards(tensors: Mapping[str, TensorInfo], limit: int) -> list[list[str]
 def write_folder(
     folder: Path, tensors: Mapping[str, TensorInfo], values: Iterable[tuple[str, torch.Tensor]], *, limit: int
 ) -> list[str]:
-    """Writes `model.safetensors`, or `model-00001-of-0000N.safetensors` and so on with their index.
+    """Writes `model.safetensors`, or shards `model-00001-of-0000N.safetensors` and their index.
 
     Args:
         folder: exists.
-        tensors: what will be written, in order.
-        values: the same names in the same order, each with its tensor, on the CPU.
-        limit: bytes of tensors in a file, at most, as in `plan_shards`.
+        tensors: the tensors to write, in order.
+        values: the same names in the same order, each with its CPU tensor.
+        limit: maximum bytes of tensors per file, as in `plan_shards`.
 
     Returns:
         The names of the files.
@@ -88,7 +89,7 @@ def write_folder(
         model.safetensors.index.json
         tensor([1., 1., 1., 1.], dtype=torch.bfloat16)
     """
-    assert sys.byteorder == "little", "safetensors are little-endian"
+    assert sys.byteorder == "little", "the safetensors format is little-endian"
     shards = plan_shards(tensors, limit)
     if len(shards) == 1:
         files = [SINGLE]
@@ -118,41 +119,41 @@ def _write_file(
             "dtype": _NAMES[info.dtype], "shape": list(info.shape), "data_offsets": [start, end]
         }  # fmt: skip
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for expected, info in tensors.items():
             name, value = next(values)
             assert (name, TensorInfo(tuple(value.shape), value.dtype)) == (expected, info)
             file.write(value.contiguous().reshape(-1).view(torch.uint8).numpy())
-            del value  # before the next one is made
+            del value  # before the next one is created
         file.flush()
         os.fsync(file.fileno())
 
 
 class SafetensorsFolder:
-    """The tensors of a folder of safetensors, by their names.
+    """The tensors of a folder of safetensors, by name.
 
     Raises:
-        UserError: there are none, a file is missing or damaged, or there are only pickled weights.
+        UserError: there are none, a file is missing or damaged, or all weights are pickled.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self._files = self._find()
         self.tensors: dict[str, TensorInfo] = {}
-        """Every tensor, with its shape and type."""
+        """Shape and dtype of each tensor."""
         for file in sorted(set(self._files.values())):
             self._describe(file)
         for name, file in self._files.items():
             if name not in self.tensors:
-                raise UserError(f"{file} lacks {name}, which {self.folder / INDEX} promises; fetch it again")
+                raise UserError(f"{file} lacks {name}, which {self.folder / INDEX} lists; fetch it again")
 
     def read(self, name: str) -> torch.Tensor:
         """Reads one tensor.
 
         Raises:
-            KeyError: there is none of this name.
+            KeyError: there is no tensor of this name.
             UserError: its file is damaged.
         """
         file = self._files[name]
@@ -168,11 +169,11 @@ class SafetensorsFolder:
         if index.is_file():
             return self._read_index(index)
         if single.is_file():
-            with _opened(single) as opened:
+            with _open(single) as opened:
                 return dict.fromkeys(opened.keys(), single)
         if any(self.folder.glob("*.bin")) or any(self.folder.glob("*.pt*")):
             raise UserError(
-                f"{self.folder} has pickled weights only, which can run code when they are loaded: "
+                f"{self.folder} has only pickled weights, which can run code when they are loaded: "
                 "convert them to safetensors first"
             )
         raise UserError(f"{self.folder} has no {SINGLE} and no {INDEX}: name a folder with a model")
@@ -185,24 +186,24 @@ class SafetensorsFolder:
             raise UserError(f"{index} cannot be read; fetch it again") from error
         for file in files.values():
             if not file or file != Path(file).name:
-                raise UserError(f"{index} names {file}, which is no file in its folder; fetch it again")
+                raise UserError(f"{index} names {file}, which is not a file in its folder; fetch it again")
         for file in sorted(set(found.values())):
             if not file.is_file():
-                raise UserError(f"{file} is missing, which {index} names; fetch it again")
+                raise UserError(f"{file}, which {index} names, is missing; fetch it again")
         return found
 
     def _describe(self, file: Path) -> None:
-        with _opened(file) as opened:
-            for name in opened.keys():  # noqa: SIM118 - an open file is no mapping
-                part = opened.get_slice(name)
-                dtype = _TYPES.get(part.get_dtype())
+        with _open(file) as opened:
+            for name in opened.keys():  # noqa: SIM118 - an open file is not a mapping
+                entry = opened.get_slice(name)
+                dtype = _DTYPES.get(entry.get_dtype())
                 if dtype is None:
-                    raise UserError(f"{name} in {file} has a type that is not supported, {part.get_dtype()}")
+                    raise UserError(f"{name} in {file} has an unsupported dtype, {entry.get_dtype()}")
                 if self._files.get(name) == file:
-                    self.tensors[name] = TensorInfo(tuple(part.get_shape()), dtype)
+                    self.tensors[name] = TensorInfo(tuple(entry.get_shape()), dtype)
 
 
-def _opened(file: Path) -> Any:
+def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:

@@ -121,9 +121,9 @@ def _plan(line: Namespace) -> None:
     if line.json == "-":
         sys.stdout.write(text)
     else:
-        from titan_async.monitor.output_files import writing_output
+        from titan_async.file_io import write_output
 
-        with writing_output(Path(line.json), "--json") as partial:
+        with write_output(Path(line.json), "--json") as partial:
             partial.write_text(text, encoding="utf-8")
         print_plan(plan)
 

@@ -113,14 +113,14 @@ def _pictures(run_dirs: list[str], labels: list[str] | None, steps: str | None) 
     """What there is to draw; a sentence on stderr for what there is not."""
     from titan_async.monitor.curves import read_losses, read_utilization
     from titan_async.monitor.figures import draw_losses, draw_timelines, draw_utilizations
-    from titan_async.monitor.spans import cut, folder_of, load_spans
+    from titan_async.monitor.spans import find_run, load_spans, select_steps
 
-    loaded = [load_spans(folder_of(run_dir)) for run_dir in run_dirs]
+    loaded = [load_spans(find_run(run_dir)) for run_dir in run_dirs]
     names = labels or _labels(run_dirs, [run.info.schedule for run in loaded])
     losses = [(name, *read_losses(run_dir)) for name, run_dir in zip(names, run_dirs, strict=True)]
     losses = [(name, training, validation) for name, training, validation in losses if len(training)]
     timelines = [
-        (name, cut(run, step_range(steps, run.steps, _STEPS)))
+        (name, select_steps(run, step_range(steps, run.steps, _STEPS)))
         for name, run in zip(names, loaded, strict=True)
         if run.steps
     ]

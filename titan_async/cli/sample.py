@@ -59,29 +59,29 @@ def run(argv: Sequence[str]) -> int:
 
         import torch
 
-        from titan_async.huggingface.sampling import Vocabulary, build_model, sample_tokens
+        from titan_async.huggingface.sampling import PromptTokenizer, build_model, sample_tokens
         from titan_async.huggingface.saved_model import open_saved
 
-        [place] = line.operands
-        saved = open_saved(place, recipe=line.recipe, flags=line.recipe_flags, weights=line.weights)
-        vocabulary = Vocabulary(saved.config.hf_assets_path)
-        begin = vocabulary.begin(line.prompt)
+        [path] = line.operands
+        saved = open_saved(path, recipe=line.recipe, flags=line.recipe_flags, weights=line.weights)
+        tokenizer = PromptTokenizer(saved.config.hf_assets_path)
+        prompt_ids = tokenizer.encode(line.prompt)
         accelerator = torch.accelerator.current_accelerator() if has_accelerator() else None
         model = build_model(saved, accelerator or torch.device("cpu"))
         new = sample_tokens(
             model,
-            begin,
+            prompt_ids,
             count=line.tokens,
             temperature=line.temperature,
             top_k=line.top_k or None,
             seed=line.seed,
-            end=vocabulary.end,
-            window=saved.config.training.seq_len,
+            eos_id=tokenizer.eos_id,
+            max_context=saved.config.training.seq_len,
         )
         sys.stdout.write(line.prompt)
         sys.stdout.flush()
-        for piece in vocabulary.text(begin, new):
-            sys.stdout.write(piece)
+        for text in tokenizer.decode_stream(prompt_ids, new):
+            sys.stdout.write(text)
             sys.stdout.flush()
     sys.stdout.write("\n")
     return 0

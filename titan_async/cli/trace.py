@@ -44,13 +44,13 @@ def run(argv: Sequence[str]) -> int:
     if line.out is not None and not re.search(r"\.json(\.gz)?$", line.out):
         raise UserError(f"--out is {line.out}: its name must end in .json or .json.gz")
 
-    from titan_async.monitor.spans import cut, folder_of, load_spans
+    from titan_async.monitor.spans import find_run, load_spans, select_steps
     from titan_async.monitor.trace import write_trace
 
-    folder = folder_of(line.operands[0], line.run)
+    folder = find_run(line.operands[0], line.run)
     loaded = load_spans(folder)
     steps = step_range(line.steps, loaded.steps, _STEPS)
-    spans = cut(loaded, steps, what_follows=True)
+    spans = select_steps(loaded, steps, include_following=True)
     path = Path(line.out) if line.out is not None else folder / "trace.json"
     lost = write_trace(path, spans)
     if loaded.missing:

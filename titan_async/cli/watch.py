@@ -62,17 +62,17 @@ def run(argv: Sequence[str]) -> int:
         raise UserError("--following waits for a run to begin: leave out --run, --once and --svg")
     size = line.width, line.height
 
-    from titan_async.monitor.spans import folder_of
+    from titan_async.monitor.spans import find_run
 
     if pid is None and run_id is None:
         _wait_for_start(run_dir)
     if once or svg is not None:
-        _picture(folder_of(run_dir, run_id), svg, *size)
+        _picture(find_run(run_dir, run_id), svg, *size)
         return 0
 
     from titan_async.monitor.processes import Launched
 
-    source = folder_of(run_dir, run_id) if pid is None else Launched(run_dir, pid)
+    source = find_run(run_dir, run_id) if pid is None else Launched(run_dir, pid)
     # A terminal that lacks a character shows a question mark.
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     if not sys.stdout.isatty() or os.environ.get("TERM", "") in ("", "dumb", "unknown"):
@@ -100,18 +100,18 @@ def _wait_for_start(run_dir: str) -> None:
 def _picture(folder: Path, svg: str | None, width: int | None, height: int | None) -> None:
     from rich.console import Console
 
-    from titan_async.monitor.view.watch import picture
+    from titan_async.monitor.view.watch import print_frame
 
     if svg is not None:
         console = Console(
             record=True, file=io.StringIO(), width=width or _SIZE[0], height=height or _SIZE[1],
             force_terminal=True, color_system="truecolor", no_color=False,
         )  # fmt: skip
-        picture(console, folder)
+        print_frame(console, folder)
 
-        from titan_async.monitor.output_files import writing_output
+        from titan_async.file_io import write_output
 
-        with writing_output(Path(svg), "--svg") as partial:
+        with write_output(Path(svg), "--svg") as partial:
             drawn = console.export_svg(title="titan-async watch")
             # Without web fonts, which a viewer would fetch from the network.
             partial.write_text(re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL), encoding="utf-8")
@@ -119,4 +119,4 @@ def _picture(folder: Path, svg: str | None, width: int | None, height: int | Non
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     if not sys.stdout.isatty():
         width, height = width or _SIZE[0], height or _SIZE[1]
-    picture(Console(width=width, height=height), folder)
+    print_frame(Console(width=width, height=height), folder)

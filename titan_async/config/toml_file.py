@@ -18,7 +18,7 @@ from titan_async.config.field_values import check_value, parse_toml
 from titan_async.config.recipe_list import recipe_files
 from titan_async.config.suggestions import nearest
 from titan_async.errors import UserError
-from titan_async.whole_files import read_regular
+from titan_async.file_io import read_regular_file
 
 __all__ = ["Path", "RecipeSource", "TomlFile", "dotted", "read_recipe_file", "read_toml"]
 
@@ -96,7 +96,7 @@ def read_toml(path: str) -> TomlFile:
             or not TOML.
     """
     try:
-        raw = read_regular(path, _MAX_BYTES)
+        raw = read_regular_file(path, _MAX_BYTES)
     except FileNotFoundError:
         ours = {name.removesuffix(".toml") for name in recipe_files()}
         close = nearest(os.path.basename(path).removesuffix(".toml"), ours, cutoff=0.7)

@@ -1,13 +1,12 @@
-"""Data layer: documents to tokens, with those that mark their beginnings and ends.
+"""Encoding of documents, with BOS and EOS tokens.
 
-`tokenizer_config.json` says which tokens begin and end a document, and one that the tokenizer adds there by
-itself is not added twice. Such tokens come from nowhere else: where a document's own text has the letters of
-one, such as `<|endoftext|>`, they are encoded as any other text. A tokenizer that was saved with a length at
-which it cuts texts off, or pads them, does neither here.
+`tokenizer_config.json` names the BOS and EOS tokens; one that the tokenizer adds itself is not added twice.
+The spelling of a special token in a document, such as `<|endoftext|>`, is encoded as plain text. Truncation
+and padding that were saved with a tokenizer are disabled.
 
 Otherwise the tokens are those of torchtitan's `HuggingFaceTokenizer.encode(text, add_bos=True,
-add_eos=True)`, for many documents at once and without torchtitan. That takes such letters for the token, and
-adds none at the end where the tokenizer adds the same one at the beginning.
+add_eos=True)`, for many documents at once and without torchtitan. That function encodes such a spelling as
+the special token, and omits EOS if the tokenizer adds the same token as BOS.
 """
 
 import hashlib
@@ -22,7 +21,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from titan_async.data.tokenizer import load_tokenizer
 from titan_async.errors import UserError
-from titan_async.whole_files import read_json
+from titan_async.file_io import read_json
 
 __all__ = ["DocumentEncoder", "adds_marks", "encode_plainly", "entries_of", "tokens_around"]
 
@@ -31,10 +30,10 @@ _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cl
 
 
 class DocumentEncoder:
-    """The tokenizer of a Hugging Face folder: `tokenizer.json`, and `tokenizer_config.json` if there.
+    """The tokenizer of a Hugging Face folder: `tokenizer.json`, and `tokenizer_config.json` if it exists.
 
-    Called with documents it returns the tokens of each, uint32 of shape (tokens,), with those that mark its
-    beginning and end where the tokenizer has them.
+    Called with documents it returns the tokens of each, uint32 of shape (tokens,), with BOS and EOS if the
+    tokenizer has them.
 
     Raises:
         UserError: The folder has no tokenizer, or it can't be read.
@@ -58,21 +57,21 @@ class DocumentEncoder:
                 "remove it."
             ) from error
         self.bos_id = self._id_of(config.get("bos_token"))
-        """The token that begins a document; None without one."""
+        """The BOS token; None without one."""
         self.eos_id = self._id_of(config.get("eos_token"))
-        """The token that ends a document; None without one."""
+        """The EOS token; None without one."""
         self.pad_id = self._id_of(config.get("pad_token"))
-        """The token that fills short sequences up; None without one."""
+        """The padding token; None without one."""
         adds_bos, adds_eos = adds_marks(self._tokenizer, self.bos_id, self.eos_id)
         self._before = [] if self.bos_id is None or adds_bos else [self.bos_id]
         self._after = [] if self.eos_id is None or adds_eos else [self.eos_id]
         self.vocab_size = entries_of(self._tokenizer)
-        """Entries that an embedding needs; see `entries_of`."""
+        """Rows that an embedding needs; see `entries_of`."""
         self.sha256 = hashlib.sha256((Path(folder) / "tokenizer.json").read_bytes()).hexdigest()
-        """Of `tokenizer.json`."""
+        """Hash of `tokenizer.json`."""
 
     def __call__(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
-        """The tokens of each of these documents."""
+        """The tokens of each document."""
         return [
             np.array([*self._before, *encoding.ids, *self._after], dtype=np.uint32)
             for encoding in self._tokenizer.encode_batch_fast(list(texts))
@@ -88,14 +87,14 @@ class DocumentEncoder:
 
 
 def encode_plainly(tokenizer: Tokenizer) -> None:
-    """Let a tokenizer encode all of a text, and letters as letters, even where they spell a special token."""
+    """Disables truncation, padding, and the parsing of special tokens in texts."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
 
 
 def adds_marks(tokenizer: Tokenizer, bos_id: int | None, eos_id: int | None) -> tuple[bool, bool]:
-    """Whether a tokenizer by itself begins a text with `bos_id`, and whether it ends one with `eos_id`."""
+    """Whether a tokenizer itself adds `bos_id` before a text, and whether it adds `eos_id` after it."""
     ids = tokenizer.encode("a").ids
     around = tokens_around(ids, tokenizer.encode("a", add_special_tokens=False).ids)
     before, after = around or (ids, ids)  # a vocabulary without that letter
@@ -103,7 +102,7 @@ def adds_marks(tokenizer: Tokenizer, bos_id: int | None, eos_id: int | None) -> 
 
 
 def tokens_around(ids: list[int], text: list[int]) -> tuple[list[int], list[int]] | None:
-    """The tokens of `ids` before and after those of `text`; None if these are none, or not in it."""
+    """The tokens of `ids` before and after those of `text`; None if `text` is empty or not in `ids`."""
     for start in range(len(ids)):
         if text and ids[start : start + len(text)] == text:
             return ids[:start], ids[start + len(text) :]
@@ -111,7 +110,7 @@ def tokens_around(ids: list[int], text: list[int]) -> tuple[list[int], list[int]
 
 
 def entries_of(tokenizer: Tokenizer) -> int:
-    """Entries that an embedding needs: one more than the highest token, whatever gaps there are."""
+    """Rows that an embedding needs: one more than the highest token id, even if some ids are unused."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
@@ -145,7 +144,7 @@ def _special_tokens(config: dict[str, Any]) -> list[AddedToken]:
         if content is None:
             continue
         given = token if isinstance(token, dict) else {}
-        # torchtitan's defaults: a token that is described at all is normalized unless that is denied.
+        # torchtitan's defaults: a token described by a dictionary is normalized unless that is false.
         fields = {"normalized": bool(given), "special": True}
         fields |= {key: given[key] for key in _TOKEN_FIELDS if key in given}
         tokens.append(AddedToken(content, **fields))

@@ -1,9 +1,9 @@
-"""Data layer: documents of local files, read one at a time, with errors that name file and line.
+"""Documents of local files, read one at a time, with errors that name file and line.
 
-A `.txt` file is one document; one longer than 16384 characters is cut at blank lines into documents
-of about that length, so that a single large file can be shuffled, divided among ranks and split into
-training and validation. Every record of `.jsonl`, `.jsonl.gz` and `.parquet` is a document: its text
-column. Empty documents are left out.
+A `.txt` file is one document. If it has more than 16384 characters, it is split at blank lines into documents
+of about that length, so that a single large file can be shuffled, divided among ranks, and split into
+training and validation. Every record of `.jsonl`, `.jsonl.gz` and `.parquet` is a document: its text column.
+Empty documents are left out.
 """
 
 import gzip
@@ -13,29 +13,29 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from titan_async.data.records import EmptyRecords, cannot_read, is_blank, no_column, text_of
+from titan_async.data.readers import EmptyRecords, cannot_read, is_blank, no_column, text_of
 from titan_async.data.text_source import ACCEPTED_ENDINGS
 from titan_async.errors import UserError
 
 __all__ = ["find_files", "read_documents", "size_of"]
 
 _PIECE_LENGTH = 16384
-"""Characters after which a text file is cut at the next blank line; at twice as many, at any line."""
+"""Characters after which a text file is split at the next blank line; at twice as many, at any line."""
 
-_LONGEST_LINE = 2**26
+_MAX_LINE_LENGTH = 2**26
 """Characters, several times those of the longest books."""
 
-_MOST_EMPTY = 2**18
-"""Documents without text, one after the other, after which a file is taken for a bomb."""
+_MAX_EMPTY = 2**18
+"""Consecutive documents without text after which a file is refused as a decompression bomb."""
 
 
 def find_files(path: str) -> list[Path]:
-    """The file at `path`, or the files of accepted endings in that folder and below it, sorted.
+    """The file at `path`, or all files with accepted suffixes in that folder and its subfolders, sorted.
 
-    In a folder, files of other endings and everything whose name starts with a dot are ignored.
+    In a folder, other files and hidden files and folders are ignored.
 
     Raises:
-        UserError: Nothing is there, the file's ending is not accepted, or the folder has no such file.
+        UserError: The path does not exist, the file's suffix is not accepted, or the folder has no such file.
     """
     root = Path(os.path.expanduser(path))
     endings = ", ".join(ACCEPTED_ENDINGS)
@@ -66,7 +66,7 @@ def size_of(file: Path) -> int:
     """The size of a file in bytes.
 
     Raises:
-        UserError: The file is gone.
+        UserError: The file does not exist.
     """
     try:
         return file.stat().st_size
@@ -77,19 +77,19 @@ def size_of(file: Path) -> int:
 def read_documents(
     file: Path, text_column: str, size: int | None = None, empty: EmptyRecords | None = None
 ) -> Iterator[str]:
-    """Yield the documents of one file in their order, without those that are empty.
+    """Yields the documents of a file in order, without empty ones.
 
     Args:
-        file: A file of one of the accepted endings.
-        text_column: Name of the column or key that holds the text; unused for `.txt`.
-        size: In bytes, when the file was found; by default its size now.
+        file: A file with an accepted suffix.
+        text_column: Name of the column or key of the text; unused for `.txt`.
+        size: In bytes, when the file was found; by default its current size.
         empty: Counts the records without text.
 
     Raises:
         UserError: The file can't be read, is corrupt, has no text in that column, or its size has changed.
     """
     size = size_of(file) if size is None else size
-    # The last document is what is left of one if the file was cut meanwhile, so it has to wait.
+    # The last document is held back until the size is checked: it may be incomplete in a truncated file.
     last: str | None = None
     try:
         for document in _documents(file, text_column, empty or EmptyRecords()):
@@ -97,7 +97,7 @@ def read_documents(
                 yield last
             last = document
     except UserError:
-        _check_size(file, size)  # which may be why
+        _check_size(file, size)  # a change may be the cause
         raise
     _check_size(file, size)
     if last is not None:
@@ -109,7 +109,7 @@ def _check_size(file: Path, size: int) -> None:
     if now != size:
         raise UserError(
             f"The data file {file} has changed while it was in use, from {size} to {now} bytes: put it back "
-            "as it was, and start again; the run goes on from its last checkpoint."
+            "as it was, and start again; the run resumes from its last checkpoint."
         )
 
 
@@ -123,14 +123,14 @@ def _documents(file: Path, text_column: str, empty: EmptyRecords) -> Iterator[st
                 continue
             without_text += text is None
             in_a_row += 1
-            if in_a_row > _MOST_EMPTY:
+            if in_a_row > _MAX_EMPTY:
                 raise UserError(
-                    f"The data file {file} has {_MOST_EMPTY:,} empty documents in a row: remove them, or "
+                    f"The data file {file} has {_MAX_EMPTY:,} empty documents in a row: remove them, or "
                     "leave that file out."
                 )
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(
-            f"The data file {file} is not a whole gzip file ({error}): fetch or compress it again."
+            f"The data file {file} is not a complete gzip file ({error}): fetch or compress it again."
         ) from error
     except OSError as error:
         raise cannot_read(file, error) from error
@@ -138,28 +138,28 @@ def _documents(file: Path, text_column: str, empty: EmptyRecords) -> Iterator[st
 
 
 def _texts(file: Path, text_column: str) -> Iterator[str | None]:
-    """The texts of a file, blank ones too; None is a record without one."""
+    """The texts of a file, including blank ones; None for a record without text."""
     if file.name.endswith(".txt"):
         return _pieces(file)
     if not file.name.endswith(".parquet"):
         return _json_texts(file, text_column)
-    # Imported here because it takes longer than everything else in this file and few runs need it.
+    # Imported here because it is slow and few runs need it.
     from titan_async.data.parquet import read_rows
 
     return (text for _, text in read_rows(str(file), text_column, range))
 
 
 def _lines(file: Path) -> Iterator[str]:
-    """The lines of a file, of which none may take all of the memory."""
-    # The encoding also takes off the mark with which some editors begin a file.
+    """The lines of a file; their length is limited."""
+    # The encoding also removes a byte order mark.
     options = {"encoding": "utf-8-sig", "errors": "surrogateescape"}
     number = 0
     with gzip.open(file, "rt", **options) if file.name.endswith(".gz") else file.open(**options) as opened:
-        while line := opened.readline(_LONGEST_LINE):
+        while line := opened.readline(_MAX_LINE_LENGTH):
             number += 1
-            if len(line) == _LONGEST_LINE and not line.endswith("\n"):
+            if len(line) == _MAX_LINE_LENGTH and not line.endswith("\n"):
                 raise UserError(
-                    f"Line {number} of {file} has more than {_LONGEST_LINE:,} characters: break it up, or "
+                    f"Line {number} of {file} has more than {_MAX_LINE_LENGTH:,} characters: break it up, or "
                     "leave that file out."
                 )
             try:
@@ -193,7 +193,7 @@ def _json_texts(file: Path, text_column: str) -> Iterator[str | None]:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise UserError(
-                f"Line {number} of {file} is not valid JSON ({error}): mend or remove that line."
+                f"Line {number} of {file} is not valid JSON ({error}): fix or remove that line."
             ) from error
         if not isinstance(record, dict):
             raise UserError(
@@ -203,5 +203,5 @@ def _json_texts(file: Path, text_column: str) -> Iterator[str | None]:
         if text_column not in record:
             raise no_column(f"Line {number} of {file}", text_column, list(record))
         text = text_of(record[text_column], f"line {number} of {file}", text_column)
-        # Half a surrogate pair, which JSON can escape, is a string that no tokenizer takes.
+        # JSON can escape a lone surrogate, which no tokenizer accepts.
         yield text.encode("utf-8", "replace").decode() if text and "\\ud" in line.lower() else text

@@ -1,9 +1,9 @@
-"""Data layer: fingerprints of files, by which a run that resumes sees whether its data have changed.
+"""Fingerprints of files, by which a resumed run detects changed data.
 
-A fingerprint is made of a file's size, name and content: of all of a file up to 1 MiB, and of a longer one in
-16 blocks of 64 KiB that are spread evenly from its beginning to its end. So it does not depend on the folder,
-costs little however much text there is, and changes with what was appended, cut off or moved. It can miss a
-change inside a long file that keeps the length.
+A fingerprint consists of a file's size, name and a hash of its content: all of a file up to 1 MiB, and of a
+longer one 16 evenly spread blocks of 64 KiB. It does not depend on the folder, and costs little for any
+amount of text. It changes if a file is extended, truncated or replaced, but can miss a change within a long
+file that keeps the length.
 """
 
 import hashlib
@@ -24,21 +24,21 @@ __all__ = [
 _BLOCK = 2**16
 _BLOCKS = 16
 _AT_ONCE = 16
-"""Files that are read at the same time, since file systems of clusters take their time to answer."""
+"""Files read concurrently, because file systems of clusters have a high latency."""
 
 
 def name_of_files(names: Sequence[str]) -> str:
-    """A short name that tells these files from others."""
+    """A short name that identifies a list of files."""
     return f"{len(names)} files {zlib.crc32(chr(10).join(names).encode()):08x}"
 
 
 def fingerprint_of(name: str, size: int, digest: str) -> str:
-    """The fingerprint of data whose content has this digest."""
+    """The fingerprint of data with this digest."""
     return f"{size} {digest} {name}"
 
 
 def fingerprint_of_texts(name: str, texts: Sequence[str]) -> list[str]:
-    """The fingerprint of texts in memory, in a list."""
+    """The fingerprint of texts in memory, as a list of one."""
     content = "\0".join(texts).encode()
     return [fingerprint_of(name, len(content), hashlib.blake2b(content, digest_size=8).hexdigest())]
 
@@ -47,15 +47,15 @@ def fingerprints_of_files(files: Sequence[Path], sizes: Sequence[int]) -> list[s
     """The fingerprint of each file.
 
     Args:
-        files: In the order in which they count.
-        sizes: Of the files in bytes, when they were opened.
+        files: The files, in order.
+        sizes: In bytes, when the files were opened.
     """
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return list(pool.map(_fingerprint, files, sizes))
 
 
 def changed_files(saved: Sequence[str], now: Sequence[str]) -> list[str]:
-    """The names of files that differ, are gone or are new; of all, if only their order differs."""
+    """Names of changed, missing and new files; of all files if only their order has changed."""
     if list(saved) == list(now):
         return []
     before, after = Counter(saved), Counter(now)
@@ -75,6 +75,6 @@ def _fingerprint(file: Path, size: int) -> str:
                 opened.seek(start)
                 digest.update(opened.read(_BLOCK))
     except OSError:
-        # A checkpoint is worth saving all the same; if the file is needed, a run that resumes reports it.
+        # A save must not fail because of this; if the file is needed, a resumed run reports it.
         return fingerprint_of(file.name, size, "unreadable")
     return fingerprint_of(file.name, size, digest.hexdigest())

@@ -1,9 +1,9 @@
-"""Data layer: datasets of the Hugging Face hub, streamed: nothing is downloaded ahead or cached.
+"""Datasets of the Hugging Face hub, streamed without a download or a cache.
 
-`datasets` says which files a dataset's configurations and splits are made of. Parquet files, as almost all
-large datasets are (FineWeb-Edu, say), are read by `ParquetReader`; others, such as compressed JSON lines,
-by `datasets` itself, which goes through a file from its beginning to find a position again, and has every
-rank read everything where the number of ranks does not divide that of the files.
+`datasets` resolves a dataset's configurations and splits to files. Parquet files, the format of almost all
+large datasets such as FineWeb-Edu, are read by `ParquetReader`. Other files, such as compressed JSON lines,
+are read by `datasets`, which resumes by reading a file from its beginning, and makes every rank read all
+files unless the number of ranks divides the number of files.
 """
 
 import contextlib
@@ -19,8 +19,14 @@ from torch.utils.data import get_worker_info
 
 from titan_async.data.fingerprints import name_of_files
 from titan_async.data.parquet import ParquetReader, is_disconnection, reason_of
-from titan_async.data.readers import DocumentReader, Position, share_of_worker
-from titan_async.data.records import EmptyRecords, no_column, text_of
+from titan_async.data.readers import (
+    DocumentReader,
+    EmptyRecords,
+    Position,
+    no_column,
+    share_of_worker,
+    text_of,
+)
 from titan_async.data.text_source import TextSource
 from titan_async.errors import UserError
 
@@ -33,21 +39,21 @@ __all__ = ["files_of_split", "open_hub_reader"]
 def open_hub_reader(
     source: TextSource, rank: int, world_size: int, empty: EmptyRecords
 ) -> tuple[DocumentReader, str]:
-    """Open a share of a hub dataset, and name the data.
+    """Opens a rank's share of a hub dataset, and returns the data's name.
 
-    The validation split, where the dataset has none, are the documents whose text has a certain hash: that
-    does not depend on who reads which files.
+    If the dataset has no validation split, documents are selected for it by a hash of their text, which does
+    not depend on the ranks that read the files.
 
     Raises:
         UserError: The hub can't be reached, or has no such dataset, configuration, split or column.
     """
     split, files, fraction = files_of_split(source)
-    # A new revision that leaves the files' names as they were is taken for the same data.
+    # A new revision with the same file names is considered the same data.
     name = name_of_files([re.sub(r"@[^/]+", "", file) for file in files])
     title = "/".join(filter(None, (source.dataset, source.dataset_config)))
     reader: DocumentReader
     if all(file.endswith(".parquet") for file in files):
-        # `datasets` itself divides what it streams among a loader's workers.
+        # `datasets` itself divides a stream among a loader's workers.
         share = share_of_worker(rank, world_size)
         reader = ParquetReader(
             files, source, lambda index, row, text: _is_wanted(text, fraction, source), *share, empty
@@ -61,7 +67,7 @@ def open_hub_reader(
 
 
 def files_of_split(source: TextSource) -> tuple[str, list[str], float]:
-    """The dataset's split that holds a source's, its files, and the share of it that is for validation.
+    """The dataset's split that contains the source's split, its files, and its fraction for validation.
 
     Raises:
         UserError: As `open_hub_reader`.
@@ -84,7 +90,7 @@ def _is_wanted(text: str, fraction: float, source: TextSource) -> bool:
 
 def _open_stream(source: TextSource, split: str) -> "IterableDataset":
     builder = _builder(source)
-    with _plain_errors(source.dataset):
+    with _open_errors(source.dataset):
         stream = builder.as_streaming_dataset(split=split)
     columns = stream.column_names
     if columns is None:
@@ -96,7 +102,7 @@ def _open_stream(source: TextSource, split: str) -> "IterableDataset":
 
 @dataclass(slots=True)
 class _StreamReader:
-    """Reads a dataset streamed by `datasets`; a position is its own state."""
+    """Reads a dataset streamed by `datasets`; a position is the stream's state."""
 
     stream: "IterableDataset"
     source: TextSource
@@ -104,11 +110,11 @@ class _StreamReader:
     empty: EmptyRecords
 
     def read(self, epoch: int, position: Position) -> Iterator[tuple[str, Position]]:
-        """Yield the documents from `position` on, each with the position that follows it.
+        """Yields the documents from `position` on, each with the position after it.
 
         Raises:
-            UserError: A record has no text, there are more loader workers than shards, or the hub can't be
-                read any longer.
+            UserError: A record has no text, there are more loader workers than shards, or the connection is
+                lost.
         """
         dataset, text_column = self.source.dataset, self.source.text_column
         worker, shards = get_worker_info(), self.stream.num_shards
@@ -117,12 +123,12 @@ class _StreamReader:
                 f"The dataset {dataset!r} has {shards} shards for this rank, fewer than its "
                 f"{worker.num_workers} loader workers: lower num_workers to that."
             )
-        # A state once loaded would also decide where the next epoch begins.
+        # A loaded state would also apply to the next epoch.
         stream = copy.deepcopy(self.stream)
         if position is not None:
             stream.load_state_dict(position)
         without_text = 0
-        with _plain_ends(dataset):
+        with _read_errors(dataset):
             for record in stream:
                 if text_column not in record:
                     raise no_column(f"The dataset {dataset!r}", text_column, list(record))
@@ -140,15 +146,15 @@ def _builder(source: TextSource) -> "DatasetBuilder":
 
 @functools.cache
 def _load(dataset: str, config: str | None, revision: str | None) -> "DatasetBuilder":
-    # Cached, because a validator opens its data anew each time and this asks the hub several times.
+    # Cached, because each validation opens its data again, with several requests to the hub.
     from datasets import load_dataset_builder
 
-    with _plain_errors(dataset):
+    with _open_errors(dataset):
         return load_dataset_builder(dataset, config, revision=revision)
 
 
 @contextlib.contextmanager
-def _plain_ends(dataset: str) -> Iterator[None]:
+def _read_errors(dataset: str) -> Iterator[None]:
     try:
         yield
     except UserError:
@@ -157,17 +163,17 @@ def _plain_ends(dataset: str) -> Iterator[None]:
         if is_disconnection(error):
             why, fix = "the connection was lost", "start again when the network is there"
         elif isinstance(error, (ValueError, OSError, RuntimeError, EOFError, zlib.error)):
-            why, fix = "a file is damaged", "mend it, or set dataset_revision to another one"
+            why, fix = "a file is damaged", "fix it, or set dataset_revision to another one"
         else:
             raise
         raise UserError(
             f"The dataset {dataset!r} could not be read to its end: {why} ({reason_of(error)}); {fix}, and "
-            "the run goes on from its last checkpoint."
+            "the run resumes from its last checkpoint."
         ) from error
 
 
 @contextlib.contextmanager
-def _plain_errors(dataset: str) -> Iterator[None]:
+def _open_errors(dataset: str) -> Iterator[None]:
     from datasets.exceptions import DatasetNotFoundError
 
     try:

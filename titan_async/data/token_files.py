@@ -1,19 +1,19 @@
-"""Data layer: files of tokens, written once and mapped into memory: their format.
+"""The format of token files, which are written once and memory-mapped.
 
 A folder of token files has
 
-    index.json                 what they were made of and by, and each file's name, counts, size and SHA-256
+    index.json                 source and tokenizer, and each file's name, counts, size and SHA-256
     tokens-00000.safetensors   the tensors `tokens` (U16, or U32 where the vocabulary is larger), documents
                                end to end with the tokens that begin and end them, and `ends` (I64), the
                                index behind each document's last token
-    tokens-00001.safetensors   ... as many as there are
+    tokens-00001.safetensors   ...
 
-Files are of safetensors because one holds both tensors, says what they are, is mapped into memory by its
-library, and can hold nothing but numbers. NumPy's own .npy would take two files a shard, which a killed
-process can leave apart; a `MemoryMappedTensor` of tensordict is a bare file without type or shape, and
-`TensorDict.load_memmap` may unpickle what lies beside it.
+The format is safetensors because a file holds both tensors with their dtypes, is memory-mapped by the
+library, and cannot contain code. NumPy's .npy would need two files per shard, of which a killed process could
+leave one; a `MemoryMappedTensor` of tensordict has no dtype and shape, and `TensorDict.load_memmap` may
+unpickle metadata.
 
-Whoever opens a folder checks that each file is there and as long as it should be. `verify` reads all of them.
+Opening a folder checks that each file exists and has the right size. `verify` reads all files.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ import safetensors
 import safetensors.numpy
 
 from titan_async.errors import UserError
-from titan_async.whole_files import read_json, write_json, writing_whole
+from titan_async.file_io import atomic_write, read_json, write_json
 
 __all__ = [
     "INDEX",
@@ -44,11 +44,11 @@ __all__ = [
 
 INDEX = "index.json"
 PROGRESS = "progress.json"
-"""Stands in the place of the index while the files are being made."""
+"""Exists instead of the index while the files are being written."""
 
 FORMAT = "titan_async tokens 1"
 
-_FIX = "copy the folder again, or make it anew with tools/prepare_data.py"
+_FIX = "copy the folder again, or recreate it with tools/prepare_data.py"
 _DTYPES = {"U16": np.dtype(np.uint16), "U32": np.dtype(np.uint32)}
 _NAME = re.compile(r"tokens-\d{5,}\.safetensors")
 
@@ -66,11 +66,11 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenIndex:
-    """What a folder of token files holds: the content of its index.json."""
+    """The content of index.json."""
 
     format: str
     source: str
-    """Names the text, as the identity of its `DocumentStream`."""
+    """The identity of the text's `DocumentStream`."""
     tokenizer_sha256: str
     """Of the tokenizer.json."""
     vocab_size: int
@@ -84,7 +84,7 @@ class TokenIndex:
 
 
 def token_dtype(vocab_size: int) -> str:
-    """The smallest type that holds the tokens of a vocabulary."""
+    """The smallest dtype for the tokens of a vocabulary."""
     return "U16" if vocab_size <= 2**16 else "U32"
 
 
@@ -92,25 +92,25 @@ class TokenFiles:
     """A folder of token files, opened for reading.
 
     Raises:
-        UserError: There is none, it is unfinished, or a file is missing or of the wrong size.
+        UserError: There are no token files, they are unfinished, or a file is missing or of the wrong size.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(os.path.expanduser(folder))
         self.index = _read_index(self.folder)
         self.first_documents = np.cumsum([0, *(shard.documents for shard in self.index.shards)])
-        """The number of documents before each shard, and of all."""
+        """The number of documents before each shard, and the total."""
         for number in range(len(self.index.shards)):
             self.check_size(number)
 
     def check_size(self, number: int) -> None:
-        """Look whether a shard is as long as it should be.
+        """Checks the size of a shard's file.
 
-        To be called before what `map` has given is used: the end of a file that was cut since then cannot be
-        read, and whoever tries is killed by SIGBUS.
+        Call it before using the arrays of `map`: reading beyond the end of a file that was truncated since
+        then raises SIGBUS.
 
         Raises:
-            UserError: It is not, or it is missing.
+            UserError: The size is wrong, or the file is missing.
         """
         shard, file = self.index.shards[number], self.folder / self.index.shards[number].name
         try:
@@ -123,10 +123,10 @@ class TokenFiles:
             raise UserError(f"The token file {file} has {size} bytes instead of {shard.bytes}: {_FIX}.")
 
     def map(self, number: int) -> tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]:
-        """The tokens of a shard, and where its documents end; read from the disk when they are used.
+        """The tokens of a shard and the ends of its documents, memory-mapped.
 
         Raises:
-            UserError: The file is not what the index says.
+            UserError: The file does not match the index.
         """
         shard, file = self.index.shards[number], self.folder / self.index.shards[number].name
         try:
@@ -134,20 +134,20 @@ class TokenFiles:
                 tokens, ends = (opened.get_tensor(name).numpy() for name in ("tokens", "ends"))
         except (OSError, safetensors.SafetensorError) as error:
             raise UserError(f"The token file {file} can't be read ({error}): {_FIX}.") from error
-        there = (tokens.dtype, tokens.shape, ends.dtype, ends.shape)
-        promised = (_DTYPES[self.index.dtype], (shard.tokens,), np.int64, (shard.documents,))
-        if there != promised or (np.diff(ends, prepend=0) < 1).any() or ends[-1] != tokens.size:
+        found = (tokens.dtype, tokens.shape, ends.dtype, ends.shape)
+        expected = (_DTYPES[self.index.dtype], (shard.tokens,), np.int64, (shard.documents,))
+        if found != expected or (np.diff(ends, prepend=0) < 1).any() or ends[-1] != tokens.size:
             raise UserError(f"The token file {file} is not the one that the index names: {_FIX}.")
         return tokens, ends
 
     def verify(self, on_shard: Callable[[Shard], None] = lambda shard: None) -> None:
-        """Read every file and compare its SHA-256 with that of the index.
+        """Reads every file and compares its SHA-256 with that of the index.
 
         Args:
             on_shard: Called after each file.
 
         Raises:
-            UserError: A file differs; the sentence names all that do.
+            UserError: A file differs; the message names all that do.
         """
         corrupt = []
         for shard in self.index.shards:
@@ -164,33 +164,33 @@ class TokenFiles:
 def write_shard(
     folder: Path, number: int, tokens: npt.NDArray[np.unsignedinteger], ends: npt.NDArray[np.int64]
 ) -> Shard:
-    """Write a file of tokens, which appears whole or not at all."""
+    """Writes a file of tokens atomically."""
     name = f"tokens-{number:05}.safetensors"
     content = safetensors.numpy.save({"tokens": tokens, "ends": ends})
-    with writing_whole(folder / name) as partial:
+    with atomic_write(folder / name) as partial:
         partial.write_bytes(content)
     digest = hashlib.sha256(content).hexdigest()
     return Shard(name=name, documents=ends.size, tokens=tokens.size, bytes=len(content), sha256=digest)
 
 
 def write_index(folder: Path, index: TokenIndex) -> None:
-    """Write index.json, which makes the folder one that can be opened."""
+    """Writes index.json, which completes the folder."""
     write_json(folder / INDEX, asdict(index))
 
 
 def shards_of(values: Any) -> tuple[Shard, ...]:
-    """Shards as they were written to JSON.
+    """Converts shards from JSON.
 
     Raises:
-        ValueError: These are none, or one's name leads out of the folder.
+        ValueError: A value is invalid, or a name is not that of a token file in the folder.
     """
     names = {field.name for field in fields(Shard)}
     shards = tuple(Shard(**{name: value[name] for name in names}) for value in values)
     for shard in shards:
         if not all(isinstance(count, int) for count in (shard.documents, shard.tokens, shard.bytes)):
-            raise ValueError(f"the counts of {shard.name!r} are no numbers")
+            raise ValueError(f"the counts of {shard.name!r} are not numbers")
         if not isinstance(shard.name, str) or not _NAME.fullmatch(shard.name):
-            raise ValueError(f"{shard.name!r} is no name of a token file")
+            raise ValueError(f"{shard.name!r} is not the name of a token file")
     return shards
 
 
@@ -213,8 +213,8 @@ def _read_index(folder: Path) -> TokenIndex:
     try:
         if values["format"] != FORMAT:
             raise UserError(
-                f"The token files in {folder} are of the format {values['format']!r}, not {FORMAT!r}: make "
-                "them anew with tools/prepare_data.py."
+                f"The token files in {folder} are of the format {values['format']!r}, not {FORMAT!r}: "
+                "recreate them with tools/prepare_data.py."
             )
         values["shards"] = shards_of(values["shards"])
         return TokenIndex(**{field.name: values[field.name] for field in fields(TokenIndex)})

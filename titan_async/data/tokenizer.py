@@ -1,8 +1,8 @@
-"""Data layer: train a small byte-level BPE, ship one for the plays, and measure unigram baselines.
+"""Training of byte-level BPE tokenizers, the default tokenizer, and the unigram entropy.
 
-The folders written here are Hugging Face tokenizer folders. The end-of-text token begins and ends
-every document, as in GPT-2. `assets/shakespeare_bpe2048` is what `train_tokenizer` gives on the
-training split of the plays.
+Tokenizers are saved as Hugging Face folders. As in GPT-2, the end-of-text token begins and ends every
+document. `assets/shakespeare_bpe2048` is the result of `train_tokenizer` on the training split of
+"shakespeare".
 """
 
 import itertools
@@ -15,41 +15,36 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from titan_async.data.sources import open_documents
-from titan_async.data.text_source import TextSource
 from titan_async.errors import UserError
-from titan_async.whole_files import writing_whole
+from titan_async.file_io import atomic_write
 
 __all__ = [
     "END_OF_TEXT",
-    "count_tokens",
-    "ensure_tokenizer",
     "load_tokenizer",
     "save_tokenizer",
     "shakespeare_tokenizer_folder",
     "train_tokenizer",
-    "unigram_cross_entropy",
     "unigram_entropy",
 ]
 
 END_OF_TEXT = "<|endoftext|>"
-"""The token, of id 0, that begins and ends a document."""
+"""The token, with id 0, that begins and ends a document."""
 
 
 def shakespeare_tokenizer_folder() -> Path:
-    """Folder of the tokenizer of 2048 entries that this package ships for its default data."""
+    """Folder of this package's tokenizer of 2048 entries for the default dataset."""
     return Path(__file__).parent / "assets" / "shakespeare_bpe2048"
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int = 2048) -> Tokenizer:
-    """Train a byte-level BPE; the same documents in the same order give the same tokenizer.
+    """Trains a byte-level BPE; the same documents in the same order give the same tokenizer.
 
     Args:
         documents: The texts, read once.
-        vocab_size: Entries at most, with the 256 bytes and the end-of-text token.
+        vocab_size: Maximum number of entries, including the 256 bytes and the end-of-text token.
 
     Raises:
-        UserError: `vocab_size` leaves no room for the bytes, or there is no text.
+        UserError: `vocab_size` is too small for the bytes, or there is no text.
 
     Examples:
         >>> tokenizer = train_tokenizer(["to be or not to be"], vocab_size=260)
@@ -76,10 +71,10 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int = 2048) -> Tokeniz
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json`, the latter first.
+    """Writes `tokenizer_config.json` and `tokenizer.json`.
 
-    Each file appears whole or not at all, so that another process may read or write the same folder
-    meanwhile, and a folder with a `tokenizer.json` is complete.
+    Each file is written atomically, `tokenizer.json` last, so that other processes may read or write the same
+    folder concurrently, and a folder with a `tokenizer.json` is complete.
     """
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -94,12 +89,12 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None
         "tokenizer.json": tokenizer.to_str(pretty=False),
     }
     for name, text in texts.items():
-        with writing_whole(path / name, shared=True) as partial:
+        with atomic_write(path / name, shared=True) as partial:
             partial.write_text(text + "\n", encoding="utf-8")
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
-    """Load the `tokenizer.json` of a folder.
+    """Loads the `tokenizer.json` of a folder.
 
     Raises:
         UserError: The folder has none, or it can't be read.
@@ -118,43 +113,10 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
         ) from error
 
 
-def ensure_tokenizer(folder: str | os.PathLike[str], source: TextSource, vocab_size: int = 2048) -> Tokenizer:
-    """Load the tokenizer of a folder, or train it on a source's first epoch and save it there.
-
-    Several processes may call this at once: each trains the same tokenizer. Where the folder already
-    has a tokenizer, neither `source` nor `vocab_size` is looked at.
-
-    Raises:
-        UserError: As `train_tokenizer`, `load_tokenizer` and `open_documents`.
-    """
-    if not (Path(folder) / "tokenizer.json").exists():
-        save_tokenizer(train_tokenizer(open_documents(source), vocab_size), folder)
-    return load_tokenizer(folder)
-
-
-def count_tokens(documents: Iterable[str], tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
-    """How often each token is a label when these documents are trained on.
-
-    Those are all tokens of the documents and, where the tokenizer has it, one end-of-text token each.
-
-    Returns:
-        int64 counts of shape (vocabulary,).
-    """
-    counts = np.zeros(tokenizer.get_vocab_size(), dtype=np.int64)
-    end_of_text = tokenizer.token_to_id(END_OF_TEXT)
-    texts = iter(documents)
-    while batch := list(itertools.islice(texts, 256)):
-        for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-            counts += np.bincount(encoding.ids, minlength=counts.size)
-        if end_of_text is not None:
-            counts[end_of_text] += len(batch)
-    return counts
-
-
 def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
     """Entropy in nats of the distribution with these counts; 0 without any.
 
-    A model that has learnt nothing but how often each token occurs has this training loss.
+    It is the training loss of a model that knows the frequency of each token only.
 
     Examples:
         >>> unigram_entropy(np.array([5, 5]))  # ln 2
@@ -163,20 +125,3 @@ def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
     occurring = counts[counts > 0]
     shares = occurring / occurring.sum()
     return float(-(shares * np.log(shares)).sum())
-
-
-def unigram_cross_entropy(
-    train_counts: npt.NDArray[np.int64], validation_counts: npt.NDArray[np.int64]
-) -> float:
-    """Validation loss, in nats a token, of the unigram distribution of the training text.
-
-    One is added to every training count, so that a token that never occurs there costs a finite loss.
-
-    Raises:
-        UserError: There is no validation token.
-    """
-    total = validation_counts.sum()
-    if total == 0:
-        raise UserError("There is no validation text to measure: set validation_fraction higher.")
-    smoothed = train_counts + 1
-    return float(-(validation_counts * np.log(smoothed / smoothed.sum())).sum() / total)

@@ -1,4 +1,1 @@
-"""The project's models as Hugging Face has them: to and from transformers, and text that a model makes.
-
-Nothing here needs transformers.
-"""
+"""Models in Hugging Face's format: export, import, and text generation. Nothing here needs transformers."""

@@ -1,7 +1,7 @@
-"""From a folder of Hugging Face's format to a run that has not begun, one tensor at a time.
+"""Import: a folder of Hugging Face's format becomes a run at step 0, one tensor at a time.
 
-The run's checkpoint of step 0 holds the model alone. torchtitan loads such a checkpoint into the model and
-leaves everything else as it is for a new run, so that training begins with a fresh optimizer.
+The run's checkpoint of step 0 holds the model only. torchtitan loads such a checkpoint into the model, and
+training starts with a new optimizer state.
 """
 
 import os
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torchtitan.trainer import Trainer
 
-from titan_async.checkpoint.distributed import save_tensors
-from titan_async.checkpoint.folders import new_folder
+from titan_async.checkpoint.atomic_folder import atomic_folder
+from titan_async.checkpoint.dcp import save_tensors
 from titan_async.checkpoint.safetensors_files import SafetensorsFolder
 from titan_async.config.recipe_file import Resolved, resolve_model, resolve_recipe
 from titan_async.errors import UserError
-from titan_async.huggingface.architecture import check_same, model_section, read_description
-from titan_async.huggingface.layout import layout_of, read_from, tensors_in
+from titan_async.huggingface.config_json import check_same_model, model_section, read_hf_config
+from titan_async.huggingface.key_mapping import key_mapping_of, read_tensor, tensor_infos
 from titan_async.training.models.hf_architecture import describe
 from titan_async.training.process.run_folder import RECIPE, recipe_text
 
@@ -35,43 +35,43 @@ def import_model(
 ) -> Trainer.Config:
     """Writes a run's folder with a checkpoint of step 0 and a `recipe.toml` that trains from it.
 
-    The weights keep their type in the checkpoint; training has them in its own.
+    The checkpoint keeps the dtype of the weights; training converts them to its own.
 
     Args:
-        model: a folder with `config.json` and safetensors. If it has a tokenizer, the run takes that one.
+        model: a folder with `config.json` and safetensors. If it has a tokenizer, the run uses it.
         run: a folder that does not exist, or is empty.
         recipe: a recipe file with the same model; None for the folder's own `recipe.toml` or, if it has none,
             the recipe `hub` with the model that `config.json` describes.
         flags: for `resolve_recipe`, after the recipe file.
-        progress: called after each tensor with the bytes written and those to write.
+        progress: called after each tensor with the bytes written and the total.
 
     Returns:
         The run's configuration.
 
     Raises:
-        UserError: the folder has no such model, or something cannot be read or written; `run` is then not
-            there.
+        UserError: the folder has no such model, or a file cannot be read or written; `run` is then not
+            created.
     """
     folder = Path(model)
-    description = read_description(folder)
+    description = read_hf_config(folder)
     resolved = _resolve(folder, run, description, recipe, flags)
     config = resolved.config
     if not config.checkpoint.enable:
-        raise UserError("checkpoint.enable is off, so training would not load the weights: turn it on")
+        raise UserError("checkpoint.enable is false, so training would not load the weights: set it to true")
     ours = describe(config.model_spec, config.training.seq_len)
-    check_same(description, ours, folder=folder, recipe=recipe or resolved.recipe)
-    layout, files = layout_of(config), SafetensorsFolder(folder)
-    tensors = tensors_in(files, layout)
+    check_same_model(description, ours, folder=folder, recipe=recipe or resolved.recipe)
+    mapping, files = key_mapping_of(config), SafetensorsFolder(folder)
+    tensors = tensor_infos(files, mapping)
     total, done = sum(info.nbytes for info in tensors.values()), 0
 
     def load(key: str) -> torch.Tensor:
         nonlocal done
-        value = read_from(files, layout, key)
+        value = read_tensor(files, mapping, key)
         done += tensors[key].nbytes
         progress(done, total)
         return value
 
-    with new_folder(run) as partial:
+    with atomic_folder(run) as partial:
         checkpoint = partial / config.checkpoint.folder / "step-0"
         checkpoint.mkdir(parents=True)
         save_tensors(checkpoint, tensors, load)
@@ -92,7 +92,7 @@ def _resolve(
         return resolve_recipe([recipe or str(folder / RECIPE), *flags, *own])
     if not has_tokenizer:
         raise UserError(
-            f"{folder} has no tokenizer.json: fetch the model's tokenizer, too, or name its folder with "
+            f"{folder} has no tokenizer.json: fetch the model's tokenizer as well, or name its folder with "
             "--hf_assets_path"
         )
     try:

@@ -1,4 +1,4 @@
-"""The model in a run's checkpoint: which recipe it is of, and its weights, one at a time."""
+"""The model in a run's checkpoint: its recipe, and its weights, read one at a time."""
 
 import os
 import re
@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torchtitan.trainer import Trainer
 
-from titan_async.checkpoint.distributed import SavedTensors
+from titan_async.checkpoint import TensorInfo
+from titan_async.checkpoint.dcp import SavedTensors
 from titan_async.checkpoint.safetensors_files import INDEX as HF_INDEX
 from titan_async.checkpoint.safetensors_files import SafetensorsFolder
-from titan_async.checkpoint.tensors import TensorInfo
 from titan_async.config.recipe_file import Resolved, resolve_recipe
 from titan_async.errors import UserError
-from titan_async.huggingface.layout import Layout, layout_of, read_from, tensors_in
+from titan_async.huggingface.key_mapping import KeyMapping, key_mapping_of, read_tensor, tensor_infos
 from titan_async.training.checkpoint.folders import complete_steps
 from titan_async.training.checkpoint.train_state import EMA_WEIGHTS, NEXT_WEIGHTS
 from titan_async.training.models.tying import HEAD
@@ -28,9 +28,9 @@ WEIGHTS = {
     "stale": f"train_state.{NEXT_WEIGHTS}.",
     "ema": f"train_state.{EMA_WEIGHTS}.",
 }
-"""The weights that a checkpoint may hold, and what their keys begin with."""
+"""The kinds of weights that a checkpoint may hold, with the prefixes of their keys."""
 
-_ABSENT = {
+_HOW_TO_SAVE = {
     "stale": "only runs under Async2BW on several stages save them, and no last save of the model alone: use "
     "--weights newest",
     "ema": "set [ema] decay in the recipe and train again, or use --weights newest",
@@ -40,26 +40,26 @@ _OTHER_STATE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 
 
 class _HfTensors:
-    """As `SavedTensors`, of a last save in Hugging Face's format (`checkpoint.last_save_in_hf`)."""
+    """`SavedTensors` of a last save in Hugging Face's format (`checkpoint.last_save_in_hf`)."""
 
-    def __init__(self, folder: Path, layout: Layout) -> None:
+    def __init__(self, folder: Path, mapping: KeyMapping) -> None:
         self.folder = folder
-        self._files, self._layout = SafetensorsFolder(folder), layout
-        self.tensors = tensors_in(self._files, layout)
+        self._files, self._mapping = SafetensorsFolder(folder), mapping
+        self.tensors = tensor_infos(self._files, mapping)
 
     def read(self, key: str) -> torch.Tensor:
-        return read_from(self._files, self._layout, key)
+        return read_tensor(self._files, self._mapping, key)
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """One kind of weights in one checkpoint, which fit the recipe's model."""
+    """One kind of weights in one checkpoint. They match the recipe's model."""
 
     resolved: Resolved
     folder: Path
     """Of the checkpoint."""
     step: int
-    layout: Layout
+    mapping: KeyMapping
     saved: SavedTensors | _HfTensors
     weights: str
     """One of `WEIGHTS`."""
@@ -69,11 +69,11 @@ class SavedModel:
         return self.resolved.config
 
     def info(self, key: str) -> TensorInfo:
-        """Shape and type of one of the model's tensors, as it was saved."""
+        """Shape and dtype of a tensor, as saved."""
         return self.saved.tensors[self._saved_key(key)]
 
     def read(self, key: str) -> torch.Tensor:
-        """Reads one of the model's tensors.
+        """Reads a tensor by its key in the model.
 
         Raises:
             UserError: as `SavedTensors.read`.
@@ -81,7 +81,7 @@ class SavedModel:
         return self.saved.read(self._saved_key(key))
 
     def _saved_key(self, key: str) -> str:
-        return _saved_key(self.saved, self.layout, self.weights, key)
+        return _saved_key(self.saved, self.mapping, self.weights, key)
 
 
 def open_saved(
@@ -94,35 +94,35 @@ def open_saved(
     """Opens the checkpoint of a run.
 
     Args:
-        place: the run's folder, for its latest checkpoint, or that of a step in it.
-        recipe: a recipe file, in place of the one in the run's folder.
+        place: the run's folder, for its latest checkpoint, or the folder of one step in it.
+        recipe: a recipe file to use instead of the one in the run's folder.
         flags: for `resolve_recipe`, after the recipe file.
         weights: one of `WEIGHTS`.
 
     Raises:
-        UserError: there is no such checkpoint, it is not of this recipe, or has no such weights.
+        UserError: there is no such checkpoint, it does not match the recipe, or has no such weights.
     """
     run, step = _split(Path(place))
     file = Path(recipe) if recipe else run / RECIPE
     if not recipe and run.is_dir() and not file.is_file():
         raise UserError(f"{run} has no {RECIPE}, which runs write: name the recipe with --recipe FILE.toml")
     if not run.is_dir():
-        raise UserError(f"{run} is no folder: name that of a run, or of a checkpoint in it")
+        raise UserError(f"{run} is not a folder: name that of a run, or of a checkpoint in it")
     resolved = resolve_recipe([str(file), *flags])
     checkpoints = run / resolved.config.checkpoint.folder if step is None else Path(place).parent
     step = _existing_step(checkpoints, step)
-    folder, layout = checkpoints / f"step-{step}", layout_of(resolved.config)
+    folder, mapping = checkpoints / f"step-{step}", key_mapping_of(resolved.config)
     in_hf = step in complete_steps(checkpoints, HF_INDEX)
-    saved = _HfTensors(folder, layout) if in_hf else SavedTensors(folder)
-    _check_recipe(saved, layout, "newest", resolved.recipe)
+    saved = _HfTensors(folder, mapping) if in_hf else SavedTensors(folder)
+    _check_recipe(saved, mapping, "newest", resolved.recipe)
     if not any(key.startswith(WEIGHTS[weights]) for key in saved.tensors):
-        raise UserError(f"{saved.folder} has no {weights} weights: {_ABSENT[weights]}")
-    _check_recipe(saved, layout, weights, resolved.recipe)
-    return SavedModel(resolved, saved.folder, step, layout, saved, weights)
+        raise UserError(f"{saved.folder} has no {weights} weights: {_HOW_TO_SAVE[weights]}")
+    _check_recipe(saved, mapping, weights, resolved.recipe)
+    return SavedModel(resolved, saved.folder, step, mapping, saved, weights)
 
 
 def _split(place: Path) -> tuple[Path, int | None]:
-    """The run's folder, and the step if `place` is a step's folder."""
+    """The run's folder, and the step if `place` is the folder of one."""
     match = re.fullmatch(r"step-(\d+)", place.name)
     if match is None:
         return place, None
@@ -132,11 +132,11 @@ def _split(place: Path) -> tuple[Path, int | None]:
 def _existing_step(folder: Path, step: int | None) -> int:
     steps = sorted({*complete_steps(folder), *complete_steps(folder, HF_INDEX)})
     if not steps:
-        raise UserError(f"{folder} has no whole checkpoint: train first, or name another folder")
+        raise UserError(f"{folder} has no complete checkpoint: train first, or name another folder")
     if step is None:
         return steps[-1]
     if step not in steps:
-        raise UserError(f"{folder} has no whole checkpoint of step {step}: use {_listed(steps)}")
+        raise UserError(f"{folder} has no complete checkpoint of step {step}: use {_listed(steps)}")
     return step
 
 
@@ -145,32 +145,32 @@ def _listed(steps: list[int]) -> str:
     return f"one of steps {', '.join(others)} and {last}" if others else f"step {last}"
 
 
-def _saved_key(saved: SavedTensors | _HfTensors, layout: Layout, weights: str, key: str) -> str:
-    """Under which key a checkpoint has one of the model's tensors."""
-    kept = WEIGHTS[weights] + key
-    # A buffer of which there is no average is there once.
-    return key if key in layout.buffers and kept not in saved.tensors else kept
+def _saved_key(saved: SavedTensors | _HfTensors, mapping: KeyMapping, weights: str, key: str) -> str:
+    """The checkpoint's key of a tensor of the model."""
+    prefixed = WEIGHTS[weights] + key
+    # Buffers that are not averaged are saved once.
+    return key if key in mapping.buffers and prefixed not in saved.tensors else prefixed
 
 
-def _check_recipe(saved: SavedTensors | _HfTensors, layout: Layout, weights: str, recipe: str) -> None:
-    why = None
-    for key, shape in layout.shapes.items():
-        kept = _saved_key(saved, layout, weights, key)
-        found = saved.tensors.get(kept)
+def _check_recipe(saved: SavedTensors | _HfTensors, mapping: KeyMapping, weights: str, recipe: str) -> None:
+    reason = None
+    for key, shape in mapping.shapes.items():
+        saved_key = _saved_key(saved, mapping, weights, key)
+        found = saved.tensors.get(saved_key)
         if found is None:
-            why = f"it has no {kept}"
+            reason = f"it has no {saved_key}"
         elif found.shape != shape:
-            why = f"its {kept} is {list(found.shape)}, where the recipe's is {list(shape)}"
-        elif found.dtype.is_floating_point == (key in layout.whole):
-            why = f"its {kept} is of the type {found.dtype}"
-        if why:
+            reason = f"its {saved_key} is {list(found.shape)}, where the recipe's is {list(shape)}"
+        elif found.dtype.is_floating_point == (key in mapping.integers):
+            reason = f"its {saved_key} has dtype {found.dtype}"
+        if reason:
             break
-    known = {*layout.shapes, *([HEAD] if layout.tied else [])}  # torchtitan's own trainer saves both names
+    known = {*mapping.shapes, *([HEAD] if mapping.tied else [])}  # torchtitan's own trainer saves both names
     others = [key for key in saved.tensors if key not in known and not key.startswith(_OTHER_STATE)]
-    if why is None and others:
-        why = f"it has {others[0]}, which the recipe's model has not"
-    if why:
+    if reason is None and others:
+        reason = f"it has {others[0]}, which the recipe's model does not have"
+    if reason:
         raise UserError(
-            f"{saved.folder} is not of the recipe {recipe}: {why}; name the recipe that it is of with "
-            "--recipe FILE.toml"
+            f"{saved.folder} does not match the recipe {recipe}: {reason}; name the recipe that wrote it "
+            "with --recipe FILE.toml"
         )

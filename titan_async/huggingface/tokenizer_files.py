@@ -1,4 +1,4 @@
-"""The files of a tokenizer, beside a model: with them a prompt begins as documents began in training."""
+"""Export of a run's tokenizer: transformers then encodes prompts as training encoded documents."""
 
 import json
 from pathlib import Path
@@ -8,22 +8,22 @@ from titan_async.data import DocumentEncoder
 from titan_async.data.encoder import encode_plainly, tokens_around
 from titan_async.data.tokenizer import load_tokenizer
 from titan_async.errors import UserError
-from titan_async.huggingface.sampling import Vocabulary
-from titan_async.whole_files import read_json
+from titan_async.file_io import read_json
+from titan_async.huggingface.sampling import PromptTokenizer
 
 __all__ = ["export_tokenizer", "special_tokens"]
 
 _COPIED = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt")
 
 _PROBE = "a"
-"""A text of ordinary tokens."""
+"""A text without special tokens."""
 
-_OF_A_MACHINE = ("name_or_path", "special_tokens_map_file", "tokenizer_file", "cache_dir")
-"""Keys of `tokenizer_config.json` under which old versions of transformers left paths."""
+_LOCAL_PATHS = ("name_or_path", "special_tokens_map_file", "tokenizer_file", "cache_dir")
+"""Keys of `tokenizer_config.json` for which old versions of transformers wrote local paths."""
 
 
 def special_tokens(folder: str) -> dict[str, int]:
-    """The ids of the tokens that begin and end documents and fill them up, under `config.json`'s names.
+    """The ids of the special tokens of documents and of padding, by their names in `config.json`.
 
     Raises:
         UserError: there is no tokenizer in the folder, or it cannot be read.
@@ -36,8 +36,8 @@ def special_tokens(folder: str) -> dict[str, int]:
 def export_tokenizer(source: str, target: Path) -> None:
     """Writes a tokenizer with which `AutoTokenizer` encodes a prompt as `titan-async sample` does.
 
-    A prompt gets the tokens that begin a document in training and none that end one, from the post-processor
-    in `tokenizer.json`. That file stays as it is where the tokenizer adds just these by itself.
+    The post-processor in `tokenizer.json` adds to a prompt the tokens that begin a document in training, and
+    none that end one. The file is copied unchanged if the tokenizer already adds these.
 
     Raises:
         UserError: a file cannot be read.
@@ -50,25 +50,25 @@ def export_tokenizer(source: str, target: Path) -> None:
     encode_plainly(tokenizer)
     content = _read(Path(source) / "tokenizer.json")
     text = tokenizer.encode(_PROBE, add_special_tokens=False).ids
-    prompt = Vocabulary(source).begin(_PROBE) if text else []
+    prompt = PromptTokenizer(source).encode(_PROBE) if text else []
     around = tokens_around(prompt, text)
     if around and tokenizer.encode(_PROBE).ids != prompt:
         content = _with_special_tokens(json.loads(content), *around, encoder)
     (target / "tokenizer.json").write_bytes(content)
-    config = _config(Path(source) / "tokenizer_config.json", begins=encoder.bos_id is not None)
+    config = _config(Path(source) / "tokenizer_config.json", adds_bos=encoder.bos_id is not None)
     (target / "tokenizer_config.json").write_bytes(_json_bytes(config, indent=2))
 
 
 def _with_special_tokens(
     tokenizer: dict[str, Any], before: list[int], after: list[int], encoder: DocumentEncoder
 ) -> bytes:
-    """A `tokenizer.json` that puts these tokens before and after every text."""
+    """A `tokenizer.json` whose post-processor adds these tokens before and after each text."""
 
-    def around(sequence: str, kind: int) -> list[dict[str, Any]]:
-        parts = [("SpecialToken", encoder.token_of(token)) for token in before]
-        parts += [("Sequence", sequence)]
-        parts += [("SpecialToken", encoder.token_of(token)) for token in after]
-        return [{part: {"id": name, "type_id": kind}} for part, name in parts]
+    def around(sequence: str, type_id: int) -> list[dict[str, Any]]:
+        pieces = [("SpecialToken", encoder.token_of(token)) for token in before]
+        pieces += [("Sequence", sequence)]
+        pieces += [("SpecialToken", encoder.token_of(token)) for token in after]
+        return [{piece: {"id": name, "type_id": type_id}} for piece, name in pieces]
 
     names = {encoder.token_of(token): token for token in (*before, *after)}
     template = {
@@ -77,22 +77,22 @@ def _with_special_tokens(
         "pair": around("A", 0) + around("B", 1),
         "special_tokens": {name: {"id": name, "ids": [i], "tokens": [name]} for name, i in names.items()},
     }
-    known = tokenizer.get("post_processor") or {}
-    # The others than this one add special tokens of their own.
-    kept = [each for each in known.get("processors", [known]) if each.get("type") == "ByteLevel"]
+    existing = tokenizer.get("post_processor") or {}
+    # All other types add special tokens.
+    kept = [each for each in existing.get("processors", [existing]) if each.get("type") == "ByteLevel"]
     tokenizer["post_processor"] = {"type": "Sequence", "processors": [*kept, template]} if kept else template
     return _json_bytes(tokenizer, separators=(",", ":"))
 
 
-def _config(file: Path, *, begins: bool) -> dict[str, Any]:
-    """A `tokenizer_config.json` with all that the one in `file` has, for the exported `tokenizer.json`."""
+def _config(file: Path, *, adds_bos: bool) -> dict[str, Any]:
+    """The `tokenizer_config.json` of the exported tokenizer: that of `file`, adapted."""
     config = read_json(file) if file.is_file() else {}
-    # Where none is named, transformers 4 would take the class of the model's family, with its own tokens.
-    named = {"tokenizer_class": "PreTrainedTokenizerFast"} | config
-    return {key: value for key, value in named.items() if key not in _OF_A_MACHINE} | {
-        # The models take no token types, which transformers 4 would give them.
+    # Without a class, transformers 4 uses that of the model's family, with its own special tokens.
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | config
+    return {key: value for key, value in config.items() if key not in _LOCAL_PATHS} | {
+        # The models have no input for token types, which transformers 4 would pass.
         "model_input_names": ["input_ids", "attention_mask"],
-        "add_bos_token": begins,
+        "add_bos_token": adds_bos,
         "add_eos_token": False,
     }
 

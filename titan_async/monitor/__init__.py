@@ -1,1 +1,1 @@
-"""Monitoring of runs: ranks record events in files, which are shown live, plotted and exported as traces."""
+"""Monitoring: ranks record events in files, which are displayed live, plotted, or exported as traces."""

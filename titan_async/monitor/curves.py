@@ -1,7 +1,7 @@
-"""What a run measured, step by step: losses from journals, utilization from summaries.
+"""Losses from journals and utilization from summaries, by step.
 
-A run that goes on from another's checkpoint takes its place from there on, so that the runs of a folder make
-one curve: that of the weights that there are now.
+A run that resumes from a checkpoint replaces later steps of earlier runs, so that the runs of a folder form
+one curve: that of the current weights.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Curve:
-    """Values at steps, which ascend."""
+    """Values at ascending steps."""
 
     steps: npt.NDArray[np.int64]
     values: Floats
@@ -33,25 +33,25 @@ class Curve:
 
 @dataclass(frozen=True)
 class Utilization:
-    """How busy the ranks of a pipeline were, the mean over data-parallel copies, in intervals of steps."""
+    """Utilization of a pipeline's ranks in intervals of steps, the mean over data-parallel replicas."""
 
     stages: list[tuple[int, ...]]
-    """Of each rank of the pipeline."""
+    """Stages of each rank of the pipeline."""
     first_steps: npt.NDArray[np.int64]
     """Of each interval."""
     last_steps: npt.NDArray[np.int64]
     busy: Floats
-    """[ranks of the pipeline, intervals]: the share of the time of steps, from 0 to 1."""
+    """[ranks of the pipeline, intervals]: fraction of the steps' time, from 0 to 1."""
 
     @property
     def mean(self) -> float:
-        """Over ranks and steps."""
+        """The mean over ranks and steps."""
         weights = self.last_steps - self.first_steps + 1
         return float(np.average(self.busy.mean(axis=0), weights=weights))
 
 
 def read_losses(run_dir: str | Path) -> tuple[Curve, Curve]:
-    """The losses of training and of validation, in nats a token, of all runs in a `dump_folder`.
+    """Training and validation losses, in nats per token, of all runs in a `dump_folder`.
 
     Raises:
         UserError: if a run's `run.json` cannot be read.
@@ -77,9 +77,9 @@ def _curve(values: dict[int, float]) -> Curve:
 
 
 def gap(curve: Curve, base: Curve) -> Curve:
-    """How far a curve is above another one, at those of its steps that the other spans.
+    """The difference of a curve to `base`, at those of its steps that `base` covers.
 
-    Between its steps, the other one is a straight line.
+    `base` is interpolated linearly between its steps.
 
     Examples:
         >>> base = Curve(np.array([0, 10]), np.array([5.0, 4.0]))
@@ -95,7 +95,7 @@ def gap(curve: Curve, base: Curve) -> Curve:
 
 
 def smoothed(curve: Curve, points: int) -> Curve:
-    """The means of as many points in a row, an odd number, at the step in the middle; NaNs do not count."""
+    """The running mean over an odd number of points; NaNs are ignored."""
     known = ~np.isnan(curve.values)
     sums = np.convolve(np.where(known, curve.values, 0.0), np.ones(points), "valid")
     counts = np.convolve(known, np.ones(points), "valid")
@@ -105,9 +105,9 @@ def smoothed(curve: Curve, points: int) -> Curve:
 
 
 def read_utilization(run_dir: str | Path) -> Utilization | None:
-    """How busy the pipeline was in all runs of a `dump_folder`; None if there are no summaries.
+    """Utilization of the pipeline in all runs of a `dump_folder`; None if there are no summaries.
 
-    Runs on other numbers of stages than the latest are left out.
+    Runs whose number of stages differs from the latest run's are left out.
 
     Raises:
         UserError: if a run's `run.json` cannot be read.
@@ -134,18 +134,18 @@ def read_utilization(run_dir: str | Path) -> Utilization | None:
 
 
 def _of_run(info: RunInfo, folder: Path) -> dict[tuple[int, int], Floats]:
-    """For each interval that all ranks have, a share for each rank of the pipeline."""
-    places = sorted(set(info.ranks))
+    """For each interval that all ranks have recorded, the utilization of each rank of the pipeline."""
+    pipeline = sorted(set(info.ranks))
     shares: dict[tuple[int, int], list[list[float]]] = {}
     for rank, stages in enumerate(info.ranks):
         rows = RankReader(folder, rank).summaries()
         borders = np.flatnonzero(np.diff(rows["first_step"])) + 1
         for same in np.split(rows, borders) if len(rows) else []:
             interval = int(same["first_step"][0]), int(same["last_step"][0])
-            known = shares.setdefault(interval, [[] for _ in places])
-            known[places.index(stages)].append(sum(utilization_of(same).values()))
+            known = shares.setdefault(interval, [[] for _ in pipeline])
+            known[pipeline.index(stages)].append(sum(utilization_of(same).values()))
     return {
-        interval: np.array([np.mean(copies) for copies in known])
+        interval: np.array([np.mean(replicas) for replicas in known])
         for interval, known in shares.items()
         if all(known)
     }

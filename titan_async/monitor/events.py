@@ -1,20 +1,20 @@
-"""The files in which ranks leave what they do: their formats, their writer and their reader.
+"""Event files of ranks: format, writer and reader.
 
-A run writes a folder of its own, `RUN_DIR/events/RUN_ID/`, so that a run that resumes another, or starts anew
-in the same folder, leaves the other's files alone. RUN_IDs sort by time. In it:
+Each run writes its own folder, `RUN_DIR/events/RUN_ID/`. A run that resumes another, or starts again in the
+same folder, does not change the other's files. RUN_IDs sort by time. The folder contains:
 
-    run.json            what the run is (`titan_async.monitor.run_folder.RunInfo`), written once by rank 0
-    journal.jsonl       what happens, a line of JSON each, by rank 0 (`titan_async.monitor.journal`)
+    run.json            the run's description (`titan_async.monitor.run_folder.RunInfo`), written by rank 0
+    journal.jsonl       events of the whole run, one JSON object per line, by rank 0 (see `journal`)
     rank-00000.ring     the latest spans of a rank: a ring buffer
-    rank-00000.summary  where a rank's time went, for each interval between two logged steps
+    rank-00000.summary  a rank's time by kind of span, for each interval between two logged steps
 
-A ring file is a header, then room for `CAPACITY` records of 32 bytes (`RECORD`). Record number n, from 0, is
-at `HEADER_BYTES + 32 * (n % CAPACITY)`. The header is one `STATE`, which is written anew several times a
-second, after the records that it counts; between two headers there are at most `BURST` of them, so that a
-reader can rely on the `CAPACITY - BURST` records before those that the header counts. A summary file holds
-one `SUMMARY` after another, which has fewer kinds in runs of formats 1 and 2. All numbers are little-endian.
-Times are nanoseconds since the epoch by the clock of the rank's host, which is read once when the run starts
-and counted on from there, so that they never go back within a file.
+A ring file is a header followed by `CAPACITY` records of 32 bytes (`RECORD`). Record number n, from 0, is at
+`HEADER_BYTES + 32 * (n % CAPACITY)`. The header is one `STATE`. It is rewritten several times a second, after
+the records that it counts. At most `BURST` records are written between two headers, so that the
+`CAPACITY - BURST` records before the header's count are valid. A summary file is a sequence of `SUMMARY`
+records, which have fewer kinds in formats 1 and 2. All numbers are little-endian. Times are nanoseconds
+since the epoch by the clock of the rank's host. That clock is read once at the start, and a monotonic clock
+is added to it, so that times within a file never decrease.
 """
 
 import os
@@ -45,45 +45,45 @@ __all__ = [
 ]
 
 CAPACITY = 1 << 16
-"""Records that a ring holds: 2 MiB."""
+"""Records in a ring: 2 MiB."""
 
 _KINDS_OF_FORMAT = {1: 16, 2: 17, 3: len(Kind)}
-"""How many kinds of spans files had, by the format in their run's `run.json`."""
+"""Number of kinds of spans, by the format in `run.json`."""
 
 BURST = 4096
-"""Records that are written at most before the header counts them."""
+"""Maximum number of records written between two headers."""
 
 HEADER_BYTES = 4096
-"""Where the first record is."""
+"""Offset of the first record."""
 
 RECORD = np.dtype(
     [
         ("start", "<i8"),
-        ("end", "<i8"),  # 0 in the span that is under way
-        ("batch", "<i4"),  # training step whose batch it is, from 1; -1 for none
-        ("microbatch", "<i4"),  # of that batch, from 0; -1 if it is about the whole batch
-        ("version", "<i4"),  # updates that the weights in use have seen; -1 for none
+        ("end", "<i8"),  # 0 in the current span
+        ("batch", "<i4"),  # training step of the batch, from 1; -1 for none
+        ("microbatch", "<i4"),  # of that batch, from 0; -1 for the whole batch
+        ("version", "<i4"),  # updates applied to the weights in use; -1 for none
         ("stage", "<u2"),
         ("kind", "u1"),  # a `titan_async.pipelining.recording.Kind`
-        ("depth", "u1"),  # spans that this one lies within
+        ("depth", "u1"),  # number of enclosing spans
     ]
 )
-"""One span. Records are in the order in which spans end: those within another come before it."""
+"""One span. Records are in the order in which spans end: nested spans precede the enclosing one."""
 
 STATE = np.dtype(
     [
-        ("serial", "<u8"),  # goes up with every write, and is at the end once more
+        ("serial", "<u8"),  # incremented with every write, and repeated at the end
         ("count", "<u8"),  # records written so far
-        ("beat", "<i8"),  # when this was written; 0 before the first
-        ("closed", "<i8"),  # when the rank stopped recording in order; 0 as long as it goes on
+        ("beat", "<i8"),  # heartbeat: the time of this write; 0 before the first
+        ("closed", "<i8"),  # when the rank closed the file; 0 before
         ("memory", "<i8"),  # bytes in use: of the accelerator, or resident without one
-        ("memory_peak", "<i8"),  # the most so far
-        ("memory_limit", "<i8"),  # bytes that there are; 0 if unknown
-        ("current", RECORD),  # the innermost span under way; its start is 0 if there is none
-        ("serial_again", "<u8"),  # differs from `serial` in a header that is half-written
+        ("memory_peak", "<i8"),
+        ("memory_limit", "<i8"),  # total bytes; 0 if unknown
+        ("current", RECORD),  # the innermost open span; its start is 0 if there is none
+        ("serial_again", "<u8"),  # differs from `serial` in an incomplete header
     ]
 )
-"""What a rank is doing now."""
+"""The current state of a rank."""
 
 
 def _summary_of(kinds: int) -> np.dtype[np.void]:
@@ -94,22 +94,22 @@ def _summary_of(kinds: int) -> np.dtype[np.void]:
             ("start", "<i8"),
             ("end", "<i8"),
             ("stage", "<u2"),
-            # By kind, without those of spans within; IDLE is what is left of steps.
+            # By kind, without nested spans; IDLE is the rest of the steps.
             ("seconds", "<f4", (kinds,)),
         ]
     )
 
 
 SUMMARY = _summary_of(len(Kind))
-"""An interval of steps on one stage. What is no stage's own, such as the optimizer, counts for the rank's
-first."""
+"""An interval of steps on one stage. Time that belongs to no stage, such as the optimizer's, is added to the
+rank's first stage."""
 
 
 def utilization_of(rows: npt.NDArray[np.void]) -> dict[int, float]:
-    """The share of the time of steps that each stage of a rank was busy in an interval, or in several.
+    """The fraction of the steps' time in which each stage of a rank computed.
 
     Args:
-        rows: `SUMMARY`s of the same rank, one for each of its stages and each interval.
+        rows: `SUMMARY` records of one rank, for all its stages and one interval or more.
     """
     outside = [int(Kind.SAVE), int(Kind.VALIDATE), int(Kind.GARBAGE_COLLECTION)]
     seconds = rows["seconds"].astype(float)
@@ -133,7 +133,7 @@ def summary_path(folder: Path, rank: int) -> Path:
 
 @dataclass(frozen=True)
 class RankState:
-    """A rank's header as it was read: see `STATE`, whose times and bytes these are."""
+    """A rank's header; the fields are those of `STATE`."""
 
     count: int
     beat: int
@@ -146,14 +146,14 @@ class RankState:
 
 
 class EventWriter:
-    """The ring and the summary of one rank.
+    """Writes the ring and the summary of one rank.
 
     Args:
-        folder: the run's, `RUN_DIR/events/RUN_ID`, which is there.
-        rank: whose files.
+        folder: of the run, `RUN_DIR/events/RUN_ID`; it exists.
+        rank: the rank whose files are written.
 
     Raises:
-        OSError: if the files cannot be made; so do the methods if they cannot be written.
+        OSError: if the files cannot be created; the methods raise it if they cannot be written.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -162,24 +162,24 @@ class EventWriter:
         self._state = np.zeros(1, STATE)
 
     def write(self, records: npt.NDArray[np.void]) -> None:
-        """Add `RECORD`s, at most `BURST`; `write_state` must follow."""
+        """Appends at most `BURST` records; `write_state` must follow."""
         assert len(records) <= BURST
         slot = int(self._state["count"][0]) % CAPACITY
-        here = records[: CAPACITY - slot]
-        _write(self._ring, here.tobytes(), HEADER_BYTES + slot * RECORD.itemsize)
-        if len(here) < len(records):
-            _write(self._ring, records[len(here) :].tobytes(), HEADER_BYTES)
+        until_end = records[: CAPACITY - slot]
+        _write(self._ring, until_end.tobytes(), HEADER_BYTES + slot * RECORD.itemsize)
+        if len(until_end) < len(records):
+            _write(self._ring, records[len(until_end) :].tobytes(), HEADER_BYTES)
         self._state["count"] += len(records)
 
     def write_state(
         self, current: npt.NDArray[np.void], memory: tuple[int, int, int], closed: bool = False
     ) -> None:
-        """Write the header.
+        """Writes the header.
 
         Args:
-            current: a `RECORD` of the span under way.
-            memory: bytes in use, at most so far, and in all.
-            closed: whether nothing will follow.
+            current: a `RECORD` of the innermost open span.
+            memory: bytes in use, peak and total.
+            closed: whether this is the last write.
         """
         state = self._state
         state["serial"] += 1
@@ -191,13 +191,13 @@ class EventWriter:
         _write(self._ring, state.tobytes(), 0)
 
     def write_summary(self, rows: npt.NDArray[np.void]) -> None:
-        """Add `SUMMARY`s."""
+        """Appends `SUMMARY` records."""
         data = rows.tobytes()
         while data:
             data = data[os.write(self._summary, data) :]
 
     def close(self) -> None:
-        """Close the files."""
+        """Closes the files."""
         os.close(self._ring)
         os.close(self._summary)
 
@@ -209,20 +209,20 @@ def _write(file: int, data: bytes, position: int) -> None:
 
 
 class RankReader:
-    """Reads the files of one rank while it may be writing them.
+    """Reads the files of one rank while the rank may be writing them.
 
     Args:
-        folder: the run's, `RUN_DIR/events/RUN_ID`.
-        rank: whose files.
+        folder: of the run, `RUN_DIR/events/RUN_ID`.
+        rank: the rank whose files are read.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.rank = rank
         self._ring, self._summary = ring_path(folder, rank), summary_path(folder, rank)
-        self._read = 0  # records that `new_records` has returned or passed over
+        self._read = 0  # records that `new_records` has returned or skipped
 
     def state(self) -> RankState | None:
-        """The header; None if there is no whole header yet."""
+        """The header; None if there is no complete header."""
         try:
             with open(self._ring, "rb") as file:
                 return _state(file.read(STATE.itemsize))
@@ -230,9 +230,9 @@ class RankReader:
             return None
 
     def new_records(self) -> npt.NDArray[np.void]:
-        """The records since the last call, `RECORD`s in order; at first all that the ring holds.
+        """The records since the last call, in order; in the first call, all in the ring.
 
-        Those that were overwritten before they could be read are missing.
+        Records that were overwritten before they were read are missing.
         """
         try:
             with open(self._ring, "rb") as file:
@@ -246,18 +246,18 @@ class RankReader:
         except OSError:
             return np.empty(0, RECORD)
         self._read = before.count
-        # The writer may have gone round meanwhile.
+        # The writer may have overwritten some meanwhile.
         return records[max(after.count - (CAPACITY - BURST) - first, 0) :]
 
     def summaries(self) -> npt.NDArray[np.void]:
-        """All intervals so far, `SUMMARY`s in order."""
+        """The `SUMMARY` records of all intervals so far, in order."""
         try:
             data = self._summary.read_bytes()
         except OSError:
             return np.empty(0, SUMMARY)
         kinds = _KINDS_OF_FORMAT[read_format(self._summary.parent)]
-        form = _summary_of(kinds)
-        written = np.frombuffer(data[: len(data) // form.itemsize * form.itemsize], form)
+        dtype = _summary_of(kinds)
+        written = np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype)
         rows = np.zeros(len(written), SUMMARY)
         for name in ("first_step", "last_step", "start", "end", "stage"):
             rows[name] = written[name]
@@ -266,15 +266,15 @@ class RankReader:
 
 
 def _read_ring(file: BinaryIO, first: int, end: int) -> npt.NDArray[np.void]:
-    """The records of these numbers, `end` excluded."""
-    parts = [np.empty(0, RECORD)]
+    """The records numbered `first` to `end` - 1."""
+    chunks = [np.empty(0, RECORD)]
     while first < end:
         slot = first % CAPACITY
         count = min(end - first, CAPACITY - slot)
         file.seek(HEADER_BYTES + slot * RECORD.itemsize)
-        parts.append(np.frombuffer(file.read(count * RECORD.itemsize), RECORD))
+        chunks.append(np.frombuffer(file.read(count * RECORD.itemsize), RECORD))
         first += count
-    return np.concatenate(parts)
+    return np.concatenate(chunks)
 
 
 def _state(data: bytes) -> RankState | None:

@@ -1,4 +1,4 @@
-"""Durations and names of stages, formatted alike in messages, the live view and pictures."""
+"""Formats of durations and stages in messages, the live view and plots."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ __all__ = ["approximate_duration", "format_duration", "name_stages"]
 
 
 def format_duration(seconds: float) -> str:
-    """As 1:02:03, or 2:03 under an hour.
+    """Formats seconds as 1:02:03, or as 2:03 under an hour.
 
     Examples:
         >>> format_duration(3723), format_duration(123)
@@ -18,7 +18,7 @@ def format_duration(seconds: float) -> str:
 
 
 def approximate_duration(seconds: float) -> str:
-    """As 12 s, 3 min, 2 h 5 min or 4 d 2 h."""
+    """Formats seconds as 12 s, 3 min, 2 h 5 min or 4 d 2 h."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -29,5 +29,5 @@ def approximate_duration(seconds: float) -> str:
 
 
 def name_stages(stages: Sequence[int]) -> str:
-    """As "stage 1", or "stages 1 and 3"."""
+    """Formats stages as "stage 1" or "stages 1 and 3"."""
     return ("stage " if len(stages) == 1 else "stages ") + " and ".join(map(str, stages))

@@ -1,4 +1,4 @@
-"""Gantt charts of pipelines: a row for each rank, a box for each span, white where it is idle."""
+"""Gantt charts of pipelines: a row for each rank, a box for each span, white for idle time."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ __all__ = ["Box", "Chart", "Mark", "draw_charts", "tint_of"]
 
 _HEIGHT = 0.86
 _FONT_RANGE = (4.5, 7.0)  # points
-_WIDTH = 0.75  # of a digit and the space beside it, in font sizes
+_DIGIT_WIDTH = 0.75  # with spacing, in font sizes
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Box:
     label: str = ""
     """Shown if it fits."""
     tint: float = 0.0
-    """How much lighter than the kind's own colour, up to 1, or with negative numbers darker."""
+    """Mixes the kind's colour with white, up to 1, or with black, down to -1."""
     half: int = 0
-    """1: the upper half of the row alone, 2: the lower one, as for the two of an overlapped pair; 0: all."""
+    """For an overlapped pair: 1 is the upper half of the row, 2 the lower half; 0 is the whole row."""
 
     @property
     def middle(self) -> float:
-        """Of its height, in rows."""
+        """Vertical centre, in rows."""
         return self.row + (0, -_HEIGHT / 4, _HEIGHT / 4)[self.half]
 
     @property
@@ -49,7 +49,7 @@ class Box:
 
 
 def _mixed(colour: str, other: str, share: float) -> str:
-    """`colour` with that share of `other` in it, from 0 to 1."""
+    """`colour` mixed with a fraction `share` of `other`."""
     pairs = zip(_rgb(colour), _rgb(other), strict=True)
     return "#" + "".join(f"{round((1 - share) * one + share * two):02x}" for one, two in pairs)
 
@@ -59,32 +59,32 @@ def _rgb(colour: str) -> tuple[int, ...]:
 
 
 def tint_of(batch: int, of_rank: int) -> float:
-    """The tint of computations: neighbouring batches differ, and the stages that a rank has.
+    """The tint of a computation, which distinguishes consecutive batches and the stages of a rank.
 
     Args:
-        batch: its number.
-        of_rank: which of the rank's stages, from 0.
+        batch: number of the batch.
+        of_rank: index of the stage on its rank.
     """
     return (0.45 if batch % 2 else 0.0) - 0.3 * of_rank
 
 
 class Mark(NamedTuple):
-    """A line across a row."""
+    """A vertical line across a row."""
 
     row: int
     at: float
     """In the unit of the axis."""
     name: str = ""
-    """Above it."""
+    """Text above it."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """What one chart shows."""
+    """The content of one chart."""
 
     title: str
     rows: Sequence[str]
-    """Their names, from the top."""
+    """Names, from the top."""
     boxes: Sequence[Box]
     """Later ones are drawn over earlier ones."""
     marks: Sequence[Mark] = ()
@@ -93,7 +93,7 @@ class Chart:
 def draw_charts(
     figure: Figure | SubFigure, charts: Sequence[Chart], x_label: str, until: float
 ) -> list[Axes]:
-    """Draw charts under each other on one axis from 0 to `until`, with a legend, and return their axes."""
+    """Draws charts below each other with a common axis from 0 to `until` and a legend; returns their axes."""
     heights = [len(chart.rows) for chart in charts]
     panels = list(figure.subplots(len(charts), squeeze=False, sharex=True, height_ratios=heights)[:, 0])
     panels[-1].set(xlim=(0, until), xlabel=x_label)
@@ -104,7 +104,7 @@ def draw_charts(
         panel.tick_params(axis="y", length=0)
         panel.spines["left"].set_visible(False)
     _draw_legend(figure, {box.kind for chart in charts for box in chart.boxes})
-    # Gives the axes the size that they will have in the end, which decides what labels fit.
+    # Gives the axes their final size, which determines the labels that fit.
     root = figure.figure
     assert root is not None
     root.draw_without_rendering()
@@ -123,7 +123,7 @@ def _draw_marks(axes: Axes, marks: Sequence[Mark]) -> None:
 
 
 def _draw_boxes(axes: Axes, boxes: Sequence[Box]) -> None:
-    # All boxes of a colour are one path: an SVG of a patch for each would be twice as large.
+    # All boxes of a colour are one path: with a patch for each, an SVG would be twice as large.
     of_colour: dict[str, list[Box]] = defaultdict(list)
     for box in boxes:
         of_colour[box.colour].append(box)
@@ -145,11 +145,11 @@ def _write_labels(axes: Axes, boxes: Sequence[Box]) -> None:
     labelled = [box for box in boxes if box.label]
     if not labelled:
         return
-    # One size for all, with which four of five fit.
-    fitting = sorted((box.end - box.start) * points / (_WIDTH * len(box.label)) for box in labelled)
+    # One font size for all labels, such that four of five fit.
+    fitting = sorted((box.end - box.start) * points / (_DIGIT_WIDTH * len(box.label)) for box in labelled)
     size = min(max(fitting[len(fitting) // 5], _FONT_RANGE[0]), _FONT_RANGE[1])
     for box in labelled:
-        if (box.end - box.start) * points >= _WIDTH * size * len(box.label):
+        if (box.end - box.start) * points >= _DIGIT_WIDTH * size * len(box.label):
             axes.text(
                 (box.start + box.end) / 2, box.middle, box.label, size=round(size, 1),
                 ha="center", va="center_baseline", clip_on=True,

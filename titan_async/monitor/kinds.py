@@ -1,7 +1,6 @@
-"""How each kind of span is drawn and named: one table for pictures, the live view and its messages.
+"""Colours and texts of each kind of span, for plots, the live view and its messages.
 
-The colours of compute, waiting and idling differ clearly under each form of colour blindness. Waiting is
-grey, so that work stands out.
+The colours of computing, waiting and idling are distinct under each form of colour blindness.
 """
 
 from enum import IntEnum
@@ -13,31 +12,31 @@ __all__ = ["KINDS", "Activity", "KindInfo"]
 
 
 class Activity(IntEnum):
-    """What a cell of the live view's strip shows."""
+    """What a cell of the live view's timeline shows."""
 
     WAIT = 0
-    """Also for the stage's neighbours on the same rank."""
+    """Includes the time of other stages on the same rank."""
     FORWARD = 1
     BACKWARD = 2
     UPDATE = 3
-    """The optimizer, and what is done with gradients and weights around it."""
+    """The optimizer, and work on gradients and weights around it."""
     PAIR = 4
-    """A forward and a backward, overlapped."""
+    """An overlapped forward and backward."""
 
 
 class KindInfo(NamedTuple):
-    """What there is to say of a kind."""
+    """Colour and texts of a kind of span."""
 
     colour: str
     """As #rrggbb."""
     name: str
-    """In the legend of a picture."""
+    """In the legend of a plot."""
     now: str = ""
-    """In the live view's column of what a stage does."""
+    """In the live view's column of current activities."""
     sentence: str = "is in {which}"
-    """The rest of a sentence that begins with the stage; `which` is a step or a microbatch of it."""
+    """Continues a sentence that begins with the stage; `which` is a step or a microbatch of it."""
     activity: Activity = Activity.WAIT
-    """In the live view's strip."""
+    """In the live view's timeline."""
 
 
 KINDS: dict[Kind, KindInfo] = {
@@ -56,27 +55,27 @@ KINDS: dict[Kind, KindInfo] = {
         "#1b7f5c", "backward, weight half", "weights", "computes the weights' gradients of {which}",
         Activity.BACKWARD,
     ),
-    # Whose message it is about depends on what the stage holds: see `titan_async.monitor.stalls.describe`.
+    # The text for a message depends on the microbatches in flight: see `titan_async.monitor.stalls.describe`.
     Kind.RECEIVE: KindInfo("#d0d0d0", "wait for a message", "waits"),
     Kind.SEND: KindInfo("#8c8c8c", "send", "sends"),
     Kind.SWAP: KindInfo(
-        "#f0e442", "swap weights", "swaps", "puts the weights of {which} in place", Activity.UPDATE
+        "#f0e442", "swap weights", "swaps", "activates the weights of {which}", Activity.UPDATE
     ),
     Kind.GATHER: KindInfo(
-        "#aa4499", "gather weights", "gathers", "waits for the other copies' weights of {which}",
+        "#aa4499", "gather weights", "gathers", "waits for the other replicas' weights of {which}",
         Activity.UPDATE,
     ),
     Kind.REDUCE: KindInfo(
-        "#ddaacc", "reduce gradient", "reduces", "waits for the other copies' gradients of {which}",
+        "#ddaacc", "reduce gradient", "reduces", "waits for the other replicas' gradients of {which}",
         Activity.UPDATE,
     ),
     Kind.CLIP: KindInfo(
-        "#999933", "clip", "clips", "waits for the gradient's norm of {which} from all stages"
+        "#999933", "clip", "clips", "waits for the gradient norm of {which} from all stages"
     ),
     Kind.OPTIMIZER: KindInfo(
         "#661144", "optimizer", "update", "is in the update of {which}", Activity.UPDATE
     ),
-    Kind.DATA: KindInfo("#c9b79c", "wait for data", "data", "waits for the texts of {which}"),
+    Kind.DATA: KindInfo("#c9b79c", "wait for data", "data", "waits for the data of {which}"),
     Kind.SAVE: KindInfo("#555555", "save", "saves", "saves a checkpoint"),
     Kind.VALIDATE: KindInfo("#bfa5d9", "validate", "validates", "validates"),
     Kind.GARBAGE_COLLECTION: KindInfo(

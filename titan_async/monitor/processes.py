@@ -1,4 +1,4 @@
-"""The processes of a run on this machine: whether they are alive, and the runs that a launcher starts."""
+"""Processes of runs on this machine: which are alive, and which runs a launcher has started."""
 
 import fcntl
 import os
@@ -10,11 +10,11 @@ from titan_async.monitor.run_folder import RunInfo, read_info, runs_in
 
 __all__ = ["Launched", "has_gone", "is_alive", "is_here", "is_starting"]
 
-_AFTER_FAILURE = 5.0  # seconds in which a failed run may be started again
+_RESTART_SECONDS = 5.0  # in which the launcher may restart a failed run
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process is there and has not ended; one that its parent has not yet looked after has."""
+    """Whether a process exists and has not ended; a zombie has ended."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -22,7 +22,7 @@ def is_alive(pid: int) -> bool:
     except PermissionError:
         pass
     try:
-        # After the name, which may hold anything, in parentheses.
+        # The state follows the name, which is in parentheses and may contain any character.
         state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return True
@@ -35,12 +35,12 @@ def is_here(info: RunInfo) -> bool:
 
 
 def has_gone(info: RunInfo) -> bool:
-    """Whether a run's rank 0 was on this machine and is no more."""
+    """Whether a run's rank 0 was on this machine and has ended."""
     return is_here(info) and not is_alive(info.pid)
 
 
 class Launched:
-    """The runs that a launcher starts in a `dump_folder` from now on: one, or another when it fails.
+    """The runs that a launcher starts in a `dump_folder` from now on: one, and another after each failure.
 
     Args:
         run_dir: the `dump_folder`; it need not exist yet.
@@ -53,26 +53,26 @@ class Launched:
         self._failed_at: float | None = None
 
     def latest(self) -> Path | None:
-        """The folder of events of the latest of them; None as long as there is none."""
+        """The folder of events of the latest run; None before the first."""
         runs = [folder for folder in runs_in(self._run_dir) if folder not in self._earlier]
         return runs[-1] if runs else None
 
     def is_over(self, end: str | None) -> bool:
-        """Whether nothing more is to come.
+        """Whether the launcher will start no further run.
 
         Args:
-            end: why the latest run has ended; None if it goes on.
+            end: the reason for which the latest run has ended; None if it has not.
         """
         if end != "failed":
             self._failed_at = None
         elif self._failed_at is None:
             self._failed_at = time.monotonic()
-        waited = self._failed_at is not None and time.monotonic() - self._failed_at > _AFTER_FAILURE
+        waited = self._failed_at is not None and time.monotonic() - self._failed_at > _RESTART_SECONDS
         return waited or end in ("finished", "stopped") or not is_alive(self._pid)
 
 
 def is_starting(run_dir: str | Path) -> bool:
-    """Whether a run on this machine is under way in a `dump_folder`, and has no events there yet."""
+    """Whether a run on this machine is starting in a `dump_folder` and has written no events yet."""
     try:
         descriptor = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
@@ -82,7 +82,7 @@ def is_starting(run_dir: str | Path) -> bool:
     except BlockingIOError:  # launcher and rank 0 share a lock
         runs = runs_in(run_dir)
         return not runs or has_gone(read_info(runs[-1]))
-    except OSError:  # no locks here
+    except OSError:  # the file system has no locks
         return False
     finally:
         os.close(descriptor)

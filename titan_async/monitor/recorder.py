@@ -1,7 +1,7 @@
-"""Records the spans of a rank: kept in memory as they end, written by a thread a few times a second.
+"""Records the spans of a rank in memory; a thread writes them to event files a few times a second.
 
-What a training process pays is two calls a span, about a microsecond each. The thread works while the process
-waits for others, also where it waits for ever: so a reader sees what it waits for.
+A span costs the training process two calls of about a microsecond each. The thread also writes while the
+process waits or hangs, so that a reader can see what it waits for.
 """
 
 import threading
@@ -27,20 +27,20 @@ class Clock(Protocol):
     """Takes timestamps cheaply, and resolves them later."""
 
     def mark(self) -> Mark:
-        """Now."""
+        """A timestamp of the current time."""
 
     def nanoseconds(self, mark: Mark) -> int | None:
-        """The mark in nanoseconds since the epoch; None as long as it is unresolved.
+        """The mark in nanoseconds since the epoch; None while it is unresolved.
 
-        Marks are resolved roughly in the order in which they were made.
+        Marks are resolved roughly in the order in which they were taken.
         """
 
 
 class HostClock:
-    """The clock of this process's host, for what the processor does itself."""
+    """The clock of the host, for work on the CPU."""
 
     def __init__(self) -> None:
-        # The process may lose the processor between the two: the largest difference is the most exact.
+        # The process may be preempted between the two calls: the largest difference is the most accurate.
         self._offset = max(time.time_ns() - time.perf_counter_ns() for _ in range(10))
         self.mark = time.perf_counter_ns
 
@@ -50,9 +50,9 @@ class HostClock:
 
 
 class StreamClock:
-    """The clock of an accelerator's current stream: what it has executed, not what has been enqueued.
+    """The clock of an accelerator's current stream: times of execution, not of enqueueing.
 
-    A mark is an event in the stream. Nothing waits for it: it is resolved once the stream has passed it. The
+    A mark is an event in the stream. It does not block, and is resolved once the stream has reached it. The
     constructor synchronizes with the device.
 
     Args:
@@ -76,30 +76,30 @@ class StreamClock:
         """See `Clock`."""
         if not mark.query():
             return None
-        passed = round(self._origin.elapsed_time(mark) * 1e6)
-        if passed > _LONGEST_NS:
-            # It is measured in float32 milliseconds: after a minute, to 4 microseconds.
-            self._origin, self._origin_ns = mark, self._origin_ns + passed
+        elapsed = round(self._origin.elapsed_time(mark) * 1e6)
+        if elapsed > _MAX_ELAPSED_NS:
+            # float32 milliseconds: after a minute, the resolution is 4 microseconds.
+            self._origin, self._origin_ns = mark, self._origin_ns + elapsed
             return self._origin_ns
-        return self._origin_ns + passed
+        return self._origin_ns + elapsed
 
 
-_LONGEST_NS = 2_000_000_000
+_MAX_ELAPSED_NS = 2_000_000_000
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock for what is computed on `device`."""
+    """The clock for computations on `device`."""
     return HostClock() if device.type == "cpu" else StreamClock(device)
 
 
 _PERIOD_SECONDS = 0.25
 
 _Fields = tuple[int, int, int | None, int | None, int | None]  # kind, stage, batch, microbatch, version
-_Span = tuple[_Fields, Mark, Mark, int]  # with its begin, its end and its depth
+_Span = tuple[_Fields, Mark, Mark, int]  # begin, end and depth
 
 
-class _Cut(NamedTuple):
-    """Stands between the spans of one interval and those of the next."""
+class _IntervalEnd(NamedTuple):
+    """Separates the spans of one interval from those of the next."""
 
     first_step: int
     last_step: int
@@ -108,15 +108,15 @@ class _Cut(NamedTuple):
 class EventRecorder:
     """A `titan_async.pipelining.recording.Recorder` that writes event files.
 
-    A schedule counts batches and updates since it was made; they are recorded as those after `first_step`.
+    A schedule numbers batches and updates from its creation; they are recorded with `first_step` added.
 
     Args:
         writer: of this rank's files.
         clock: of the device on which the rank computes.
-        stages: of this rank; what is no stage's own is recorded for the first.
+        stages: of this rank; spans that belong to no stage are recorded for the first.
         first_step: steps done before.
-        memory: returns bytes in use, the peak and the total; called by the writing thread.
-        failed: called by that thread, once, with the error that ends the recording.
+        memory: returns bytes in use, peak and total; called by the writing thread.
+        failed: called once by that thread, with the error that ends the recording.
     """
 
     def __init__(
@@ -133,15 +133,15 @@ class EventRecorder:
         self._mark = clock.mark
         self._stages, self._first_step = tuple(stages), first_step
         self._open: list[tuple[_Fields, Mark]] = []
-        # Where writing cannot keep up, the oldest spans are lost, as they would be in the ring.
-        self._ended: deque[_Span | _Cut] = deque(maxlen=CAPACITY)
-        self._within = [0] * 16  # nanoseconds of spans that ended at each depth, inside one still open
-        # Since the last summary: seconds by stage and kind, and when its spans began and ended.
+        # If writing cannot keep up, the oldest spans are dropped, as in the ring.
+        self._ended: deque[_Span | _IntervalEnd] = deque(maxlen=CAPACITY)
+        self._nested = [0] * 16  # by depth: nanoseconds of ended spans inside one still open
+        # Since the last summary: seconds by stage and kind, and the range of times.
         self._seconds: defaultdict[tuple[int, int], float] = defaultdict(float)
         self._interval_start = self._interval_end = 0
         self._last_rows: np.ndarray | None = None
         self._lock = threading.Lock()  # around writing
-        self._works = True
+        self._enabled = True
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
         self._thread.start()
@@ -164,7 +164,7 @@ class EventRecorder:
 
     @contextmanager
     def span(self, kind: Kind, step: int) -> Iterator[None]:
-        """Record what happens inside, for the rank's first stage, as part of training step `step`, from 1."""
+        """Records the block as a span of the rank's first stage in training step `step`, from 1."""
         self.begin(kind, self._stages[0], step - 1 - self._first_step)
         try:
             yield
@@ -172,32 +172,35 @@ class EventRecorder:
             self.end()
 
     def end_interval(self, first_step: int, last_step: int) -> None:
-        """Let the steps since the last call be one line of the summary. Call it between spans."""
-        self._ended.append(_Cut(first_step, last_step))
+        """Ends an interval: the steps since the last call become one record of the summary.
+
+        Call it between spans.
+        """
+        self._ended.append(_IntervalEnd(first_step, last_step))
 
     def utilization(self) -> dict[int, float]:
-        """The share of the steps' time in the last interval that each stage of this rank was busy.
+        """The fraction of the steps' time in the last interval in which each stage of this rank computed.
 
-        As far as it is known: on an accelerator the last interval may be one before.
+        On an accelerator it may be that of the interval before, whose timestamps are resolved.
         """
         self.flush()
         return {} if self._last_rows is None else utilization_of(self._last_rows)
 
     def flush(self) -> None:
-        """Write what is known."""
+        """Writes all spans whose timestamps are resolved."""
         with self._lock:
             self._attempt(self._write)
 
     def _attempt(self, write: Callable[[], None]) -> None:
-        if self._works:
+        if self._enabled:
             try:
                 write()
             except OSError as error:
-                self._works = False
+                self._enabled = False
                 self._failed(error)
 
     def close(self) -> None:
-        """Write the rest and stop. Harmless to call again."""
+        """Writes the remaining spans and stops. Further calls have no effect."""
         if self._stop.is_set():
             return
         self._stop.set()
@@ -206,7 +209,7 @@ class EventRecorder:
         self.flush()
         with self._lock:
             self._attempt(lambda: self._writer.write_state(np.zeros(1, RECORD), self._memory(), closed=True))
-            self._works = False
+            self._enabled = False
             self._writer.close()
 
     def _run(self) -> None:
@@ -217,7 +220,7 @@ class EventRecorder:
         records: list[tuple[int, ...]] = []
         while self._ended:
             ended = self._ended[0]
-            if isinstance(ended, _Cut):
+            if isinstance(ended, _IntervalEnd):
                 self._close_interval(ended)
             else:
                 record = self._resolve(*ended)
@@ -236,9 +239,9 @@ class EventRecorder:
         self._writer.write_state(self._current(), self._memory())
 
     def _current(self) -> np.ndarray:
-        """The span under way; an accelerator is behind the process, with the first that it has not ended."""
+        """The current span: the innermost open one, or on an accelerator the first that it has not ended."""
         spans = [(fields, begin, depth) for depth, (fields, begin) in enumerate(self._open)]
-        if self._ended and not isinstance(self._ended[0], _Cut):
+        if self._ended and not isinstance(self._ended[0], _IntervalEnd):
             fields, begin, _, depth = self._ended[0]
             spans.append((fields, begin, depth))
         current = np.zeros(1, RECORD)
@@ -263,17 +266,17 @@ class EventRecorder:
         return self._record(fields, start, end, depth)
 
     def _count(self, kind: int, stage: int, start: int, end: int, depth: int) -> None:
-        own = end - start - self._within[depth + 1]
-        self._within[depth + 1] = 0
-        self._within[depth] = self._within[depth] + (end - start) if depth else 0
-        self._seconds[stage, Kind.IDLE if kind == Kind.STEP else kind] += own / 1e9
+        exclusive = end - start - self._nested[depth + 1]
+        self._nested[depth + 1] = 0
+        self._nested[depth] = self._nested[depth] + (end - start) if depth else 0
+        self._seconds[stage, Kind.IDLE if kind == Kind.STEP else kind] += exclusive / 1e9
         self._interval_start = min(self._interval_start or start, start)
         self._interval_end = max(self._interval_end, end)
 
-    def _close_interval(self, cut: _Cut) -> None:
+    def _close_interval(self, interval: _IntervalEnd) -> None:
         if self._interval_end > self._interval_start:
             rows = np.zeros(len(self._stages), SUMMARY)
-            rows["first_step"], rows["last_step"] = cut
+            rows["first_step"], rows["last_step"] = interval
             rows["start"], rows["end"] = self._interval_start, self._interval_end
             rows["stage"] = self._stages
             rows["seconds"] = [[self._seconds[stage, kind] for kind in Kind] for stage in self._stages]

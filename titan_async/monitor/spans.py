@@ -1,4 +1,4 @@
-"""The spans of all ranks of a run, read from its ring files and cut to the same steps."""
+"""The spans of all ranks of a run, read from its ring files and limited to common steps."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -13,21 +13,21 @@ from titan_async.monitor.run_folder import EVENTS_FOLDER, RunInfo, RunShape, rea
 from titan_async.pipelining.actions import in_flight
 from titan_async.pipelining.recording import Kind
 
-__all__ = ["RankSpans", "RunSpans", "cut", "folder_of", "load_spans", "split_pairs"]
+__all__ = ["RankSpans", "RunSpans", "find_run", "load_spans", "select_steps", "split_pairs"]
 
 _BETWEEN_STEPS = (Kind.SAVE, Kind.VALIDATE)
 
 
 @dataclass(frozen=True)
 class RankSpans:
-    """What one rank did."""
+    """The spans of one rank."""
 
     rank: int
     stages: tuple[int, ...]
-    copy: int
-    """Which of the ranks with the same stages, from 0: ranks of one pipeline have the same."""
+    replica: int
+    """Index of the data-parallel replica of the pipeline."""
     records: npt.NDArray[np.void]
-    """`RECORD`s in the order in which they ended."""
+    """`RECORD`s in the order in which the spans ended."""
 
     def of_kind(self, *kinds: Kind) -> npt.NDArray[np.void]:
         """The records of these kinds."""
@@ -36,51 +36,51 @@ class RankSpans:
 
 @dataclass(frozen=True)
 class RunSpans:
-    """What the ranks of a run did in the same steps."""
+    """The spans of a run's ranks."""
 
     info: RunInfo
     ranks: list[RankSpans]
-    """Those of which there are records."""
+    """Ranks that have records."""
     steps: range
-    """Training steps that all of them have from beginning to end; empty if there is none."""
+    """Training steps that are complete on all of them; may be empty."""
 
     @property
     def missing(self) -> list[int]:
-        """Ranks of which there are no records."""
-        there = {spans.rank for spans in self.ranks}
-        return [rank for rank in range(len(self.info.ranks)) if rank not in there]
+        """Ranks without records."""
+        found = {spans.rank for spans in self.ranks}
+        return [rank for rank in range(len(self.info.ranks)) if rank not in found]
 
 
-def folder_of(run_dir: str | Path, run_id: str | None = None) -> Path:
-    """The folder of events of one run in a `dump_folder`: the latest, or the one of that name.
+def find_run(run_dir: str | Path, run_id: str | None = None) -> Path:
+    """The folder of events of a run in a `dump_folder`: the latest, or the one named `run_id`.
 
     Raises:
         UserError: if there is no such run.
     """
     folders = runs_in(run_dir)
     if not Path(run_dir).is_dir():
-        raise UserError(f"{run_dir} is no folder: give the dump_folder of a run")
+        raise UserError(f"{run_dir} is not a folder: give the dump_folder of a run")
     if not folders:
         raise UserError(
-            f"{run_dir} holds no {EVENTS_FOLDER} of a run: give the dump_folder of a run that recorded them"
+            f"{run_dir} has no {EVENTS_FOLDER} of a run: give the dump_folder of a run that recorded them"
         )
     if run_id is None:
         return folders[-1]
     for folder in folders:
         if folder.name == run_id:
             return folder
-    there = ", ".join(folder.name for folder in folders)
-    raise UserError(f"{run_dir} has no run {run_id}: there are {there}")
+    names = ", ".join(folder.name for folder in folders)
+    raise UserError(f"{run_dir} has no run {run_id}: there are {names}")
 
 
 def load_spans(folder: Path) -> RunSpans:
-    """All the spans that a run's files hold.
+    """Loads all spans in a run's files.
 
     Raises:
         UserError: if `run.json` cannot be read.
     """
     info = read_info(folder)
-    places: Counter[tuple[int, ...]] = Counter()
+    replicas: Counter[tuple[int, ...]] = Counter()
     ranks, steps = [], []
     for rank, stages in enumerate(info.ranks):
         reader = RankReader(folder, rank)
@@ -88,43 +88,43 @@ def load_spans(folder: Path) -> RunSpans:
         if len(records):
             state = reader.state()
             overwritten = state is None or state.count > CAPACITY - BURST
-            ranks.append(RankSpans(rank, stages, places[stages], records))
-            steps.append(_whole_steps(records, overwritten))
-        places[stages] += 1
+            ranks.append(RankSpans(rank, stages, replicas[stages], records))
+            steps.append(_complete_steps(records, overwritten))
+        replicas[stages] += 1
     first = max((each.start for each in steps), default=0)
     stop = min((each.stop for each in steps), default=0)
     return RunSpans(info, ranks, range(first, max(first, stop)))
 
 
-def _whole_steps(records: npt.NDArray[np.void], overwritten: bool) -> range:
+def _complete_steps(records: npt.NDArray[np.void], overwritten: bool) -> range:
     batches = records["batch"][records["kind"] == Kind.STEP]
-    # Spans within a step come before it, so that the first step after a loss has lost some too.
+    # Spans of a step precede it, so that the first step after overwritten records is incomplete.
     batches = batches[overwritten:]
-    losses = np.flatnonzero(np.diff(batches) != 1)
-    if len(losses):
-        batches = batches[losses[-1] + 2 :]
+    gaps = np.flatnonzero(np.diff(batches) != 1)
+    if len(gaps):
+        batches = batches[gaps[-1] + 2 :]
     return range(int(batches[0]), int(batches[-1]) + 1) if len(batches) else range(0)
 
 
-def cut(run: RunSpans, steps: range, *, what_follows: bool = False) -> RunSpans:
-    """The spans of these steps, each rank's from the begin of its first to the end of its last one.
+def select_steps(run: RunSpans, steps: range, *, include_following: bool = False) -> RunSpans:
+    """Selects the spans of each rank from the begin of the first step to the end of the last one.
 
     Args:
-        run: with all of these steps.
+        run: a run with these steps.
         steps: at least one.
-        what_follows: whether a checkpoint and a validation between the last and the next one belong to it.
+        include_following: include a save and a validation between the last step and the next one.
 
     Raises:
-        UserError: if the files do not hold one of them.
+        UserError: if the files lack one of the steps.
     """
     if not run.steps:
         raise UserError(
-            f"run {run.info.run_id} holds no step that all its ranks have finished: "
+            f"run {run.info.run_id} has no step that all its ranks have finished: "
             "wait for its first steps, or give another run with --run"
         )
     if steps.start < run.steps.start or steps.stop > run.steps.stop:
         raise UserError(
-            f"--steps is {_format_steps(steps)}, but the files of run {run.info.run_id} hold "
+            f"--steps is {_format_steps(steps)}, but the files of run {run.info.run_id} have "
             f"{_format_steps(run.steps)}: choose among these"
         )
     ranks = []
@@ -134,7 +134,9 @@ def cut(run: RunSpans, steps: range, *, what_follows: bool = False) -> RunSpans:
             of_steps[spans.records["batch"][of_steps] == step][0] for step in (steps[0], steps[-1])
         )
         stop = last + 1
-        while what_follows and stop < len(spans.records) and spans.records["kind"][stop] in _BETWEEN_STEPS:
+        while (
+            include_following and stop < len(spans.records) and spans.records["kind"][stop] in _BETWEEN_STEPS
+        ):
             stop += 1
         ended = spans.records[:stop]
         ranks.append(replace(spans, records=ended[ended["start"] >= spans.records["start"][first]]))
@@ -144,15 +146,15 @@ def cut(run: RunSpans, steps: range, *, what_follows: bool = False) -> RunSpans:
 def split_pairs(
     records: npt.NDArray[np.void], shape: RunShape
 ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
-    """Turn each overlapped pair into a FORWARD and a BACKWARD over the same time.
+    """Replaces each overlapped pair by a FORWARD and a BACKWARD with the same times.
 
     Args:
         records: `RECORD`s of one rank in order.
         shape: of its run.
 
     Returns:
-        The records, and for each of them 1 if it is the forward of a pair, 2 if it is the backward, and 0
-        otherwise. The backward's version is that of its batch's forwards, or -1 if there are none.
+        The records, and for each of them 1 for the forward of a pair, 2 for the backward, 0 otherwise. The
+        version of the backward is that of its batch's forwards, or -1 without these.
     """
     pairs = records["kind"] == Kind.OVERLAP
     split, halves = np.repeat(records, 1 + pairs), np.repeat(pairs.astype(np.int64), 1 + pairs)

@@ -1,4 +1,4 @@
-"""Stalled stages and stragglers: what waits too long, for what and since when, and who causes it."""
+"""Detection of stalled stages and stragglers: which ranks wait, for what, since when, and because of whom."""
 
 import time
 from collections.abc import Sequence
@@ -7,134 +7,133 @@ from dataclasses import dataclass
 from titan_async.monitor.events import RankState
 from titan_async.monitor.formatting import approximate_duration, name_stages
 from titan_async.monitor.kinds import KINDS
-from titan_async.monitor.stages import RankFigures
+from titan_async.monitor.stage_stats import RankStats
 from titan_async.pipelining.recording import FORWARD_KINDS, Kind
 
-__all__ = ["SILENCE", "RankNow", "Stall", "describe", "find_stalls", "find_stragglers"]
+__all__ = ["HEARTBEAT_TIMEOUT", "RankStatus", "Stall", "describe", "find_stalls", "find_stragglers"]
 
-SILENCE = 10.0
-"""Seconds after which a rank, which writes several times a second, is taken to be stopped or dead."""
+HEARTBEAT_TIMEOUT = 10.0
+"""Seconds after which a rank is considered stopped or dead. It writes several times a second."""
 
-_LEAST_WAIT = 5.0
+_MIN_WAIT = 5.0
 _STEPS_OF_WAIT = 5
-_FIRST_STEP = 300.0  # before any step has ended, when models compile
+_FIRST_STEP = 300.0  # before any step has ended, because models may compile
 
-_HELD_UP = (Kind.RECEIVE, Kind.SEND, Kind.CLIP, Kind.GATHER, Kind.REDUCE)
-"""Kinds that take long where others do not come."""
+_WAITING_KINDS = (Kind.RECEIVE, Kind.SEND, Kind.CLIP, Kind.GATHER, Kind.REDUCE)
+"""Kinds that wait for other ranks."""
 
 
 @dataclass(frozen=True)
-class RankNow:
+class RankStatus:
     """The state of a rank."""
 
     rank: int
     state: RankState
-    figures: RankFigures
-    silent: float
-    """Seconds since it was last heard of."""
+    stats: RankStats
+    heartbeat_age: float
+    """Seconds since its last heartbeat."""
 
     @property
     def kind(self) -> Kind | None:
-        """What it does; None between steps."""
+        """The kind of its current span; None between steps."""
         current = self.state.current
         return Kind(int(current["kind"])) if current["start"] else None
 
     @property
     def stage(self) -> int:
-        """Which of its stages that is about; between steps its first."""
-        return int(self.state.current["stage"]) if self.kind is not None else min(self.figures.stages)
+        """The stage of its current span; between steps its first stage."""
+        return int(self.state.current["stage"]) if self.kind is not None else min(self.stats.stages)
 
     @property
     def microbatch(self) -> int:
-        """Which microbatch; -1 if it is about a whole batch."""
+        """The microbatch of its current span; -1 for a whole batch."""
         return int(self.state.current["microbatch"])
 
     @property
     def holds(self) -> bool:
-        """Whether the microbatch that it is about has gone forward there and not yet backward."""
-        return self.figures.stages[self.stage].holds(int(self.state.current["batch"]), self.microbatch)
+        """Whether the microbatch of its current span is in flight on that stage."""
+        return self.stats.stages[self.stage].holds(int(self.state.current["batch"]), self.microbatch)
 
     @property
     def neighbour(self) -> int:
-        """The stage whose message it waits for, or to which it sends."""
+        """The stage that it receives from or sends to."""
         stage = self.stage
-        # What it holds waits for the gradient, or is an output to send.
+        # A microbatch in flight waits for its gradient, or its output is sent.
         return stage + 1 if self.holds else stage - 1
 
     def in_flight(self, stage: int) -> int:
-        """Microbatches in flight on a stage, with the one whose forward is under way."""
-        goes_forward = self.kind in FORWARD_KINDS and self.stage == stage
-        return self.figures.stages[stage].in_flight + int(goes_forward)
+        """Microbatches in flight on a stage, including one in its forward."""
+        in_forward = self.kind in FORWARD_KINDS and self.stage == stage
+        return self.stats.stages[stage].in_flight + int(in_forward)
 
     @property
     def seconds(self) -> float:
-        """How long that has lasted, by the rank's own clock, until it was last heard of."""
+        """Duration of the current span until the last heartbeat, by the rank's clock."""
         return float(self.state.beat - self.state.current["start"]) / 1e9
 
     @property
     def is_late(self) -> bool:
-        """Whether it has been at one thing for much longer than a whole step takes."""
+        """Whether its current span is much longer than a step."""
         if self.kind in (None, Kind.SAVE, Kind.VALIDATE):
             return False
-        step = self.figures.step_seconds
-        return self.seconds > (_FIRST_STEP if step is None else max(_LEAST_WAIT, _STEPS_OF_WAIT * step))
+        step = self.stats.step_seconds
+        return self.seconds > (_FIRST_STEP if step is None else max(_MIN_WAIT, _STEPS_OF_WAIT * step))
 
 
 @dataclass(frozen=True)
 class Stall:
-    """Something that has lasted too long."""
+    """A wait or a computation that takes too long."""
 
     stages: tuple[int, ...]
-    """Whose rows it concerns."""
     text: str
     """A sentence without a full stop."""
 
 
-def find_stalls(ranks: Sequence[RankNow], total_stages: int) -> list[Stall]:
-    """What holds a run up, causes first.
+def find_stalls(ranks: Sequence[RankStatus], total_stages: int) -> list[Stall]:
+    """Finds the stalls of a run, causes first.
 
-    A rank is late if it has waited, or computed one thing, for more than 5 seconds and 5 average steps; in
-    its first step, in which models compile, for 5 minutes. None is while some rank validates or saves. A rank
-    that has not been heard of for 10 seconds is stopped, or dead.
+    A rank is late if its current span exceeds 5 seconds and 5 average steps; in its first step, in which
+    models compile, 5 minutes. While a rank validates or saves, none is late. A rank without a heartbeat for
+    10 seconds is stopped or dead.
 
     Args:
-        ranks: those that go on.
+        ranks: the active ones.
         total_stages: of the pipeline.
     """
-    stalls = [Stall(tuple(now.figures.stages), _silence(now)) for now in ranks if now.silent > SILENCE]
-    heard = [now for now in ranks if now.silent <= SILENCE]
-    late = [now for now in heard if now.is_late]
-    if not late or any(now.kind in (Kind.SAVE, Kind.VALIDATE) for now in heard):
+    dead = [now for now in ranks if now.heartbeat_age > HEARTBEAT_TIMEOUT]
+    alive = [now for now in ranks if now.heartbeat_age <= HEARTBEAT_TIMEOUT]
+    stalls = [Stall(tuple(now.stats.stages), _describe_heartbeat(now)) for now in dead]
+    late = [now for now in alive if now.is_late]
+    if not late or any(now.kind in (Kind.SAVE, Kind.VALIDATE) for now in alive):
         return stalls
-    causes = _on_their_own(heard, _LEAST_WAIT)
+    causes = _not_waiting(alive, _MIN_WAIT)
     stalls += [_stall(now, total_stages) for now in causes]
     if len(late) == len(ranks) > 1 and not causes:
         stalls.append(Stall(tuple(range(total_stages)), "all stages wait for each other"))
     return stalls + [_stall(now, total_stages) for now in late if now not in causes]
 
 
-def find_stragglers(ranks: Sequence[RankNow], total_stages: int, seconds: float) -> list[str]:
-    """Who has let the others wait for so long, where all that is known is that some have waited in vain.
+def find_stragglers(ranks: Sequence[RankStatus], total_stages: int, seconds: float) -> list[str]:
+    """Describes the ranks for which others have waited in vain, without a full stop.
 
-    A sentence without a full stop for each rank that has not been heard of for that time; if there is none,
-    for each that has done something of its own for that time, which no wait for others explains; if there is
-    none either, for those between two steps, where a rank may also wait.
+    These are the ranks without a heartbeat for that time; otherwise the ranks whose current span took that
+    time without waiting for others; otherwise the ranks between two steps, which may be waiting as well.
 
     Args:
-        ranks: those that may have.
+        ranks: the active ones.
         total_stages: of the pipeline.
-        seconds: at least.
+        seconds: minimum duration.
     """
-    silent = [_silence(now) for now in ranks if now.silent > seconds]
-    if silent:
-        return silent
-    found = _on_their_own(ranks, seconds)
+    dead = [_describe_heartbeat(now) for now in ranks if now.heartbeat_age > seconds]
+    if dead:
+        return dead
+    found = _not_waiting(ranks, seconds)
     found = [now for now in found if now.kind is not None] or found
     return [f"{_name(now)} {describe(now, total_stages)}{_since(now)}" for now in found]
 
 
-def describe(now: RankNow, total_stages: int) -> str:
-    """What a rank does: the rest of a sentence that begins with its stage."""
+def describe(now: RankStatus, total_stages: int) -> str:
+    """Describes a rank's current span; continues a sentence that begins with its stage."""
     kind, which = now.kind, f"step {now.state.current['batch']}"
     if kind is None:
         return "is between two steps"
@@ -149,27 +148,29 @@ def describe(now: RankNow, total_stages: int) -> str:
     return f"waits for the {'gradient' if now.holds else 'input'} of {which}{source}"
 
 
-def _on_their_own(ranks: Sequence[RankNow], seconds: float) -> list[RankNow]:
-    """Those who do something of their own: they have let the others wait for about as long."""
-    return [now for now in ranks if now.kind not in _HELD_UP and (now.kind is None or now.seconds > seconds)]
+def _not_waiting(ranks: Sequence[RankStatus], seconds: float) -> list[RankStatus]:
+    """The ranks that have not waited for others in this time."""
+    return [
+        now for now in ranks if now.kind not in _WAITING_KINDS and (now.kind is None or now.seconds > seconds)
+    ]
 
 
-def _name(now: RankNow) -> str:
-    return f"rank {now.rank} ({name_stages(sorted(now.figures.stages))})"
+def _name(now: RankStatus) -> str:
+    return f"rank {now.rank} ({name_stages(sorted(now.stats.stages))})"
 
 
-def _silence(now: RankNow) -> str:
-    return f"{_name(now)} has not been heard of for {approximate_duration(now.silent)}"
+def _describe_heartbeat(now: RankStatus) -> str:
+    return f"{_name(now)} has sent no heartbeat for {approximate_duration(now.heartbeat_age)}"
 
 
-def _since(now: RankNow) -> str:
+def _since(now: RankStatus) -> str:
     if now.kind is None:
         return ""
     clock = time.strftime("%H:%M:%S", time.localtime(int(now.state.current["start"]) / 1e9))
     return f", since {clock} ({approximate_duration(now.seconds)})"
 
 
-def _stall(now: RankNow, total_stages: int) -> Stall:
+def _stall(now: RankStatus, total_stages: int) -> Stall:
     stage = now.stage
     rank = "" if now.rank == stage else f" on rank {now.rank}"
     return Stall((stage,), f"stage {stage}{rank} {describe(now, total_stages)}{_since(now)}")

@@ -15,9 +15,8 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from titan_async.errors import UserError
-from titan_async.monitor.output_files import writing_output
+from titan_async.file_io import read_json, write_output
 from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH, CLUSTERS, Accelerator, Cluster, Rates
-from titan_async.whole_files import read_json
 
 __all__ = [
     "AttentionTiming",
@@ -164,7 +163,7 @@ def write_profile(path: Path, profile: DeviceProfile) -> None:
     Raises:
         UserError: if it cannot be written.
     """
-    with writing_output(path, "--out") as partial:
+    with write_output(path, "--out") as partial:
         partial.write_text(json.dumps(dataclasses.asdict(profile), indent=1) + "\n", encoding="utf-8")
 
 

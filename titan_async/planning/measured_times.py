@@ -14,13 +14,13 @@ from typing import Any
 from torchtitan.trainer import Trainer
 
 from titan_async.errors import UserError
+from titan_async.file_io import read_json
 from titan_async.planning.hardware import Cluster
 from titan_async.planning.layout import Layout
 from titan_async.planning.stage_cost import StageCost
 from titan_async.planning.step_time import stage_costs
 from titan_async.planning.traced_parts import trace_parts
 from titan_async.training.telemetry.stage_times import MEASURED_FILE
-from titan_async.whole_files import read_json
 
 __all__ = ["AS_ASSUMED", "Calibration", "calibrate"]
 

@@ -10,7 +10,7 @@ from typing import Any
 from _runs import Run, rates_of, run_key, synchronous
 
 from titan_async.errors import UserError
-from titan_async.whole_files import writing_whole
+from titan_async.file_io import atomic_write
 
 __all__ = ["DEFAULT_PATH", "Results", "own_rate", "own_rate_runs", "resolved", "tuned_rate"]
 
@@ -29,7 +29,7 @@ class Results:
         lines = path.read_text(encoding="utf-8").split("\n")
         if lines[-1]:
             lines.pop()
-            with writing_whole(path) as partial:
+            with atomic_write(path) as partial:
                 partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         for number, line in enumerate(filter(None, lines), 1):
             try:

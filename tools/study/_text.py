@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_async.data.plays import play_scenes
+from titan_async.data.shakespeare import play_scenes
 
 __all__ = ["VOCAB", "Batches", "splits"]
 

@@ -22,8 +22,8 @@ from matplotlib.figure import Figure
 from run import QUICK_STEPS
 
 from titan_async.errors import UserError
+from titan_async.file_io import atomic_write
 from titan_async.monitor.figures import save, style
-from titan_async.whole_files import writing_whole
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("study.md", "study_300.md")
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         made = tables(results, Run())
         for path in (arguments.docs / page for page in PAGES):
             document = filled(path.read_text(encoding="utf-8"), made)
-            with writing_whole(path) as partial:
+            with atomic_write(path) as partial:
                 partial.write_text(document, encoding="utf-8")
         draw(results, Run(), arguments.docs / "study")
     except UserError as error:

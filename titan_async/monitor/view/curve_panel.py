@@ -1,7 +1,4 @@
-"""The part of a live view that has the loss and the learning rate as curves.
-
-They are drawn in Braille, whose characters have eight dots each, or in ASCII.
-"""
+"""The live view's curves of the loss and the learning rate, in Braille characters or in ASCII."""
 
 import math
 from functools import lru_cache
@@ -21,13 +18,13 @@ _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
 def draw_curves(steps: int, history: History, options: ConsoleOptions, height: int) -> Layout:
-    """The curves side by side, at the options' width.
+    """Draws the curves side by side, at the options' width.
 
     Args:
-        steps: that the run is to reach: there is room for them.
+        steps: the last step of training, at the right edge.
         history: of the run's journal.
         options: of the console.
-        height: in lines, the titles included; at least 2.
+        height: in lines, including the titles; at least 2.
     """
     left = options.max_width * 3 // 5
     loss, rate = history.last("step", "loss"), history.last("step", "learning_rate")
@@ -54,7 +51,7 @@ def _plot(
     colour: str,
     low: float | None = None,
 ) -> Group:
-    """A title, and a curve with its range at the left; at the right edge the run ends."""
+    """A title, and a curve with its range at the left."""
     points = series.points
     values = [value for _, value in points]
     labels = [""] * (height - 1)
@@ -89,12 +86,12 @@ def curve(
     """A curve as `height` lines of `width` characters; empty without finite points.
 
     Args:
-        points: x and y, by rising x.
+        points: x and y, by ascending x.
         width: in characters.
         height: in characters.
-        last_x: at the right edge, unless a point lies beyond. Default: that of the last point.
-        low: at the bottom, unless a point lies below. Default: the lowest y.
-        ascii_only: draw with asterisks, one a character.
+        last_x: x of the right edge, unless a point is beyond it. Default: that of the last point.
+        low: y of the bottom, unless a point is below it. Default: the lowest y.
+        ascii_only: draw asterisks.
     """
     points = tuple((x, y) for x, y in points if math.isfinite(y))
     if not points or width < 1 or height < 1:
@@ -104,7 +101,7 @@ def curve(
     left, right = points[0][0], max(points[-1][0], points[-1][0] if last_x is None else last_x)
     bottom, top = min(y for _, y in points), max(y for _, y in points)
     bottom = bottom if low is None else min(low, bottom)
-    # One mean a column, which a straight line joins to the next.
+    # The means of the columns, joined by straight lines.
     by_column: dict[int, list[float]] = {}
     for x, y in points:
         column = round((x - left) / (right - left) * (columns - 1)) if right > left else 0
@@ -123,7 +120,7 @@ def curve(
 
 
 def _line(begin: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
-    """The dots from one to another, later in x."""
+    """The dots of a line to a dot of larger x."""
     across, down = end[0] - begin[0], end[1] - begin[1]
     count = max(across, abs(down))
     steps = range(count + 1)

@@ -1,4 +1,4 @@
-"""A live view's picture of a run: a whole screen, of any size."""
+"""The live view's frame: a full screen of any size."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from titan_async.monitor.snapshot import Snapshot
 from titan_async.monitor.view.curve_panel import draw_curves
 from titan_async.monitor.view.stage_table import draw_stages
 
-__all__ = ["Shown", "clean", "render_frame"]
+__all__ = ["ViewOptions", "clean", "render_frame"]
 
 _STATUS_STYLES = {
     "running": "green",
@@ -29,25 +29,25 @@ _STATUS_STYLES = {
 }
 
 _HELP = (
-    ("q  p", "quit, and leave the training alone; pause the view, not the training"),
-    ("s  ?", "slowest stage first, or in order; close this help"),
-    ("last, mean", "share of the last step that the stage computed, and of the last 20"),
-    ("strip", "what it did most of the time, cell by cell; update (U) is also what is done with gradients "
-     "and weights around it, a pair (P) is a forward and a backward, overlapped"),
-    ("in flight", "microbatches that have gone forward and not yet backward, of the most in the last step"),
-    ("weights", "updates that the weights in use have seen"),
-    ("slowest", "the rank that computes longest, where several hold the stage; the shares are their mean"),
-    ("bubble", "share of the time that ranks do not compute; in parentheses the same in simulations of this "
-     "schedule and of 1F1B, in which stages take as long as they do here, and nothing else takes time"),
-    ("red, !", "a stage that is at one thing for more than 5 s and 5 steps, lets others wait, or is silent"),
-    ("Ctrl-C", "where the training was started: it stops after this step and saves; again, at once. "
+    ("q  p", "quit the view; pause the view. Training continues"),
+    ("s  ?", "sort by slowest stage, or by index; close this help"),
+    ("last, mean", "fraction of the last step, and of the last 20 steps, in which the stage computed"),
+    ("strip", "the main activity in each cell; update (U) includes work on gradients and weights around it, "
+     "pair (P) is an overlapped forward and backward"),
+    ("in flight", "microbatches between their forward and their backward, of the peak in the last step"),
+    ("weights", "version: the number of updates applied to the weights in use"),
+    ("slowest", "the rank that computes longest, where several hold the stage; fractions are their mean"),
+    ("bubble", "fraction of the time in which ranks do not compute; in parentheses: simulated for this "
+     "schedule and for 1F1B with the stages' measured times, without other costs"),
+    ("red, !", "a stage busy with one thing for over 5 s and 5 steps, a straggler, or without heartbeat"),
+    ("Ctrl-C", "in the terminal of the training: it stops after this step and saves; again: at once. "
      "Elsewhere: as q"),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What the user has chosen, and a note of the view's own."""
+class ViewOptions:
+    """Options that keys toggle, and a note in the last line."""
 
     by_slowest: bool = False
     paused: bool = False
@@ -56,32 +56,32 @@ class Shown:
 
 
 def render_frame(
-    console: Console, run: Snapshot, history: History, shown: Shown, width: int, height: int
+    console: Console, run: Snapshot, history: History, shown: ViewOptions, width: int, height: int
 ) -> Layout:
-    """A picture of a run, of `width` characters and `height` lines.
+    """Renders a run in `width` characters and `height` lines.
 
     Args:
-        console: on which it is shown.
-        run: what is known of it.
+        console: the console that prints the frame.
+        run: its state.
         history: of its journal.
-        shown: what the user has chosen.
+        shown: the options.
         width: at least 1.
         height: at least 1.
     """
     options = console.options.update(width=width, height=height)
-    figures = _flow(_figures(run, history), width, most=2)
-    parts: list[tuple[RenderableType, int]] = [
+    metrics = _flow(_metrics(run, history), width, max_lines=2)
+    sections: list[tuple[RenderableType, int]] = [
         (_header(run, width), 1),
         (_progress(run, options), 1),
-        (Group(*figures), len(figures)),
+        (Group(*metrics), len(metrics)),
     ]
     left = height - 1
-    room = left - sum(size for _, size in parts)
-    parts += [(_help(), room)] if shown.help else _body(console, run, history, shown, options, room)
+    room = left - sum(size for _, size in sections)
+    sections += [(_help(), room)] if shown.help else _body(console, run, history, shown, options, room)
     rows = []
-    for part, wanted in parts:
+    for section, wanted in sections:
         if (size := min(wanted, left)) > 0:
-            rows.append(Layout(part, size=size))
+            rows.append(Layout(section, size=size))
             left -= size
     layout = Layout()
     layout.split_column(*rows, Layout(_footer(shown, width), size=1))
@@ -89,9 +89,9 @@ def render_frame(
 
 
 def _body(
-    console: Console, run: Snapshot, history: History, shown: Shown, options: ConsoleOptions, room: int
+    console: Console, run: Snapshot, history: History, shown: ViewOptions, options: ConsoleOptions, room: int
 ) -> list[tuple[RenderableType, int]]:
-    """Stages, what stalls, curves and log, and how many lines each gets."""
+    """Stages, stalls, curves and log, each with its number of lines."""
     width = options.max_width
     warnings = [Text(f"! {stall.text}", "bold red") for stall in run.stalls]
     stalls = [line for text in warnings for line in text.wrap(console, width)][: max(room // 4, 1)]
@@ -100,21 +100,21 @@ def _body(
     table = max(min(1 + len(run.rows), room - len(stalls) - plots - least_log), min(room, 2))
     log = room - table - len(stalls) - plots
     colours = console.color_system is not None and not console.no_color
-    parts: list[tuple[RenderableType, int]] = [
+    sections: list[tuple[RenderableType, int]] = [
         (draw_stages(run.rows, table, options, colours, shown.by_slowest), table),
         (Group(*stalls), len(stalls)),
     ]
     if plots:
-        parts.append((draw_curves(run.info.steps, history, options, plots), plots))
-    return [*parts, (_log(console, history.lines, width, log), log)]
+        sections.append((draw_curves(run.info.steps, history, options, plots), plots))
+    return [*sections, (_log(console, history.lines, width, log), log)]
 
 
 def _log(console: Console, lines: Sequence[LogLine], width: int, height: int) -> RenderableType:
     drawn: list[Text] = []
     for line in list(lines)[-height:]:
         text = Text(clean(line.text), no_wrap=True, overflow="crop")
-        if line.warns:
-            # What deserves attention is shown in full.
+        if line.is_warning:
+            # Warnings are shown in full.
             drawn += Text(f"warning: {text.plain}", "yellow").wrap(console, width)
         else:
             drawn += text.split(allow_blank=True)
@@ -122,18 +122,18 @@ def _log(console: Console, lines: Sequence[LogLine], width: int, height: int) ->
 
 
 def clean(text: str) -> str:
-    """Text as it may be written on a terminal: without escape sequences and other control characters."""
+    """Removes escape sequences and other control characters from text for a terminal."""
     plain = Text.from_ansi(text.expandtabs(4)).plain
     return "".join(c if c.isprintable() or c == "\n" else "" for c in plain).strip("\n")
 
 
 def _header(run: Snapshot, width: int) -> Text:
     info = run.info
-    copies = len(info.ranks) // max(len(set(info.ranks)), 1)
+    replicas = len(info.ranks) // max(len(set(info.ranks)), 1)
     what = [info.schedule, _count(info.stages, "stage")] if info.stages > 1 else ["no pipeline"]
     if run.is_synchronous:
         what[0] += f" (synchronous up to step {info.synchronous_steps:,})"
-    what += [f"{copies} copies"] if copies > 1 else []
+    what += [f"{replicas} replicas"] if replicas > 1 else []
     what += [_count(info.microbatches, "microbatch"), info.device]
     left = Text.assemble((clean(info.model), "bold"), "  " + ", ".join(map(clean, what)))
     status = Text(run.status, style=_STATUS_STYLES.get(run.status, "bold red"))
@@ -165,35 +165,35 @@ def _progress(run: Snapshot, options: ConsoleOptions) -> RenderableType:
     return grid
 
 
-def _figures(run: Snapshot, history: History) -> list[Text]:
+def _metrics(run: Snapshot, history: History) -> list[Text]:
     rate, mfu = history.last("step", "tokens_per_second"), history.last("step", "mfu")
     skipped, saved = int(history.last("step", "skipped") or 0), history.last("checkpoint", "step")
     warnings = history.counts["warning"]
-    figures = [
+    metrics = [
         Text("- tokens/s" if rate is None else f"{rate:,.0f} tokens/s"),
         Text("MFU -" if mfu is None else f"MFU {mfu:.1%}"),
     ]
     if run.bubble is not None:
-        figures.append(Text(f"bubble {run.bubble:.1%}"))
+        metrics.append(Text(f"bubble {run.bubble:.1%}"))
         simulated = (("", run.simulated_bubble), ("1F1B ", run.simulated_bubble_of_1f1b))
         if known := [f"{name}{bubble:.1%}" for name, bubble in simulated if bubble is not None]:
-            figures[-1].append(f" (simulated: {', '.join(known)})", "dim")
+            metrics[-1].append(f" (simulated: {', '.join(known)})", "dim")
     last = "" if saved is None else f", last {saved:,}"
     return [
-        *figures,
+        *metrics,
         Text(_count(history.counts["checkpoint"], "checkpoint") + last),
         Text(f"{_count(skipped, 'update')} skipped", "yellow" if skipped else ""),
         Text(_count(warnings, "warning"), "yellow" if warnings else ""),
     ]
 
 
-def _flow(items: Sequence[Text], width: int, most: int) -> list[Text]:
-    """Items one after another on at most so many lines; those that do not fit are left out."""
+def _flow(items: Sequence[Text], width: int, max_lines: int) -> list[Text]:
+    """Wraps items to at most `max_lines` lines; items that do not fit are left out."""
     lines: list[Text] = [Text(no_wrap=True)]
     for item in items:
         gap = "  " if len(lines[-1]) else ""
         if lines[-1].cell_len + len(gap) + item.cell_len > width and len(lines[-1]):
-            if len(lines) == most:
+            if len(lines) == max_lines:
                 break
             lines.append(Text(no_wrap=True))
             gap = ""
@@ -201,7 +201,7 @@ def _flow(items: Sequence[Text], width: int, most: int) -> list[Text]:
     return lines
 
 
-def _footer(shown: Shown, width: int) -> Text:
+def _footer(shown: ViewOptions, width: int) -> Text:
     left = Text("q quit  p pause  s sort by slowest  ? help", "dim")
     notes = [("paused", "reverse")] * shown.paused + [(shown.note, "bold yellow")] * bool(shown.note)
     right = Text("  ").join(Text(text, style) for text, style in notes)
@@ -209,7 +209,7 @@ def _footer(shown: Shown, width: int) -> Text:
 
 
 def _at_both_ends(left: Text, right: Text, width: int) -> Text:
-    """One line, of which the right end is never left out."""
+    """A line with texts at both ends; if it is too short, the left one is cropped."""
     left.truncate(max(width - right.cell_len - 2, 0), overflow="crop")
     gap = max(width - left.cell_len - right.cell_len, 0)
     line = Text(no_wrap=True, overflow="crop")
@@ -222,7 +222,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _clock(seconds: int) -> str:
-    """1:02, 3:04:05 or 6 d 07:08."""
+    """Formats seconds as 1:02, 3:04:05 or 6 d 07:08."""
     hours, minutes = divmod(seconds // 60, 60)
     if hours >= 48:
         return f"{hours // 24} d {hours % 24:02}:{minutes:02}"

@@ -1,4 +1,4 @@
-"""The rows of a live view that show stages, and their last steps as strips."""
+"""The live view's table of stages, with their last steps as a timeline."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -13,15 +13,15 @@ from rich.text import Text
 
 from titan_async.monitor.kinds import KINDS, Activity
 from titan_async.monitor.snapshot import StageRow
-from titan_async.monitor.stages import StepFigures, mean_of_known
+from titan_async.monitor.stage_stats import StepStats, mean_of_known
 from titan_async.pipelining.recording import FORWARD_KINDS, Kind
 
 __all__ = ["draw_stages", "strip"]
 
 _ACTIVITY = np.array([KINDS[kind].activity for kind in Kind])
-_LOOKS = 16  # at each cell
+_SAMPLES = 16  # per cell
 
-# Those of other pictures unless too dark for a dark screen, in the order of the legend.
+# Those of plots, unless too dark for a dark terminal; in the order of the legend.
 _COLOURS = {
     Activity.FORWARD: KINDS[Kind.FORWARD].colour,
     Activity.BACKWARD: KINDS[Kind.BACKWARD].colour,
@@ -35,8 +35,8 @@ _LETTERS = {activity: activity.name[0] for activity in Activity} | {Activity.WAI
 class _Column(NamedTuple):
     title: str
     width: int
-    least: int
-    """The width of the terminal from which on there is room for it."""
+    min_width: int
+    """Of the terminal, for the column to be shown."""
     justify: str = "left"
 
 
@@ -44,7 +44,7 @@ _COLUMNS = (
     _Column("stage", 5, 0),
     _Column("last", 4, 34, "right"),
     _Column("mean", 4, 0, "right"),
-    _Column("strip", 0, 24),  # takes what the others leave
+    _Column("strip", 0, 24),  # takes the remaining width
     _Column("in flight", 9, 48, "right"),
     _Column("weights", 8, 92, "right"),
     _Column("memory", 10, 74, "right"),
@@ -56,20 +56,22 @@ _COLUMNS = (
 def draw_stages(
     rows: Sequence[StageRow], height: int, options: ConsoleOptions, colours: bool, by_slowest: bool
 ) -> Table:
-    """A table of `height` lines, the titles included, at the options' width.
+    """A table of `height` lines, including the titles, at the options' width.
 
     Args:
-        rows: those that do not fit are summed up.
+        rows: those that do not fit are summarized in one line.
         height: at least 2.
         options: of the console.
-        colours: whether there are any.
-        by_slowest: whether the stalled come first, and then those that compute longest.
+        colours: whether the terminal has colours.
+        by_slowest: sort stalled stages first, then by decreasing time of computing.
     """
     if by_slowest:
         rows = sorted(rows, key=lambda row: (not row.stalled, -row.busy_seconds, row.stage))
     width = options.max_width
-    copies = any(row.slowest_rank is not None for row in rows)
-    columns = [each for each in _COLUMNS if each.least <= width and (copies or each.title != "slowest")]
+    replicated = any(row.slowest_rank is not None for row in rows)
+    columns = [
+        each for each in _COLUMNS if each.min_width <= width and (replicated or each.title != "slowest")
+    ]
     cells = width - sum(column.width + 1 for column in columns if column.width) - 1
     halves = colours and not options.ascii_only
     steps = _steps_shown(rows, 2 * cells if halves else cells)
@@ -85,22 +87,22 @@ def draw_stages(
         }
         table.add_row(*(fields[each.title] for each in columns), style="bold red" if row.stalled else None)
     if len(shown) < len(rows):
-        # Written over the whole width, which no cell of a table can be.
+        # A caption spans all columns, and a cell cannot.
         table.caption = _rest(rows[len(shown) :], by_slowest)
         table.caption_justify, table.caption_style = "left", "dim"
     return table
 
 
-def _steps_shown(rows: Sequence[StageRow], looks: int) -> int:
-    """The most steps of which single forwards and backwards can be seen, which take three cells."""
+def _steps_shown(rows: Sequence[StageRow], cells: int) -> int:
+    """The number of steps for which each microbatch has three cells, from 1 to 4."""
     microbatches = max((row.steps[-1].count(FORWARD_KINDS) for row in rows if row.steps), default=1)
-    return min(max(looks // max(3 * microbatches, 1), 1), 4)
+    return min(max(cells // max(3 * microbatches, 1), 1), 4)
 
 
 def _fields(row: StageRow) -> dict[str, str]:
-    of_what = f" {row.microbatch}" if row.microbatch >= 0 else ""
+    detail = f" {row.microbatch}" if row.microbatch >= 0 else ""
     if row.neighbour >= 0:
-        of_what = f" {'to' if row.doing is Kind.SEND else 'for'} {row.neighbour}"
+        detail = f" {'to' if row.doing is Kind.SEND else 'for'} {row.neighbour}"
     used, limit = row.memory / 2**30, row.memory_limit / 2**30
     return {
         "stage": f"{'!' if row.stalled else ' '}{row.stage}",
@@ -108,9 +110,9 @@ def _fields(row: StageRow) -> dict[str, str]:
         "mean": _share(row.average_utilization),
         "in flight": f"{row.in_flight} of {row.most_in_flight}",
         "weights": f"v{row.version}" if row.version >= 0 else "-",
-        # Of an accelerator with what there is; of a process alone.
+        # Of an accelerator with the total, of a process without.
         "memory": f"{used:.1f}/{limit:.0f}G" if row.memory_limit else f"{used:.2f} GiB",
-        "now": ("" if row.doing is None else KINDS[row.doing].now) + of_what,
+        "now": ("" if row.doing is None else KINDS[row.doing].now) + detail,
         "slowest": f"rank {row.slowest_rank}" if row.slowest_rank is not None else "",
     }
 
@@ -127,7 +129,7 @@ def _rest(rows: Sequence[StageRow], by_slowest: bool) -> str:
 
 
 def _legend(rows: Sequence[StageRow], cells: int, steps: int, colours: bool) -> Text:
-    """The strip's title, a legend of its colours or letters."""
+    """The title of the timeline: a legend of its colours or letters."""
     pairs = any(step.count([Kind.OVERLAP]) for row in rows for step in row.steps)
     names = {each: f"{each.name.lower()} " for each in _COLOURS if pairs or each is not Activity.PAIR}
     if not colours:
@@ -142,43 +144,43 @@ def _legend(rows: Sequence[StageRow], cells: int, steps: int, colours: bool) -> 
     return legend
 
 
-@lru_cache(maxsize=64)  # a frame is drawn more often than a step ends
-def _strip(steps: tuple[StepFigures, ...], cells: int, halves: bool, colours: bool) -> Segments:
+@lru_cache(maxsize=64)  # frames are drawn more often than steps end
+def _strip(steps: tuple[StepStats, ...], cells: int, halves: bool, colours: bool) -> Segments:
     if halves:
-        # Two cells a character: its left half in the foreground's colour, the right one in the background's.
-        seen = strip(steps, 2 * cells)
-        pairs = zip(seen[::2], seen[1::2], strict=True)
+        # Two cells per character: the left half in the foreground colour, the right in the background colour.
+        activities = strip(steps, 2 * cells)
+        pairs = zip(activities[::2], activities[1::2], strict=True)
         drawn = [Segment("▌", Style(color=_COLOURS[a], bgcolor=_COLOURS[b])) for a, b in pairs]
     else:
-        seen = strip(steps, cells)
-        drawn = [Segment(_LETTERS[a], Style(color=_COLOURS[a]) if colours else None) for a in seen]
+        activities = strip(steps, cells)
+        drawn = [Segment(_LETTERS[a], Style(color=_COLOURS[a]) if colours else None) for a in activities]
     return Segments(Segment.simplify(drawn))
 
 
-def strip(steps: Sequence[StepFigures], cells: int) -> tuple[Activity, ...]:
-    """What took most of the time of each cell.
+def strip(steps: Sequence[StepStats], cells: int) -> tuple[Activity, ...]:
+    """The most frequent activity in each cell.
 
-    Each cell is looked at 16 times, so that a part of it shorter than 1/16 may go unseen.
+    Each cell is sampled 16 times, so that spans shorter than 1/16 of a cell may be missed.
 
     Args:
-        steps: shown one after another, without what lies between them.
-        cells: how many.
+        steps: shown one after another, without the time between them.
+        cells: number of cells.
     """
     if not steps or cells < 1:
         return ()
     starts = np.array([step.start for step in steps])
     lengths = np.array([step.end - step.start for step in steps])
     bounds = lengths.cumsum()
-    # The times of the looks, as if the steps followed each other without a gap, and then the clock's.
-    looks = ((np.arange(cells * _LOOKS) + 0.5) * (bounds[-1] / (cells * _LOOKS))).astype(np.int64)
-    step = np.searchsorted(bounds, looks, side="right").clip(max=len(steps) - 1)
-    times = looks - (bounds - lengths)[step] + starts[step]
-    # The innermost of the spans around a time begins last, and it is written last here.
-    seen = np.zeros(len(times), np.int64)
+    # Times of the samples without the time between steps, then by the clock.
+    samples = ((np.arange(cells * _SAMPLES) + 0.5) * (bounds[-1] / (cells * _SAMPLES))).astype(np.int64)
+    step = np.searchsorted(bounds, samples, side="right").clip(max=len(steps) - 1)
+    times = samples - (bounds - lengths)[step] + starts[step]
+    # Of nested spans the innermost begins last, so that it is assigned last.
+    sampled = np.zeros(len(times), np.int64)
     records = np.concatenate([step.records for step in steps])
     records = records[np.argsort(records["start"], kind="stable")]
     first, last = np.searchsorted(times, records["start"]), np.searchsorted(times, records["end"])
     for begin, end, activity in zip(first, last, _ACTIVITY[records["kind"]], strict=True):
-        seen[begin:end] = activity
-    counts = np.stack([(seen.reshape(cells, _LOOKS) == activity).sum(axis=1) for activity in Activity])
+        sampled[begin:end] = activity
+    counts = np.stack([(sampled.reshape(cells, _SAMPLES) == activity).sum(axis=1) for activity in Activity])
     return tuple(Activity(activity) for activity in counts.argmax(axis=0))

@@ -1,4 +1,4 @@
-"""The terminal of a live view, which is left as it was found: single keys, and signals."""
+"""Keys and signals of a live view. The terminal's settings are restored at exit."""
 
 import os
 import re
@@ -15,40 +15,40 @@ from types import FrameType
 __all__ = ["Interrupts", "reading_keys"]
 
 _SPECIAL = 6
-"""Where a terminal's modes have its special characters."""
+"""Index of the special characters in a terminal's attributes."""
 
 _SEQUENCE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|O.)?")
-"""What keys such as the arrows send."""
+"""Escape sequences of keys such as the arrows."""
 
 
 @contextmanager
 def reading_keys() -> Iterator[Callable[[float], str]]:
-    """Gives a function that reads keys as they are pressed; without a terminal there are none.
+    """Yields a function that reads keys without waiting for a line; without a terminal there are none.
 
-    It returns what is pressed, at the latest after so many seconds: nothing, a key, or several at once.
-    Ctrl-C stays a signal, and Ctrl-Z does nothing.
+    The function waits for at most the given seconds and returns the keys pressed, possibly none. Ctrl-C
+    remains a signal, and Ctrl-Z has no effect.
     """
     if sys.stdin is None or not sys.stdin.isatty():
         yield _no_key
         return
     file = sys.stdin.fileno()
     before = termios.tcgetattr(file)
-    is_there = True
+    is_open = True
 
     def read(seconds: float) -> str:
-        nonlocal is_there
-        if not is_there:
+        nonlocal is_open
+        if not is_open:
             return _no_key(seconds)
         if not select.select([file], [], [], seconds)[0]:
             return ""
         pressed = os.read(file, 64).decode(errors="ignore")
-        is_there = bool(pressed)
+        is_open = bool(pressed)
         return _SEQUENCE.sub("", pressed)
 
     try:
         tty.setcbreak(file)
         modes = termios.tcgetattr(file)
-        # Ctrl-Z would leave the shell on this screen, and stop a training in the same terminal.
+        # Ctrl-Z would leave the shell on this screen, and suspend a training in the same terminal.
         modes[_SPECIAL][termios.VSUSP] = os.fpathconf(file, "PC_VDISABLE").to_bytes()
         termios.tcsetattr(file, termios.TCSADRAIN, modes)
         yield read
@@ -62,18 +62,18 @@ def _no_key(seconds: float) -> str:
 
 
 class Interrupts:
-    """Counts Ctrl-C, and ends the process by an exception on SIGTERM and SIGHUP, while it is entered.
+    """A context in which Ctrl-C is counted, and SIGTERM and SIGHUP raise `SystemExit`.
 
     Args:
-        survives: Ctrl-C that are only counted; the next raises `KeyboardInterrupt`.
+        ignored: number of Ctrl-C that are only counted; the next raises `KeyboardInterrupt`.
     """
 
-    def __init__(self, survives: int) -> None:
+    def __init__(self, ignored: int) -> None:
         self.count = 0
-        self._survives = survives
+        self._ignored = ignored
 
     def __enter__(self) -> "Interrupts":
-        handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: _leave, signal.SIGHUP: _leave}
+        handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: _raise_exit, signal.SIGHUP: _raise_exit}
         self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         return self
 
@@ -83,9 +83,9 @@ class Interrupts:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
-        if self.count > self._survives:
+        if self.count > self._ignored:
             raise KeyboardInterrupt
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _raise_exit(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""The live view: a full screen that is drawn anew four times a second where something has changed.
+"""The live view: a full screen that is updated up to four times a second.
 
 When output is not a terminal, plain lines are printed.
 """
@@ -16,11 +16,11 @@ from rich.text import Text
 from titan_async.monitor.journal import JournalReader
 from titan_async.monitor.processes import Launched, has_gone
 from titan_async.monitor.run_folder import RunInfo, read_info
-from titan_async.monitor.snapshot import RunWatch, Snapshot
-from titan_async.monitor.view.frame import Shown, clean, render_frame
+from titan_async.monitor.snapshot import RunMonitor, Snapshot
+from titan_async.monitor.view.frame import ViewOptions, clean, render_frame
 from titan_async.monitor.view.terminal import Interrupts, reading_keys
 
-__all__ = ["STOPPING", "picture", "print_lines", "watch"]
+__all__ = ["STOPPING", "print_frame", "print_lines", "watch"]
 
 _PERIOD = 0.25
 _TOGGLES = {"p": "paused", "s": "by_slowest", "?": "help", "h": "help"}
@@ -29,17 +29,19 @@ STOPPING = "stopping after this step and saving; Ctrl-C again stops at once"
 
 
 def watch(console: Console, source: Path | Launched) -> int:
-    """Show a run until it is left; returns the exit status.
+    """Displays a run until the user quits; returns the exit status.
 
     Args:
         console: a terminal.
-        source: a run's folder of events, or what a launcher starts. In the latter case the view ends with the
-            run, and a first Ctrl-C, which the training gets as well, only makes it say so.
+        source: a run's folder of events, or the runs of a launcher. In the latter case the view ends with the
+            run, and a first Ctrl-C, which the training receives as well, only displays a note.
 
     Raises:
         UserError: the run cannot be read.
     """
-    run = None if isinstance(source, Launched) else RunWatch(source)  # before the screen is taken
+    run = (
+        None if isinstance(source, Launched) else RunMonitor(source)
+    )  # errors are raised before the screen is cleared
 
     def show(interrupts: Interrupts) -> None:
         with (
@@ -55,17 +57,17 @@ def watch(console: Console, source: Path | Launched) -> int:
                     over = source.is_over(view.run.history.end if view.run else None)
                 if interrupts.count:
                     view.shown = replace(view.shown, note="stopping" if view.run is None else STOPPING)
-                view.refresh()  # after it is known to be over, so that the last is read
+                view.refresh()  # after the check, so that the last entries are displayed
                 over = over or view.press(read_keys(max(_PERIOD - (time.monotonic() - begin), 0.01)))
 
-    return _until_left(source, show)
+    return _run_until_quit(source, show)
 
 
 def print_lines(file: TextIO, source: Path | Launched) -> int:
-    """Write the log of a run, from its beginning to its end; returns the exit status.
+    """Prints the log of a run from its beginning to its end; returns the exit status.
 
     Args:
-        file: where to.
+        file: the output.
         source: as for `watch`.
 
     Raises:
@@ -96,24 +98,24 @@ def print_lines(file: TextIO, source: Path | Launched) -> int:
             if not over and (end is None or isinstance(source, Launched)):
                 time.sleep(_PERIOD)
 
-    return _until_left(source, show)
+    return _run_until_quit(source, show)
 
 
-def picture(console: Console, folder: Path) -> None:
-    """Print one frame of a run, of the console's size.
+def print_frame(console: Console, folder: Path) -> None:
+    """Prints one frame of a run, of the console's size.
 
     Raises:
         UserError: the run cannot be read.
     """
-    run = RunWatch(folder)
+    run = RunMonitor(folder)
     run.poll()
-    console.print(render_frame(console, run.snapshot(), run.history, Shown(), *console.size))
+    console.print(render_frame(console, run.snapshot(), run.history, ViewOptions(), *console.size))
 
 
-def _until_left(source: Path | Launched, show: Callable[[Interrupts], None]) -> int:
-    """Show a run until Ctrl-C, the second one if it has a launcher, which gets the first; the exit status."""
+def _run_until_quit(source: Path | Launched, show: Callable[[Interrupts], None]) -> int:
+    """Calls `show` until Ctrl-C, with a launcher until the second one; returns the exit status."""
     launched = isinstance(source, Launched)
-    with Interrupts(survives=1 if launched else 0) as interrupts:
+    with Interrupts(ignored=1 if launched else 0) as interrupts:
         try:
             show(interrupts)
         except KeyboardInterrupt:
@@ -122,23 +124,23 @@ def _until_left(source: Path | Launched, show: Callable[[Interrupts], None]) -> 
 
 
 class _View:
-    """What is on the screen, and which keys have been pressed."""
+    """The state of the screen and its options."""
 
-    def __init__(self, console: Console, live: Live, run: RunWatch | None) -> None:
+    def __init__(self, console: Console, live: Live, run: RunMonitor | None) -> None:
         self._console, self._live = console, live
         self._drawn: object = None
         self._began = time.monotonic()
         self._snapshot: Snapshot | None = None
         self.run = run
-        self.shown = Shown()
+        self.shown = ViewOptions()
 
     def follow(self, folder: Path | None) -> None:
-        """Show the run of this folder from now on."""
+        """Displays the run of this folder from now on."""
         if folder is not None and (self.run is None or folder != self.run.folder):
-            self.run = RunWatch(folder)
+            self.run = RunMonitor(folder)
 
     def press(self, keys: str) -> bool:
-        """Do what keys ask for; whether to leave."""
+        """Handles keys; returns whether to quit."""
         for key in keys:
             if key in "qQ":
                 return True
@@ -148,7 +150,7 @@ class _View:
         return False
 
     def refresh(self) -> None:
-        """Read and draw what is new; while paused, only what keys and the terminal's size change."""
+        """Reads new events and draws; while paused, it draws only if the options or the size change."""
         if self.run is not None and (not self.shown.paused or self._snapshot is None):
             self.run.poll()
             self._snapshot = self.run.snapshot()
@@ -167,5 +169,5 @@ class _View:
             self._drawn = key
 
     def _waiting(self, seconds: int) -> Text:
-        text = Text(f"the training processes start; {seconds} s so far\n\n")
-        return text.append(self.shown.note or "q quits this view, and not the training", "dim")
+        text = Text(f"waiting for the training processes to start ({seconds} s)\n\n")
+        return text.append(self.shown.note or "q quits this view; training continues", "dim")

@@ -25,11 +25,11 @@ from torchtitan.components.checkpointer import (
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.tools.utils import GarbageCollection
 
-from titan_async.checkpoint._dcp_files_internals import (
+from titan_async.checkpoint._dcp_internals import (
     INDEX,
-    CheckingReader,
-    SealingWriter,
-    ValueLoadPlanner,
+    ChecksumReader,
+    ChecksumWriter,
+    WeightsOnlyLoadPlanner,
     disk_error,
 )
 from titan_async.pipelining.recording import Kind
@@ -185,12 +185,12 @@ class AsyncCheckpointer(CheckpointManager, Recorded):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         with explain_damage(Path(checkpoint_id)):
-            reader = CheckingReader(checkpoint_id)
+            reader = ChecksumReader(checkpoint_id)
             keys = reader.index.state_dict_metadata
             self._check_positions(state_dict, keys)
             self.was_delayed = any(f".{NEXT_WEIGHTS}." in key for key in keys)
             state = existing_state(state_dict, keys)
-            dcp.load(state, storage_reader=reader, planner=ValueLoadPlanner())
+            dcp.load(state, storage_reader=reader, planner=WeightsOnlyLoadPlanner())
         for name, part in state_dict.items():
             if isinstance(part, Stateful):
                 part.load_state_dict(state[name])
@@ -220,7 +220,7 @@ class AsyncCheckpointer(CheckpointManager, Recorded):
             Path(checkpoint_id, INDEX).unlink(missing_ok=True)
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
-        writer = SealingWriter(checkpoint_id)
+        writer = ChecksumWriter(checkpoint_id)
         if async_mode == AsyncMode.DISABLED:
             dcp.save(state_dict, storage_writer=writer)
             saving = None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from titan_async.checkpoint._dcp_files_internals import INDEX, CheckingReader, DamagedError
+from titan_async.checkpoint._dcp_internals import INDEX, ChecksumReader, CorruptCheckpointError
 from titan_async.checkpoint.safetensors_files import INDEX as HF_INDEX
 from titan_async.errors import UserError
 
@@ -49,13 +49,13 @@ def explain_damage(folder: Path) -> Iterator[None]:
     """
     try:
         yield
-    except DamagedError as error:
+    except CorruptCheckpointError as error:
         raise _damaged(folder, str(error)) from error
     except OSError as error:
         raise _damaged(folder, f"{INDEX} cannot be read ({error.strerror})") from error
     except CheckpointException as error:
         for cause, _ in error.failures.values():
-            if isinstance(cause, DamagedError):
+            if isinstance(cause, CorruptCheckpointError):
                 raise _damaged(folder, str(cause)) from error
         raise
 
@@ -76,7 +76,7 @@ def check_index(folder: Path) -> None:
         UserError: it has not.
     """
     with explain_damage(folder):
-        CheckingReader(folder)
+        ChecksumReader(folder)
 
 
 def complete_steps(folder: Path, index: str = INDEX) -> list[int]:

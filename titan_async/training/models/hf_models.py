@@ -60,7 +60,7 @@ def spec_of(description: Mapping[str, Any]) -> ModelSpec:
     ignored: compare the description with `describe` of the result.
 
     Args:
-        description: as `huggingface.architecture.with_defaults` returns it.
+        description: as `huggingface.config_json.with_defaults` returns it.
 
     Raises:
         ValueError: a sentence that begins with the name of the wrong field.

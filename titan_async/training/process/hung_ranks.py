@@ -12,7 +12,7 @@ from typing import Any
 
 from titan_async.errors import UserError
 from titan_async.monitor.formatting import name_stages
-from titan_async.monitor.snapshot import RunWatch
+from titan_async.monitor.snapshot import RunMonitor
 from titan_async.training.process.failures import Failure
 from titan_async.training.process.library_errors import watchdog_error, watchdog_timeout
 
@@ -49,7 +49,7 @@ def describe_hung_ranks(
         by_watchdog: whether NCCL's watchdog has aborted the rank; its event files are not closed.
     """
     run = _read_run(folder)
-    stragglers = [] if run is None else run.culprits(seconds / 2)
+    stragglers = [] if run is None else run.stragglers(seconds / 2)
     stragglers = [who for who in stragglers if not who.startswith(f"rank {rank} (")]
     limit = next((f"comm.{name}" for name in _LIMITS if getattr(comm, name) == seconds), None)
     waited = f"{seconds:.0f} s" + (f" ({limit})" if limit else "")
@@ -63,9 +63,9 @@ def describe_hung_ranks(
     return f"{who} {what}: start the same command again{slow}"
 
 
-def _read_run(folder: Path | None) -> RunWatch | None:
+def _read_run(folder: Path | None) -> RunMonitor | None:
     try:
-        run = None if folder is None else RunWatch(folder)
+        run = None if folder is None else RunMonitor(folder)
     except UserError:  # the files were removed
         return None
     if run is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from titan_async.config.recipe_file import Resolved
 from titan_async.errors import UserError
-from titan_async.whole_files import writing_whole
+from titan_async.file_io import atomic_write
 
 __all__ = ["LOCK", "RECIPE", "announced", "locked", "recipe_text", "refuse_locked", "write_recipe"]
 
@@ -114,7 +114,7 @@ def write_recipe(resolved: Resolved) -> None:
     try:
         if file.exists() and not file.read_text(encoding="utf-8", errors="replace").startswith(_MARK):
             return
-        with writing_whole(file) as partial:
+        with atomic_write(file) as partial:
             partial.write_text(recipe_text(resolved), encoding="utf-8")
     except OSError as error:
         raise UserError(

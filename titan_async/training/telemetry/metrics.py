@@ -15,12 +15,12 @@ from torchtitan.components.metrics import BaseLogger, MetricsProcessor
 from torchtitan.distributed import ParallelDims
 from torchtitan.trainer import Trainer
 
+from titan_async.file_io import atomic_write
 from titan_async.training.callbacks import Callback
 from titan_async.training.checkpoint.folders import complete_steps
 from titan_async.training.pipeline.schedule import has_last_stage
 from titan_async.training.telemetry.recording import Recorded
 from titan_async.training.telemetry.reporter import StepReport
-from titan_async.whole_files import writing_whole
 
 __all__ = ["AsyncMetrics", "keep_run_id", "run_id_file", "share_loss", "wandb_continues"]
 
@@ -160,5 +160,5 @@ def wandb_continues(file: Path, *, resumes: bool) -> Iterator[str]:
 
 def keep_run_id(file: Path, run_id: str) -> None:
     """Write the id for the next start. A folder that is not writable is no error."""
-    with contextlib.suppress(OSError), writing_whole(file) as partial:
+    with contextlib.suppress(OSError), atomic_write(file) as partial:
         partial.write_text(f"{run_id}\n", encoding="utf-8")

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torchtitan.distributed import ParallelDims
 from torchtitan.trainer import Trainer
 
+from titan_async.file_io import write_json
 from titan_async.training.callbacks import Callback
 from titan_async.training.pipeline.schedule import accumulation_of
-from titan_async.whole_files import write_json
 
 __all__ = ["MEASURED_FILE", "SKIPPED", "STEPS", "StageTimer"]
 

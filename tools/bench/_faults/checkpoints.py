@@ -64,7 +64,7 @@ def damages(quick: bool) -> Iterator[tuple[str, list[Damage], str]]:
     yield "a truncated file", [cut, cut][few], named
     yield "a flipped bit", [flip, flip, flip][few], named
     yield "a missing file", [remove, remove][few], damaged.format(r"__\d_0\.distcp is missing")
-    index = damaged.format(r"\.metadata is no index of a checkpoint and was not loaded: .*")
+    index = damaged.format(r"\.metadata is not the index of a checkpoint and was not loaded: .*")
     yield "a damaged index", [lambda at: flip(at, ".metadata"), garble, booby_trap][few], index
 
 

@@ -24,7 +24,7 @@ from _faults.result import Attempt, Result, summarize
 from _faults.runs import is_same, saved_state, start, train_undisturbed
 from _faults.watched import Watched
 from titan_async.data import TextSource, prepare_tokens, shakespeare_tokenizer_folder
-from titan_async.data.plays import play_scenes
+from titan_async.data.shakespeare import play_scenes
 from titan_async.training.checkpoint.folders import complete_steps
 
 __all__ = ["measure"]

@@ -22,7 +22,7 @@ from _faults.runs import is_same, saved_state, start, train, train_undisturbed
 from _faults.watched import Watched, under_torchrun
 from titan_async.monitor.journal import JournalReader
 from titan_async.monitor.processes import is_alive
-from titan_async.monitor.spans import RunSpans, folder_of, load_spans
+from titan_async.monitor.spans import RunSpans, find_run, load_spans
 from titan_async.pipelining.recording import Kind
 
 __all__ = ["measure", "plan_kills"]
@@ -49,7 +49,7 @@ def measure(scratch: Path, *, quick: bool) -> Iterator[Result]:
     flags = (*FLAGS, "--training.steps", steps := 2 * INTERVAL * rounds + 2)
     undisturbed = scratch / "undisturbed"
     expected = train_undisturbed(undisturbed, steps, *flags)
-    plan = plan_kills(rounds, load_spans(folder_of(undisturbed / "run")), random.Random(0))
+    plan = plan_kills(rounds, load_spans(find_run(undisturbed / "run")), random.Random(0))
     attempts = _under_torchrun(scratch / "torchrun", plan, flags, expected)
     for phase in dict.fromkeys(kill.phase for kill in plan):
         of_phase = [done for kill, done in zip(plan, attempts, strict=True) if kill.phase == phase]
@@ -173,7 +173,7 @@ def _under_the_launcher(
     at, ended = when_killed(notes, 0), time.time()
     started = time.time()
     resumed = train(folder, *flags, timeout=600)
-    entries = JournalReader(folder_of(folder / "run")).new_entries()
+    entries = JournalReader(find_run(folder / "run")).new_entries()
     first_step = next(entry["time"] for entry in entries if entry["kind"] == "step")
     sentence = f"rank {rank} was killed by SIGKILL; the other ranks were stopped\n"
     right = (process.returncode, err) == (1, sentence) and (resumed.status, resumed.err) == (0, "")

@@ -15,7 +15,7 @@ import torch
 from _faults.injected import FAULT
 from tests.support import training
 from tests.support.training import RECIPE, ROOT, Run
-from titan_async.checkpoint.distributed import SavedTensors
+from titan_async.checkpoint.dcp import SavedTensors
 
 MOE_RECIPE = ROOT / "toml_configs" / "debug_moe_cpu.toml"
 

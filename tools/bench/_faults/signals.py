@@ -18,8 +18,8 @@ from _faults.result import Attempt, Result, summarize
 from _faults.runs import is_same, saved_state, train_undisturbed
 from _faults.watched import SHUTDOWN_TIMEOUT, Watched, under_the_launcher, under_torchrun
 from titan_async.monitor.processes import is_alive
-from titan_async.monitor.snapshot import RunWatch
-from titan_async.monitor.spans import folder_of
+from titan_async.monitor.snapshot import RunMonitor
+from titan_async.monitor.spans import find_run
 from titan_async.pipelining.recording import Kind
 
 __all__ = ["measure"]
@@ -107,7 +107,7 @@ def _silent(folder: Path, rank: int, expected: State, *, hangs: bool) -> Attempt
         os.kill(ranks[rank], signal.SIGSTOP)
     status = run.wait(timeout=300)
     said = [line.text for line in run.err]
-    does = "computes the forward" if hangs else "has not been heard of"
+    does = "computes the forward" if hangs else "has sent no heartbeat"
     right = status == 1 and len(said) == 1 and said[0].startswith(f"rank {rank} (stage {rank}) {does}")
     return _resumed(folder, run, ranks, sent, expected, right, run.last_words)
 
@@ -120,7 +120,7 @@ def _paused(folder: Path, expected: State) -> list[Attempt]:
     for rank in (1, 0):
         run.wait_for_step(AT - 2 * rank)
         pid, stopped = run.ranks()[rank], time.time()
-        view = RunWatch(folder_of(folder / "run"))
+        view = RunMonitor(find_run(folder / "run"))
         os.kill(pid, signal.SIGSTOP)
         said = _until(lambda view=view, rank=rank: _named(view, rank), stopped + PAUSE)
         noticed = time.time()
@@ -133,7 +133,7 @@ def _paused(folder: Path, expected: State) -> list[Attempt]:
     return [Attempt(right and said != "", 0, notice, resume, said) for said, notice, resume in attempts]
 
 
-def _named(view: RunWatch, rank: int) -> str:
+def _named(view: RunMonitor, rank: int) -> str:
     view.poll()
     texts = (stall.text for stall in view.snapshot().stalls)
     return next((text for text in texts if text.startswith(f"rank {rank} ")), "")

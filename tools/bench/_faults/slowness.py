@@ -17,7 +17,7 @@ import numpy as np
 
 from _faults.result import Attempt, Result, summarize
 from _faults.runs import is_same, saved_state, train
-from titan_async.monitor.spans import RankSpans, folder_of, load_spans
+from titan_async.monitor.spans import RankSpans, find_run, load_spans
 from titan_async.pipelining.programs import async_programs
 from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
 from titan_async.pipelining.simulation import Timing, simulate
@@ -114,7 +114,7 @@ def _run(scratch: Path, shape: Shape, slowness: Slowness) -> _Run:
     )
     if done.status:
         raise RuntimeError(f"the run with {slowness.name} failed: {done.err}")
-    return _Run(saved_state(folder, shape.steps), load_spans(folder_of(folder / "run")).ranks)
+    return _Run(saved_state(folder, shape.steps), load_spans(find_run(folder / "run")).ranks)
 
 
 def _delays_are_one(rank: RankSpans) -> bool:

@@ -1,4 +1,4 @@
-"""A folder is there whole or not at all."""
+"""A folder is created with all its files, or not at all."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from pathlib import Path
 
 import pytest
 
-from titan_async.checkpoint.folders import new_folder
+from titan_async.checkpoint.atomic_folder import atomic_folder
 from titan_async.errors import UserError
 
 
 def fill(path: Path) -> None:
-    with new_folder(path) as folder:
+    with atomic_folder(path) as folder:
         assert folder.parent == path.parent and not any(folder.iterdir())
         (folder / "inner").mkdir()
         (folder / "inner" / "file").write_text("whole")
         assert not (path / "inner").exists()
 
 
-def test_it_appears_at_the_end(tmp_path: Path) -> None:
+def test_folder_appears_at_the_end(tmp_path: Path) -> None:
     fill(tmp_path / "deep" / "out")
     assert (tmp_path / "deep/out/inner/file").read_text() == "whole"
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["out"]
 
 
-def test_an_empty_folder_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_folder_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out").mkdir()
     monkeypatch.chdir(tmp_path)
     fill(Path("out").absolute())
@@ -37,7 +37,7 @@ def test_an_empty_folder_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])
-def test_what_is_there_stays(kind: str, tmp_path: Path) -> None:
+def test_existing_path_is_kept(kind: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     if kind == "folder":
         out.mkdir()
@@ -51,31 +51,31 @@ def test_what_is_there_stays(kind: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_folder_that_appears_meanwhile_stays(tmp_path: Path) -> None:
+def test_folder_created_meanwhile_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(UserError, match="exists already"), new_folder(out):  # noqa: PT012
+    with pytest.raises(UserError, match="exists already"), atomic_folder(out):  # noqa: PT012
         out.mkdir()
         (out / "mine").write_text("mine")
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
 
 
-def test_an_error_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "out") as folder:  # noqa: PT012
+def test_exception_removes_the_partial_folder(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "out") as folder:  # noqa: PT012
         (folder / "file").write_text("half")
         raise KeyboardInterrupt
     assert not any(tmp_path.iterdir())
 
 
-def test_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
-    sentence = r"cannot write .*out: No space left on device; make room"
-    with pytest.raises(UserError, match=sentence), new_folder(tmp_path / "out"):
+def test_full_disk_is_a_user_error(tmp_path: Path) -> None:
+    sentence = r"cannot write .*out: No space left on device; free space"
+    with pytest.raises(UserError, match=sentence), atomic_folder(tmp_path / "out"):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert not any(tmp_path.iterdir())
-    with pytest.raises(OSError, match="else"), new_folder(tmp_path / "out"):
+    with pytest.raises(OSError, match="else"), atomic_folder(tmp_path / "out"):
         raise OSError(errno.EIO, "else")
 
 
-def test_a_place_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+def test_unwritable_path_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write .*: (Not a directory|File exists)"):
         fill(tmp_path / "file" / "out")
@@ -83,15 +83,15 @@ def test_a_place_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
 
 WRITER = """
 import sys
-from titan_async.checkpoint.folders import new_folder
-with new_folder(sys.argv[1]) as folder:
+from titan_async.checkpoint.atomic_folder import atomic_folder
+with atomic_folder(sys.argv[1]) as folder:
     (folder / "half").write_text("half")
     print("writing", flush=True)
     sys.stdin.read()  # until it is killed
 """
 
 
-def test_another_writer_is_respected_and_a_killed_one_is_cleaned_up(tmp_path: Path) -> None:
+def test_concurrent_writer_is_refused_and_a_killed_one_replaced(tmp_path: Path) -> None:
     out = tmp_path / "out"
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -1,4 +1,4 @@
-"""Tensors of torch's checkpoints, one at a time, and nothing run that an index may contain."""
+"""Tensors of torch's checkpoints, read one at a time without running pickled code."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_te
 
 from tests.support import forks
 from tests.support.processes import Pools
-from titan_async.checkpoint._dcp_files_internals import (
-    CheckingReader,
-    DamagedError,
-    SealingWriter,
-    ValueLoadPlanner,
+from titan_async.checkpoint import TensorInfo
+from titan_async.checkpoint._dcp_internals import (
+    ChecksumReader,
+    ChecksumWriter,
+    CorruptCheckpointError,
+    WeightsOnlyLoadPlanner,
+    load_index,
 )
-from titan_async.checkpoint._dcp_internals import load_index
-from titan_async.checkpoint.distributed import INDEX, SavedTensors, save_tensors
-from titan_async.checkpoint.tensors import TensorInfo
+from titan_async.checkpoint.dcp import INDEX, SavedTensors, save_tensors
 from titan_async.errors import UserError
 
 TENSORS = {
@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "step-1"
 
 
-def test_every_tensor_is_read_whole(folder: Path) -> None:
+def test_tensors_are_read(folder: Path) -> None:
     saved = SavedTensors(folder)
     assert saved.tensors == INFOS
     for key, value in TENSORS.items():
@@ -67,10 +67,10 @@ def save_sharded(rank: int, group: object, folder: str) -> None:
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2))
     state = {key: distribute_tensor(value, mesh, places) for key, (value, places) in SHARDED.items()}
     own = {f"stage{rank}": torch.full((3,), float(rank))}
-    dcp.save({**state, **own}, storage_writer=SealingWriter(folder))
+    dcp.save({**state, **own}, storage_writer=ChecksumWriter(folder))
 
 
-def test_tensors_of_several_ranks_are_read_whole(pools: Pools, tmp_path: Path) -> None:
+def test_sharded_tensors_are_read_unsharded(pools: Pools, tmp_path: Path) -> None:
     pools(4).run(4, save_sharded, str(tmp_path))
     saved = SavedTensors(tmp_path)
     expected = {key: value for key, (value, _) in SHARDED.items()}
@@ -80,12 +80,12 @@ def test_tensors_of_several_ranks_are_read_whole(pools: Pools, tmp_path: Path) -
         assert torch.equal(saved.read(key), value), key
 
 
-def test_torch_reads_what_is_written_one_tensor_at_a_time(tmp_path: Path) -> None:
+def test_torch_loads_tensors_saved_one_at_a_time(tmp_path: Path) -> None:
     alive: list[weakref.ref[np.ndarray]] = []
 
     def load(key: str) -> torch.Tensor:
         assert not any(reference() is not None for reference in alive[:-1]), "tensors pile up"
-        # Memory that tells when no tensor has it any more.
+        # A NumPy array has weak references, which end with the last tensor that uses it.
         memory = TENSORS[key].view(torch.uint8).numpy().copy()
         alive.append(weakref.ref(memory))
         return torch.from_numpy(memory).view(TENSORS[key].dtype)
@@ -98,7 +98,7 @@ def test_torch_reads_what_is_written_one_tensor_at_a_time(tmp_path: Path) -> Non
     assert all(torch.equal(value, TENSORS[key]) for key, value in loaded.items())
 
 
-def test_the_index_is_what_torch_reads(folder: Path) -> None:
+def test_index_equals_that_of_torch(folder: Path) -> None:
     theirs = FileSystemReader(folder).read_metadata()
     ours = load_index(folder / INDEX)
     assert ours.state_dict_metadata == theirs.state_dict_metadata
@@ -116,7 +116,7 @@ class Hostile:
         return os.mkdir, (str(self.file),)
 
 
-def test_an_index_runs_nothing(folder: Path, tmp_path: Path) -> None:
+def test_index_runs_no_code(folder: Path, tmp_path: Path) -> None:
     index = FileSystemReader(folder).read_metadata()
     index.planner_data = Hostile(tmp_path / "ran")
     (folder / INDEX).write_bytes(pickle.dumps(index))
@@ -128,14 +128,14 @@ def test_an_index_runs_nothing(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["torch.load", "builtins.eval", "torch.distributed.checkpoint.metadata.os"])
-def test_an_index_names_nothing_else(name: str, folder: Path) -> None:
+def test_index_names_allowed_classes_only(name: str, folder: Path) -> None:
     module, _, word = name.rpartition(".")
     (folder / INDEX).write_bytes(f"c{module}\n{word}\n.".encode())
     with pytest.raises(UserError, match=f"it names {name}"):
         SavedTensors(folder)
 
 
-def test_a_tensor_runs_nothing(folder: Path, tmp_path: Path) -> None:
+def test_tensor_runs_no_code(folder: Path, tmp_path: Path) -> None:
     index = FileSystemReader(folder).read_metadata()
     [place] = [place for key, place in index.storage_data.items() if key.fqn == "matrix"]
     torch.save(Hostile(tmp_path / "ran"), folder / "hostile.distcp")
@@ -147,7 +147,7 @@ def test_a_tensor_runs_nothing(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_files_outside_of_the_folder_are_not_read(folder: Path) -> None:
+def test_files_outside_the_folder_are_refused(folder: Path) -> None:
     index = FileSystemReader(folder).read_metadata()
     for place in index.storage_data.values():
         place.relative_path = f"../{folder.name}/{place.relative_path}"
@@ -156,7 +156,7 @@ def test_files_outside_of_the_folder_are_not_read(folder: Path) -> None:
         SavedTensors(folder)
 
 
-def test_what_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
+def test_missing_and_damaged_files_are_named(folder: Path, tmp_path: Path) -> None:
     index = FileSystemReader(folder).read_metadata()
     saved = SavedTensors(folder)
     file = folder / "__0_0.distcp"
@@ -172,33 +172,33 @@ def test_what_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
 
     index.state_dict_metadata["matrix"].chunks.clear()
     (folder / INDEX).write_bytes(pickle.dumps(index))
-    with pytest.raises(UserError, match="lacks parts of matrix"):
+    with pytest.raises(UserError, match="lacks chunks of matrix"):
         SavedTensors(folder).read("matrix")
 
     (folder / INDEX).write_bytes(b"nonsense")
-    with pytest.raises(UserError, match="is no index of a checkpoint"):
+    with pytest.raises(UserError, match="is not the index of a checkpoint"):
         SavedTensors(folder)
     (folder / INDEX).unlink()
-    with pytest.raises(UserError, match="is no checkpoint, or one that was cut off"):
+    with pytest.raises(UserError, match="is not a checkpoint, or is incomplete"):
         SavedTensors(folder)
 
 
-def sealed(folder: Path) -> dict[str, Any]:
-    """Writes a checkpoint with what training states hold, and returns that."""
+def save_state(folder: Path) -> dict[str, Any]:
+    """Writes a checkpoint with the types of a training state, and returns the state."""
     state = {
         "tensor": torch.arange(500.0),
         "values": {"lr": 0.1, "betas": (0.9, 0.95), "name": "Muon", "none": None},
         "generator": torch.get_rng_state(),
     }
-    dcp.save(state, storage_writer=SealingWriter(folder))
+    dcp.save(state, storage_writer=ChecksumWriter(folder))
     return state
 
 
-def load_checked(folder: Path) -> dict[str, Any]:
+def load_state(folder: Path) -> dict[str, Any]:
     state = {"tensor": torch.zeros(500), "values": dict.fromkeys(("lr", "betas", "name", "none"))}
     state["generator"] = torch.zeros_like(torch.get_rng_state())
     try:
-        dcp.load(state, storage_reader=CheckingReader(folder), planner=ValueLoadPlanner())
+        dcp.load(state, storage_reader=ChecksumReader(folder), planner=WeightsOnlyLoadPlanner())
     except CheckpointException as error:
         [(cause, _)] = error.failures.values()
         raise cause from None
@@ -211,51 +211,51 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
-    state = sealed(tmp_path)
-    assert equal(load_checked(tmp_path), state)
-    # torch's own reader takes no notice of the checksum.
+def test_flipped_bit_of_data_is_detected(tmp_path: Path) -> None:
+    state = save_state(tmp_path)
+    assert equal(load_state(tmp_path), state)
+    # torch's own reader ignores the checksum.
     assert FileSystemReader(tmp_path).read_metadata().storage_data.keys()
     file, generator = tmp_path / "__0_0.distcp", random.Random(0)
-    content, noticed = file.read_bytes(), 0
+    content, detected = file.read_bytes(), 0
     for _ in range(100):
         flipped = bytearray(content)
         flipped[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
         file.write_bytes(flipped)
         try:
-            assert equal(load_checked(tmp_path), state), "a change was noticed only in what it has changed"
-        except DamagedError:
-            noticed += 1
-    assert noticed > 30  # the others changed names of files in archives and what pads them
+            assert equal(load_state(tmp_path), state), "changed data was loaded"
+        except CorruptCheckpointError:
+            detected += 1
+    assert detected > 30  # the others changed member names or padding
 
 
-def test_a_flipped_bit_of_the_index_is_noticed(tmp_path: Path) -> None:
-    sealed(tmp_path)
+def test_flipped_bit_of_the_index_is_detected(tmp_path: Path) -> None:
+    save_state(tmp_path)
     index, generator = tmp_path / INDEX, random.Random(0)
     content = index.read_bytes()
     for _ in range(300):
         flipped = bytearray(content)
         flipped[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
         index.write_bytes(flipped)
-        with pytest.raises(DamagedError, match=r"\.metadata .*it is not what was saved"):
-            CheckingReader(tmp_path)
+        with pytest.raises(CorruptCheckpointError, match=r"\.metadata .*it is not what was saved"):
+            ChecksumReader(tmp_path)
 
 
-def test_a_value_runs_nothing(tmp_path: Path) -> None:
-    dcp.save({"value": Hostile(tmp_path / "ran")}, storage_writer=SealingWriter(tmp_path / "step-1"))
+def test_value_runs_no_code(tmp_path: Path) -> None:
+    dcp.save({"value": Hostile(tmp_path / "ran")}, storage_writer=ChecksumWriter(tmp_path / "step-1"))
     state: dict[str, Any] = {"value": None}
-    with pytest.raises(CheckpointException, match="value holds what no checkpoint needs"):
-        dcp.load(state, storage_reader=CheckingReader(tmp_path / "step-1"), planner=ValueLoadPlanner())
+    with pytest.raises(CheckpointException, match="value holds an object that no checkpoint needs"):
+        dcp.load(state, storage_reader=ChecksumReader(tmp_path / "step-1"), planner=WeightsOnlyLoadPlanner())
     assert not (tmp_path / "ran").exists()
     dcp.load(state, checkpoint_id=tmp_path / "step-1")
     assert (tmp_path / "ran").exists(), "the value was harmless"
 
 
-def test_a_full_disk_is_the_disks_error(tmp_path: Path) -> None:
+def test_full_disk_is_an_os_error(tmp_path: Path) -> None:
     program = f"""
 import resource, torch
-from titan_async.checkpoint.distributed import save_tensors
-from titan_async.checkpoint.tensors import TensorInfo
+from titan_async.checkpoint.dcp import save_tensors
+from titan_async.checkpoint import TensorInfo
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 try:
     infos = {{"a": TensorInfo((1000, 1000), torch.float32)}}

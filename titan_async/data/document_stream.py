@@ -1,8 +1,7 @@
-"""Data layer: the documents a run trains on, as one stream whose position can be saved.
+"""The documents of a run, as a stream whose position can be saved.
 
-`open_documents` turns a `TextSource` (what the user named) into a `DocumentStream` over a reader, of which
-there are five: plays in memory, local files, parquet files (local ones or those of the Hugging Face hub),
-other datasets of the hub, and functions of the user.
+`open_documents` opens a `TextSource` as a `DocumentStream` over one of five readers: texts in memory, local
+files, parquet files (local or on the Hugging Face hub), other datasets of the hub, and functions of the user.
 """
 
 import functools
@@ -14,23 +13,29 @@ from typing import Any
 
 from titan_async.data.files import find_files, read_documents, size_of
 from titan_async.data.fingerprints import fingerprint_of_texts, fingerprints_of_files, name_of_files
-from titan_async.data.function_source import FunctionReader
-from titan_async.data.plays import play_scenes
-from titan_async.data.readers import DocumentReader, Position, is_validation, order_of, share_of_worker
-from titan_async.data.records import EmptyRecords
+from titan_async.data.function_reader import FunctionReader
+from titan_async.data.readers import (
+    DocumentReader,
+    EmptyRecords,
+    Position,
+    is_validation,
+    order_of,
+    share_of_worker,
+)
+from titan_async.data.shakespeare import play_scenes
 from titan_async.data.text_source import TextSource
 from titan_async.errors import UserError
 
 __all__ = ["DocumentStream", "open_documents"]
 
 _SHUFFLE_BLOCK = 1024
-"""Documents read ahead and shuffled together where there are too many to hold them all."""
+"""Documents that are shuffled together if not all are in memory."""
 
 
 class DocumentStream:
     """One rank's documents, epoch by epoch; the position can be saved before any document.
 
-    Iterating gives what is left of the current epoch and leaves the stream at the start of the next.
+    An iterator yields the rest of the current epoch; afterwards the stream is at the start of the next one.
     """
 
     def __init__(
@@ -42,9 +47,9 @@ class DocumentStream:
     ) -> None:
         self._reader = reader
         self.identity = identity
-        """Names the data and its order; positions are only worth loading where it is the same."""
+        """Identifies the data and its order; a position is only valid for the same identity."""
         self.fingerprints = fingerprints
-        """Gives the fingerprints of the files, or none of a hub's; see `titan_async.data.fingerprints`."""
+        """Returns the fingerprints of local files; see `titan_async.data.fingerprints`."""
         self.empty = empty or EmptyRecords()
         """Counts the records without text."""
         self.epoch = 0
@@ -58,29 +63,29 @@ class DocumentStream:
         self._position = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The position before the document that comes next, as JSON data."""
+        """The position before the next document, as JSON data."""
         return {"epoch": self.epoch, "position": self._position}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to a position of `state_dict`; takes effect for iterators made afterwards."""
+        """Loads a position of `state_dict`; it takes effect for iterators created afterwards."""
         self.epoch = state_dict["epoch"]
         self._position = state_dict["position"]
 
 
 def open_documents(source: TextSource, *, rank: int = 0, world_size: int = 1) -> DocumentStream:
-    """Open one rank's share of the documents of a source.
+    """Opens one rank's share of the documents of a source.
 
-    In every epoch the shares of the ranks are disjoint and together are the whole split. Called in a
-    worker process of a data loader, the rank's share is divided among the workers in the same way.
+    In every epoch the shares of the ranks are disjoint, and their union is the split. In a worker process of
+    a data loader, the rank's share is divided among the workers in the same way.
 
     Args:
-        source: What to read.
+        source: The source.
         rank: This data-parallel rank, from 0.
         world_size: Number of data-parallel ranks.
 
     Raises:
-        UserError: The data can't be found or has no such split. What is wrong inside a file is
-            raised when it is read.
+        UserError: The data can't be found or has no such split. Errors within a file are raised when it is
+            read.
 
     Examples:
         >>> import tempfile
@@ -118,7 +123,7 @@ def open_documents(source: TextSource, *, rank: int = 0, world_size: int = 1) ->
         )
     files = find_files(source.local_path)
     sizes = [size_of(file) for file in files]
-    # Paths may move between saving and loading, the files in them may not change.
+    # Folders may be moved between saving and loading, but file names may not change.
     identity = source.identity(name_of_files([file.name for file in files]))
     if all(file.name.endswith(".parquet") for file in files):
         from titan_async.data.parquet import ParquetReader
@@ -134,7 +139,7 @@ def open_documents(source: TextSource, *, rank: int = 0, world_size: int = 1) ->
 
 
 class MemoryReader:
-    """Documents in memory, of which each epoch takes a permutation. A position is the documents done."""
+    """Documents in memory, permuted in each epoch. A position is the number of documents read."""
 
     def __init__(self, documents: Sequence[str], source: TextSource, rank: int, world_size: int) -> None:
         wanted = source.split == "validation"
@@ -154,9 +159,9 @@ class MemoryReader:
 
 @dataclass(slots=True)
 class FilesReader:
-    """Local files, in an order of their own in each epoch; their documents in the order they have.
+    """Local files, permuted in each epoch, with the documents of each file in order.
 
-    A position is [files done, documents of the next file done, documents of the split so far].
+    A position is [files read, documents read of the next file, documents of the split so far].
     """
 
     files: list[Path]
@@ -170,12 +175,12 @@ class FilesReader:
     def read(self, epoch: int, position: Position) -> Iterator[tuple[str, Position]]:
         source = self.source
         wanted = source.split == "validation"
-        # In data that have changed, it may be a position of `ParquetReader`, which means nothing here.
+        # In changed data it may be a position of `ParquetReader`, which is ignored.
         done, skip, count = position if position and len(position) == 3 else (0, 0, 0)
         for number, index in enumerate(order_of(len(self.files), source, epoch)[done:], start=done):
             documents = read_documents(self.files[index], source.text_column, self.sizes[index], self.empty)
-            # Counting from the file's own index spreads the choice over many short files, and
-            # makes it independent of the order in which an epoch reads them.
+            # Counting from the file's index spreads the validation split over many short files, independently
+            # of the epoch's order.
             for document_index, document in enumerate(documents):
                 if document_index < skip or wanted != is_validation(
                     int(index) + document_index, source.validation_fraction
@@ -189,10 +194,10 @@ class FilesReader:
 
 @dataclass(slots=True)
 class _BlockShuffledReader:
-    """Shuffles the documents of another reader within blocks of so many.
+    """Shuffles the documents of another reader within blocks.
 
-    A position is [position of the block's start, blocks before it, documents of it done]. Loading
-    one reads the block again, so that, unlike a shuffle buffer, it loses nothing.
+    A position is [position of the block's start, blocks before it, documents read of it]. A resumed run reads
+    the block again. So no document is lost, unlike with a shuffle buffer.
     """
 
     reader: DocumentReader

@@ -1,4 +1,4 @@
-"""What a view says of stages: against simulated schedules, whose truth is known, and a few spans by hand."""
+"""Statistics of stages, compared with simulated schedules and with spans written by hand."""
 
 import dataclasses
 from pathlib import Path
@@ -10,7 +10,13 @@ from tests.support.events import write_run
 from titan_async.monitor.events import RECORD, RankReader
 from titan_async.monitor.kinds import Activity
 from titan_async.monitor.run_folder import RunShape
-from titan_async.monitor.stages import RankFigures, StageSeconds, own_seconds, simulated_bubble, stage_seconds
+from titan_async.monitor.stage_stats import (
+    RankStats,
+    StageSeconds,
+    exclusive_seconds,
+    simulated_bubble,
+    stage_seconds,
+)
 from titan_async.monitor.view.stage_table import strip
 from titan_async.pipelining.programs import schedule_programs
 from titan_async.pipelining.recording import Kind
@@ -24,17 +30,17 @@ def records(*rows: tuple[int, ...]) -> np.ndarray:
     return np.array([(int(a * 1e9), int(b * 1e9), *rest) for a, b, *rest in rows], RECORD)
 
 
-def figures_of(
+def stats_of(
     folder: Path, rank: int, stages: tuple[int, ...], chunk: int = 1 << 20, shape: RunShape | None = None
-) -> RankFigures:
-    figures, all_records = RankFigures(stages, shape), RankReader(folder, rank).new_records()
+) -> RankStats:
+    stats, all_records = RankStats(stages, shape), RankReader(folder, rank).new_records()
     for begin in range(0, len(all_records), chunk):
-        figures.add(all_records[begin : begin + chunk])
-    return figures
+        stats.add(all_records[begin : begin + chunk])
+    return stats
 
 
 def timing(stages: int, slow: int | None = None) -> Timing:
-    """As `write_run` has it."""
+    """The timing of `write_run`."""
     scale = [1.5 if stage == slow else 1.0 for stage in range(stages)]
     return Timing(
         forward=[FORWARD * s for s in scale],
@@ -47,11 +53,11 @@ def timing(stages: int, slow: int | None = None) -> Timing:
 
 
 @pytest.mark.parametrize("schedule", ["Async2BW", "1F1B", "GPipe"])
-def test_utilization_is_that_of_the_simulation(tmp_path: Path, schedule: str) -> None:
+def test_utilization_equals_the_simulation(tmp_path: Path, schedule: str) -> None:
     folder = write_run(tmp_path, schedule=schedule, stages=3, microbatches=6, steps=9)
     run = simulate(schedule_programs(schedule, 3, 6, 9), timing(3))
     for rank, spans in enumerate(run.timelines):
-        stage = figures_of(folder, rank, (rank,)).stages[rank]
+        stage = stats_of(folder, rank, (rank,)).stages[rank]
         # Files hold nanoseconds.
         assert stage.average_utilization == pytest.approx(run.busy[rank] / spans[-1].end, abs=1e-5)
         begin, end = (next(s.end for s in spans if s.task.kind == "U" and s.task.batch == b) for b in (3, 4))
@@ -61,7 +67,7 @@ def test_utilization_is_that_of_the_simulation(tmp_path: Path, schedule: str) ->
         assert step.busy == pytest.approx(busy, abs=1e-6)
 
 
-def test_the_last_step_counts_alone_and_twenty_together(tmp_path: Path) -> None:
+def test_utilization_of_the_last_and_of_twenty_steps(tmp_path: Path) -> None:
     rows = []
     for step in range(1, 31):
         busy = 0.25 if step < 30 else 0.5
@@ -69,64 +75,64 @@ def test_the_last_step_counts_alone_and_twenty_together(tmp_path: Path) -> None:
             (step, step + busy, step, 0, 0, 0, Kind.FORWARD, 1),
             (step, step + 1, step, -1, -1, 0, Kind.STEP, 0),
         ]
-    figures = RankFigures((0,))
-    figures.add(records(*rows))
-    stage = figures.stages[0]
+    stats = RankStats((0,))
+    stats.add(records(*rows))
+    stage = stats.stages[0]
     assert stage.utilization == pytest.approx(0.5)
     assert stage.average_utilization == pytest.approx((19 * 0.25 + 0.5) / 20)
-    assert figures.step == 30 and figures.step_seconds == pytest.approx(1.0)
+    assert stats.step == 30 and stats.step_seconds == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 50])
-def test_it_does_not_matter_in_which_portions_records_come(tmp_path: Path, chunk: int) -> None:
+def test_result_does_not_depend_on_the_chunks_of_records(tmp_path: Path, chunk: int) -> None:
     folder = write_run(tmp_path, stages=3, microbatches=6, steps=8)
-    whole, portions = (figures_of(folder, 1, (1,), size).stages[1] for size in (1 << 20, chunk))
+    whole, portions = (stats_of(folder, 1, (1,), size).stages[1] for size in (1 << 20, chunk))
     assert [step.busy for step in portions.steps] == pytest.approx([step.busy for step in whole.steps])
     # How much was in flight before the first step that is kept is known in both.
     assert [step.most_in_flight for step in portions.steps] == [step.most_in_flight for step in whole.steps]
     assert portions.in_flight == whole.in_flight
 
 
-def test_microbatches_in_flight_are_those_of_the_simulation(tmp_path: Path) -> None:
+def test_microbatches_in_flight_equal_the_simulation(tmp_path: Path) -> None:
     folder = write_run(tmp_path, stages=4, microbatches=8, steps=8)
     run = simulate(schedule_programs("Async2BW", 4, 8, 8), timing(4))
     for rank in range(4):
-        figures = figures_of(folder, rank, (rank,)).stages[rank]
-        assert max(step.most_in_flight for step in figures.steps) == run.peak_in_flight()[rank] == 4 - rank
-        assert figures.in_flight == 0
+        stats = stats_of(folder, rank, (rank,)).stages[rank]
+        assert max(step.most_in_flight for step in stats.steps) == run.peak_in_flight()[rank] == 4 - rank
+        assert stats.in_flight == 0
 
 
 def test_microbatches_in_flight_after_some_spans() -> None:
-    figures = RankFigures((0,))
-    figures.add(records(*((i, i + 1, 1, i, 4, 0, Kind.FORWARD, 1) for i in range(3))))
-    stage = figures.stages[0]
+    stats = RankStats((0,))
+    stats.add(records(*((i, i + 1, 1, i, 4, 0, Kind.FORWARD, 1) for i in range(3))))
+    stage = stats.stages[0]
     assert stage.in_flight == 3 and stage.holds(1, 2) and not stage.holds(1, 3) and stage.version == 4
-    figures.add(records((3, 4, 1, 0, 4, 0, Kind.BACKWARD_INPUT, 1)))
+    stats.add(records((3, 4, 1, 0, 4, 0, Kind.BACKWARD_INPUT, 1)))
     assert stage.in_flight == 3  # what gradients of weights need is held until then
-    figures.add(records((4, 5, 1, 0, 4, 0, Kind.BACKWARD_WEIGHT, 1), (5, 6, 1, 1, 3, 0, Kind.BACKWARD, 1)))
+    stats.add(records((4, 5, 1, 0, 4, 0, Kind.BACKWARD_WEIGHT, 1), (5, 6, 1, 1, 3, 0, Kind.BACKWARD, 1)))
     assert stage.in_flight == 1 and not stage.holds(1, 0) and stage.version == 3
     # A backward whose forward was not seen, and a validation's forward.
-    figures.add(records((6, 7, 0, 7, 3, 0, Kind.BACKWARD, 1), (7, 8, -1, 0, 4, 0, Kind.FORWARD, 1)))
+    stats.add(records((6, 7, 0, 7, 3, 0, Kind.BACKWARD, 1), (7, 8, -1, 0, 4, 0, Kind.FORWARD, 1)))
     assert stage.in_flight == 1
-    figures.add(records((0, 8, 1, -1, -1, 0, Kind.STEP, 0)))
-    figures.add(records((8, 9, 0, 6, 3, 0, Kind.BACKWARD, 1), (9, 10, 2, 0, 4, 0, Kind.FORWARD, 1)))
-    figures.add(records((8, 11, 2, -1, -1, 0, Kind.STEP, 0)))
-    figures.add(records((11, 12, 2, 0, 4, 0, Kind.BACKWARD, 1), (11, 13, 3, -1, -1, 0, Kind.STEP, 0)))
+    stats.add(records((0, 8, 1, -1, -1, 0, Kind.STEP, 0)))
+    stats.add(records((8, 9, 0, 6, 3, 0, Kind.BACKWARD, 1), (9, 10, 2, 0, 4, 0, Kind.FORWARD, 1)))
+    stats.add(records((8, 11, 2, -1, -1, 0, Kind.STEP, 0)))
+    stats.add(records((11, 12, 2, 0, 4, 0, Kind.BACKWARD, 1), (11, 13, 3, -1, -1, 0, Kind.STEP, 0)))
     assert [step.most_in_flight for step in stage.steps] == [3, 2, 2] and stage.in_flight == 0
 
 
-def test_a_step_of_which_spans_were_lost_does_not_count() -> None:
-    figures = RankFigures((0,))
-    figures.add(records((0, 1, 1, 0, 0, 0, Kind.FORWARD, 1), (0, 1, 1, -1, -1, 0, Kind.STEP, 0)))
-    figures.add(records((3, 4, 3, -1, -1, 0, Kind.STEP, 0)), lost=True)
-    assert [step.step for step in figures.stages[0].steps] == [1] and figures.step == 3
-    figures.add(records((4, 5, 4, 0, 0, 0, Kind.FORWARD, 1), (4, 5, 4, -1, -1, 0, Kind.STEP, 0)))
-    assert [step.step for step in figures.stages[0].steps] == [1, 4]
+def test_incomplete_steps_are_left_out() -> None:
+    stats = RankStats((0,))
+    stats.add(records((0, 1, 1, 0, 0, 0, Kind.FORWARD, 1), (0, 1, 1, -1, -1, 0, Kind.STEP, 0)))
+    stats.add(records((3, 4, 3, -1, -1, 0, Kind.STEP, 0)), lost=True)
+    assert [step.step for step in stats.stages[0].steps] == [1] and stats.step == 3
+    stats.add(records((4, 5, 4, 0, 0, 0, Kind.FORWARD, 1), (4, 5, 4, -1, -1, 0, Kind.STEP, 0)))
+    assert [step.step for step in stats.stages[0].steps] == [1, 4]
 
 
-def test_what_lies_between_steps_counts_for_none() -> None:
-    figures = RankFigures((0,))
-    figures.add(
+def test_spans_between_steps_are_left_out() -> None:
+    stats = RankStats((0,))
+    stats.add(
         records(
             (0, 1, 1, -1, -1, 0, Kind.STEP, 0),
             (1, 2, 1, 5, 0, 0, Kind.BACKWARD, 1),  # a pipeline that empties before it saves
@@ -135,11 +141,11 @@ def test_what_lies_between_steps_counts_for_none() -> None:
             (9, 10, 2, -1, -1, 0, Kind.STEP, 0),
         )
     )
-    assert figures.stages[0].utilization == pytest.approx(0.5)
-    assert figures.step_seconds == pytest.approx(1.0)
+    assert stats.stages[0].utilization == pytest.approx(0.5)
+    assert stats.step_seconds == pytest.approx(1.0)
 
 
-def test_spans_within_spans_count_once() -> None:
+def test_nested_spans_are_counted_once() -> None:
     rows = records(
         (0, 1, 1, 0, 0, 0, Kind.RECEIVE, 2),
         (1, 2, 1, 0, 0, 0, Kind.GATHER, 3),
@@ -148,17 +154,17 @@ def test_spans_within_spans_count_once() -> None:
         (4, 6, 1, 0, 0, 0, Kind.BACKWARD, 1),
         (0, 10, 1, -1, -1, 0, Kind.STEP, 0),
     )
-    assert own_seconds(rows).tolist() == pytest.approx([1, 1, 1, 1, 2, 4])
-    figures = RankFigures((0,))
-    figures.add(rows)
-    assert figures.stages[0].utilization == pytest.approx(0.3)
+    assert exclusive_seconds(rows).tolist() == pytest.approx([1, 1, 1, 1, 2, 4])
+    stats = RankStats((0,))
+    stats.add(rows)
+    assert stats.stages[0].utilization == pytest.approx(0.3)
 
 
-def test_stages_of_a_rank_are_told_apart(tmp_path: Path) -> None:
+def test_stages_of_one_rank_are_separate(tmp_path: Path) -> None:
     folder = write_run(tmp_path, schedule="Interleaved1F1B", stages=2, microbatches=4, steps=4)
-    figures = figures_of(folder, 0, (0, 2))
+    stats = stats_of(folder, 0, (0, 2))
     run = simulate(schedule_programs("Interleaved1F1B", 2, 4, 4), timing(4))
-    shares = [figures.stages[stage].average_utilization for stage in (0, 2)]
+    shares = [stats.stages[stage].average_utilization for stage in (0, 2)]
     assert sum(share for share in shares if share) == pytest.approx(
         run.busy[0] / run.timelines[0][-1].end, abs=1e-5
     )
@@ -166,7 +172,7 @@ def test_stages_of_a_rank_are_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cells", [10, 37, 120])
-def test_a_strip_shows_what_took_most_of_each_cell(tmp_path: Path, cells: int) -> None:
+def test_strip_shows_the_main_activity_of_each_cell(tmp_path: Path, cells: int) -> None:
     folder = write_run(tmp_path, stages=3, microbatches=6, steps=6)
     kinds = {
         Kind.FORWARD: Activity.FORWARD,
@@ -176,7 +182,7 @@ def test_a_strip_shows_what_took_most_of_each_cell(tmp_path: Path, cells: int) -
         Kind.OPTIMIZER: Activity.UPDATE,
     }
     for rank in range(3):
-        steps = list(figures_of(folder, rank, (rank,)).stages[rank].steps)[-2:]
+        steps = list(stats_of(folder, rank, (rank,)).stages[rank].steps)[-2:]
         drawn = strip(steps, cells)
         assert len(drawn) == cells
         begin, end = steps[0].start, steps[-1].end
@@ -197,9 +203,9 @@ def test_a_strip_shows_what_took_most_of_each_cell(tmp_path: Path, cells: int) -
         assert clear > cells / 3
 
 
-def test_a_strip_leaves_out_what_lies_between_steps() -> None:
-    figures = RankFigures((0,))
-    figures.add(
+def test_strip_leaves_out_time_between_steps() -> None:
+    stats = RankStats((0,))
+    stats.add(
         records(
             (0, 1, 1, 0, 0, 0, Kind.FORWARD, 1),
             (0, 1, 1, -1, -1, 0, Kind.STEP, 0),
@@ -208,17 +214,17 @@ def test_a_strip_leaves_out_what_lies_between_steps() -> None:
             (99, 100, 2, -1, -1, 0, Kind.STEP, 0),
         )
     )
-    assert strip(list(figures.stages[0].steps), 4) == (Activity.FORWARD,) * 2 + (Activity.UPDATE,) * 2
-    assert strip([], 4) == () and strip(list(figures.stages[0].steps), 0) == ()
+    assert strip(list(stats.stages[0].steps), 4) == (Activity.FORWARD,) * 2 + (Activity.UPDATE,) * 2
+    assert strip([], 4) == () and strip(list(stats.stages[0].steps), 0) == ()
 
 
 @pytest.mark.parametrize(("schedule", "least", "most"), [("1F1B", 0.3, 0.5), ("Async2BW", 0.2, 0.3)])
-def test_a_simulated_bubble_is_that_of_a_run_under_that_schedule(
+def test_simulated_bubble_equals_that_of_a_run(
     tmp_path: Path, schedule: str, least: float, most: float
 ) -> None:
-    """Measured under one schedule, simulated under either: one stage is slower than the rest."""
+    """Measured under one schedule and simulated under both, with a slow stage."""
     folder = write_run(tmp_path, schedule="Async2BW", stages=4, microbatches=8, slow_stage=2)
-    seconds = [stage_seconds([figures_of(folder, rank, (rank,)).stages[rank]]) for rank in range(4)]
+    seconds = [stage_seconds([stats_of(folder, rank, (rank,)).stages[rank]]) for rank in range(4)]
     assert [each.forward for each in seconds if each] == pytest.approx([0.02, 0.02, 0.03, 0.02], rel=1e-4)
     assert [each.backward for each in seconds if each] == pytest.approx([0.04, 0.04, 0.06, 0.04], rel=1e-4)
     truth = timing(4, slow=2)
@@ -231,14 +237,14 @@ def test_a_simulated_bubble_is_that_of_a_run_under_that_schedule(
     assert least < 1 - run.utilization < most
 
 
-def test_what_else_the_machine_does_is_in_no_simulated_bubble() -> None:
-    """Two ranks that are computing for a half of each step, and wait for the processor in the other."""
+def test_simulated_bubble_excludes_other_load() -> None:
+    """Two ranks that compute during half of each step, and are preempted during the other half."""
     seconds = []
     for rank in range(2):
-        figures = RankFigures((rank,))
+        stats = RankStats((rank,))
         for step in range(1, 4):
             begin = step * 2000
-            figures.add(
+            stats.add(
                 records(
                     *(
                         (begin + 500 * i, begin + 500 * i + 100, step, i, 0, rank, Kind.FORWARD, 1)
@@ -251,14 +257,14 @@ def test_what_else_the_machine_does_is_in_no_simulated_bubble() -> None:
                     (begin, begin + 2000, step, -1, -1, rank, Kind.STEP, 0),
                 )
             )
-        assert figures.stages[rank].average_utilization == 0.5
-        seconds.append(stage_seconds([figures.stages[rank]]))
+        assert stats.stages[rank].average_utilization == 0.5
+        seconds.append(stage_seconds([stats.stages[rank]]))
     known = [each for each in seconds if each]
     assert simulated_bubble("Async2BW", known, 4) == pytest.approx(0, abs=1e-9)
     assert simulated_bubble("1F1B", known, 4) == pytest.approx(0.2, abs=1e-9)  # (2 - 1) / (4 + 2 - 1)
 
 
-def test_two_versions_of_the_weights_are_swapped() -> None:
+def test_simulated_bubble_includes_swaps() -> None:
     swapping = StageSeconds(forward=1, backward=1, gather=0, reduction=0, update=0, swap=2)
     assert simulated_bubble("Async2BW", [swapping] * 2, 4) == pytest.approx(0.2)
     assert simulated_bubble("1F1B", [swapping] * 2, 4) == simulated_bubble(
@@ -266,17 +272,17 @@ def test_two_versions_of_the_weights_are_swapped() -> None:
     )
 
 
-def test_no_simulated_bubble_where_a_schedule_cannot_run() -> None:
-    figures = RankFigures((0,))
-    assert stage_seconds([figures.stages[0]]) is None
-    figures.add(
+def test_unsupported_schedules_have_no_simulated_bubble() -> None:
+    stats = RankStats((0,))
+    assert stage_seconds([stats.stages[0]]) is None
+    stats.add(
         records(
             (0, 1, 1, 0, 0, 0, Kind.FORWARD, 1),
             (1, 2, 1, 0, 0, 0, Kind.BACKWARD, 1),
             (0, 2, 1, -1, -1, 0, Kind.STEP, 0),
         )
     )
-    seconds = stage_seconds([figures.stages[0]])
+    seconds = stage_seconds([stats.stages[0]])
     assert seconds is not None and (seconds.forward, seconds.backward) == (1, 1)
     assert simulated_bubble("1F1B", [seconds] * 4, 3) is None
     assert simulated_bubble("1F1B", [seconds] * 64, 1024) is None

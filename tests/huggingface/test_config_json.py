@@ -1,4 +1,4 @@
-"""config.json says what a model computes: transformers computes the same logits from it."""
+"""`config.json`: transformers computes the same logits from it, and other models are refused."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torchtitan.trainer import Trainer
 
 from tests.support.saved_runs import logits
 from tests.support.transformers_models import DENSE, EXPERTS, LENGTH, MODELS, VOCAB, build
-from titan_async.checkpoint.distributed import SavedTensors
+from titan_async.checkpoint.dcp import SavedTensors
 from titan_async.checkpoint.safetensors_files import SafetensorsFolder
 from titan_async.config.recipe_file import Resolved
 from titan_async.data import shakespeare_tokenizer_folder
 from titan_async.errors import UserError
-from titan_async.huggingface.architecture import check_same, read_description
+from titan_async.huggingface.config_json import check_same_model, read_hf_config
 from titan_async.huggingface.convert import convert
-from titan_async.huggingface.layout import layout_of
+from titan_async.huggingface.key_mapping import key_mapping_of
 from titan_async.huggingface.saved_model import SavedModel
 from titan_async.training.models.hf_architecture import describe, export_warning
 
 
 def changed(spec: Any, **attention: Any) -> Any:
-    """A model with other settings in every layer's attention."""
+    """A copy of the model with changed settings of attention in every layer."""
     spec = copy.deepcopy(spec)
     for layer in spec.model.layers:
         layer.attention = dataclasses.replace(layer.attention, **attention)
@@ -36,7 +36,7 @@ def changed(spec: Any, **attention: Any) -> Any:
 
 
 def scaled(spec: Any) -> Any:
-    """With positions as Llama 3.1 has them, scaled from a short length so that it shows."""
+    """With Llama 3.1's scaled RoPE, from a short original length so that scaling has an effect."""
     rope = dataclasses.replace(
         spec.model.layers[0].attention.rope, scaling="llama", scaling_factor=4.0, low_freq_factor=1.0,
         high_freq_factor=3.0, original_max_position_embeddings=16,
@@ -45,7 +45,7 @@ def scaled(spec: Any) -> Any:
 
 
 def tied(spec: Any) -> Any:
-    """With one weight for embedding and head."""
+    """With tied embedding and head."""
     return dataclasses.replace(spec, model=dataclasses.replace(spec.model, enable_weight_tying=True))
 
 
@@ -61,7 +61,7 @@ def save(spec: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Save
     config.training.seq_len = LENGTH
     resolved = Resolved(config=config, recipe="tiny", base=config, module=None, dry_run=False)
     saved = SavedTensors(folder / "step-1")
-    return SavedModel(resolved, folder / "step-1", 1, layout_of(config), saved, "newest"), model
+    return SavedModel(resolved, folder / "step-1", 1, key_mapping_of(config), saved, "newest"), model
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_transformers_computes_the_same_logits(
 
 
 @MODELS
-def test_the_description_agrees_with_one_by_hand(spec: Any, described: dict[str, Any]) -> None:
+def test_describe_matches_a_config_written_by_hand(spec: Any, described: dict[str, Any]) -> None:
     ours = describe(spec, LENGTH)
     by_hand = {**described, "rope_theta": described["rope_parameters"]["rope_theta"], "rope_scaling": None}
     for name in ("rope_parameters", "bos_token_id", "eos_token_id", "torch_dtype"):
@@ -99,11 +99,11 @@ def test_the_description_agrees_with_one_by_hand(spec: Any, described: dict[str,
 
 
 @MODELS
-def test_what_transformers_writes_is_the_same_model(spec: Any, described: Any, tmp_path: Path) -> None:
+def test_config_saved_by_transformers_is_the_same_model(spec: Any, described: Any, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     described = {name: value for name, value in described.items() if name != "torch_dtype"}
     transformers.AutoConfig.for_model(**described, sliding_window=None).save_pretrained(tmp_path)
-    check_same(read_description(tmp_path), describe(spec, LENGTH), folder=tmp_path, recipe="r")
+    check_same_model(read_hf_config(tmp_path), describe(spec, LENGTH), folder=tmp_path, recipe="r")
 
 
 @pytest.mark.parametrize(
@@ -126,22 +126,20 @@ def test_what_transformers_writes_is_the_same_model(spec: Any, described: Any, t
         (EXPERTS, "n_group", 2),
     ],
 )
-def test_another_model_is_refused_by_its_first_field(
-    spec: Any, field: str, value: Any, tmp_path: Path
-) -> None:
+def test_first_different_field_is_named(spec: Any, field: str, value: Any, tmp_path: Path) -> None:
     ours = describe(spec, LENGTH)
     theirs = {**ours, field: value}
     if field == "sliding_window":
         theirs["max_window_layers"] = 1
     (tmp_path / "config.json").write_text(json.dumps(theirs))
     with pytest.raises(UserError, match=rf"config.json has {field} = .*, where the model of r has "):
-        check_same(read_description(tmp_path), ours, folder=tmp_path, recipe="r")
+        check_same_model(read_hf_config(tmp_path), ours, folder=tmp_path, recipe="r")
 
 
-def test_a_field_that_is_left_out_has_transformers_default(tmp_path: Path) -> None:
+def test_missing_fields_have_transformers_defaults(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text('{"model_type": "dots1", "num_hidden_layers": 62}')
-    ours, theirs = read_description(tmp_path), transformers.Dots1Config()
+    ours, theirs = read_hf_config(tmp_path), transformers.Dots1Config()
     for name in ("rms_norm_eps", "hidden_act", "n_group", "norm_topk_prob", "routed_scaling_factor"):
         assert ours[name] == getattr(theirs, name)
     assert ours["rope_theta"] == theirs.rope_parameters["rope_theta"]
@@ -149,19 +147,19 @@ def test_a_field_that_is_left_out_has_transformers_default(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(
         '{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8}'
     )
-    ours, theirs = read_description(tmp_path), transformers.LlamaConfig(hidden_size=64, num_attention_heads=8)
+    ours, theirs = read_hf_config(tmp_path), transformers.LlamaConfig(hidden_size=64, num_attention_heads=8)
     for name in ("rms_norm_eps", "hidden_act", "head_dim", "num_key_value_heads", "mlp_bias"):
         assert ours[name] == getattr(theirs, name)
     assert ours["rope_theta"] == theirs.rope_parameters["rope_theta"]
 
 
-def test_no_config_is_a_sentence(tmp_path: Path) -> None:
+def test_missing_or_invalid_config_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no config.json: name a folder with a Hugging Face model"):
-        read_description(tmp_path)
+        read_hf_config(tmp_path)
     for text in ("{", "[]"):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(UserError, match="config.json (cannot be read|is not a JSON object)"):
-            read_description(tmp_path)
+            read_hf_config(tmp_path)
 
 
 def wrong_models() -> dict[str, Any]:
@@ -184,7 +182,7 @@ def wrong_models() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("why", wrong_models())
-def test_what_transformers_cannot_compute_is_refused(why: str) -> None:
+def test_model_unknown_to_transformers_is_refused(why: str) -> None:
     with pytest.raises(UserError, match=f"has no form in Hugging Face's format here: .*{why}"):
         describe(wrong_models()[why], LENGTH)
     config = Trainer.Config(model_spec=wrong_models()[why])
@@ -196,13 +194,13 @@ def test_what_transformers_cannot_compute_is_refused(why: str) -> None:
 
 
 @MODELS
-def test_nothing_is_said_of_other_models(spec: Any, described: Any) -> None:
+def test_supported_models_give_no_warning(spec: Any, described: Any) -> None:
     config = Trainer.Config(model_spec=spec)
     config.checkpoint.enable = True
     assert export_warning(config) is None
 
 
-def test_a_tensor_without_a_place_is_refused() -> None:
+def test_unmapped_tensor_is_refused() -> None:
     from titan_async.training.trainer import AsyncTrainer
 
     spec = copy.deepcopy(DENSE)
@@ -210,5 +208,5 @@ def test_a_tensor_without_a_place_is_refused() -> None:
         layer.feed_forward.w1.bias = True
     config = AsyncTrainer.Config(model_spec=spec)
     config.training.seq_len = LENGTH
-    with pytest.raises(UserError, match=r"there is no place for layers.0.feed_forward.w1.bias"):
-        layout_of(config)
+    with pytest.raises(UserError, match=r"layers.0.feed_forward.w1.bias has no name there"):
+        key_mapping_of(config)

@@ -1,4 +1,4 @@
-"""Data layer: documents of the user's own function, as texts or as tokens."""
+"""Documents from a function of the user, as texts or as tokens."""
 
 import inspect
 import itertools
@@ -21,13 +21,13 @@ _END = object()
 class FunctionReader:
     """Documents of the iterable that a function returns, in its order.
 
-    The function is called for each epoch. Where it has parameters of these names it is given ``epoch`` (from
-    0), ``split`` ("train" or "validation"), and ``rank`` and ``world_size``, the share of a data-parallel
-    rank, or of one of its worker processes. If it takes the split, or the share, all that it gives belongs to
-    it.
+    The function is called for each epoch. It is given those of the arguments ``epoch`` (from 0), ``split``
+    ("train" or "validation"), ``rank`` and ``world_size`` for which it has parameters. The latter two are the
+    share of a data-parallel rank, or of one of its worker processes. If the function takes the split, or the
+    share, all its documents belong to it; otherwise they are selected here.
 
-    A position is [documents read, those of them in the split, state]. The state is what the iterable's
-    ``state_dict`` returns, or its iterator's; without one, resuming reads the documents again and skips them.
+    A position is [documents read, those of them in the split, state]. The state is that of the ``state_dict``
+    of the iterable or its iterator. Without one, a resumed run reads the documents again and skips them.
     """
 
     def __init__(self, source: TextSource, rank: int, world_size: int) -> None:
@@ -74,7 +74,7 @@ class FunctionReader:
                 yield checked, [index + 1, kept, self._state_of(stateful)]
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the user's code, with a sentence if it fails."""
+        """Calls the user's code; an exception becomes a `UserError`."""
         try:
             return function(*args, **kwargs)
         except UserError:

@@ -1,4 +1,4 @@
-"""What a model computes, in the words of Hugging Face's `config.json`: read, and compared with a recipe's."""
+"""Hugging Face's `config.json`: read, compared with a recipe's model, converted to a recipe's `[model]`."""
 
 import json
 from collections.abc import Mapping
@@ -9,14 +9,14 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_async.config.field_values import NONE_WORD
 from titan_async.errors import UserError
+from titan_async.file_io import read_json
 from titan_async.training.models.hf_architecture import LLAMA3_SCALING, YARN_SCALING, describe
 from titan_async.training.models.hf_models import MOST_LAYERS, spec_of
-from titan_async.whole_files import read_json
 
-__all__ = ["KEPT_TYPE", "check_same", "model_section", "read_description", "spec_of_section"]
+__all__ = ["KEPT_DTYPE", "check_same_model", "model_section", "read_hf_config", "spec_of_section"]
 
-KEPT_TYPE = (".mlp.gate.weight", ".mlp.gate.e_score_correction_bias")
-"""Endings of tensors that no change of type touches: transformers keeps routers in float32."""
+KEPT_DTYPE = (".mlp.gate.weight", ".mlp.gate.e_score_correction_bias")
+"""Suffixes of tensors whose dtype is not converted: transformers keeps routers in float32."""
 
 _COMMON: dict[str, Any] = {
     "hidden_act": "silu",
@@ -49,9 +49,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
     },
 }
-"""What transformers takes for a field that a `config.json` leaves out."""
+"""transformers' defaults, by model type."""
 
-_ONLY = {
+_FIXED = {
     "quantization_config": None,
     "attention_dropout": 0.0,
     "use_sliding_window": False,
@@ -59,17 +59,17 @@ _ONLY = {
     "topk_method": "noaux_tc",
     "moe_layer_freq": 1,
 }
-"""What a model here has, and no description of it says."""
+"""Values that all models of torchtitan have, and that `describe` leaves out."""
 
 _DEFAULT_THETA = 10_000.0
 _SCALINGS = {"llama3": LLAMA3_SCALING, "yarn": YARN_SCALING}
-_UNLESS_NONE = ("q_lora_rank",)
-"""Fields that transformers gives another value than None if they are left out."""
+_NONE_IS_WRITTEN = ("q_lora_rank",)
+"""Fields whose default in transformers is not None, so that None has to be written."""
 _NOT_COMPARED = ("architectures", "max_position_embeddings", "max_window_layers")
 
 
-def read_description(folder: Path) -> dict[str, Any]:
-    """The fields of a folder's `config.json`, with transformers' defaults for those that it leaves out.
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """Reads a folder's `config.json`, with transformers' defaults for missing fields.
 
     Raises:
         UserError: there is no such file, or it cannot be read.
@@ -98,14 +98,14 @@ def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
         full["head_dim"] = width // heads
     if config.get("model_type") == "qwen3_moe":
         full |= {"mlp_only_layers": _dense_layers(full), "decoder_sparse_step": 1}
-        full.setdefault("num_experts", full.get("num_local_experts"))  # as transformers 5 writes it
-    # transformers 5 has `rope_parameters` where 4 has `rope_theta` and `rope_scaling`.
+        full.setdefault("num_experts", full.get("num_local_experts"))  # the name in transformers 5
+    # transformers 5 replaces `rope_theta` and `rope_scaling` by `rope_parameters`.
     rope = full.get("rope_scaling") or full.get("rope_parameters") or {}
     full["rope_theta"] = rope.get("rope_theta", full.get("rope_theta", _DEFAULT_THETA))
     full["rope_scaling"] = _scaling(rope, full)
     layers = config.get("num_hidden_layers")
-    slides = "sliding_attention" in (full.get("layer_types") or [])
-    if not slides and ("layer_types" in config or full.get("max_window_layers", 62) >= (layers or 0)):
+    has_sliding = "sliding_attention" in (full.get("layer_types") or [])
+    if not has_sliding and ("layer_types" in config or full.get("max_window_layers", 62) >= (layers or 0)):
         full["sliding_window"] = None
     return full
 
@@ -126,59 +126,59 @@ def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, An
 
 
 def _dense_layers(config: Mapping[str, Any]) -> list[int]:
-    """The layers without experts of a Qwen3 mixture."""
+    """The dense layers of a Qwen3 MoE model."""
     layers = range(min(config.get("num_hidden_layers") or 0, MOST_LAYERS))
-    listed, each = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
-    return [layer for layer in layers if layer in listed or (layer + 1) % each]
+    listed, sparse_step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
+    return [layer for layer in layers if layer in listed or (layer + 1) % sparse_step]
 
 
-def check_same(theirs: dict[str, Any], ours: dict[str, Any], *, folder: Path, recipe: str) -> None:
-    """Refuses a Hugging Face model that computes something else than a recipe's.
+def check_same_model(theirs: dict[str, Any], ours: dict[str, Any], *, folder: Path, recipe: str) -> None:
+    """Raises if a Hugging Face model computes another function than a recipe's.
 
     Args:
-        theirs: from `read_description`.
+        theirs: from `read_hf_config`.
         ours: from `describe`.
         folder: of the model, for the message.
         recipe: for the message.
 
     Raises:
-        UserError: they differ; the sentence names the first field.
+        UserError: they differ; the message names the first field.
     """
     difference = _difference(theirs, ours)
     if difference:
-        name, found, needed = difference
+        name, found, expected = difference
         raise UserError(
-            f"{folder / 'config.json'} has {name} = {found}, where the model of {recipe} has {needed}: name "
-            "a recipe of the same model"
+            f"{folder / 'config.json'} has {name} = {found}, where the model of {recipe} has {expected}: "
+            "name a recipe of the same model"
         )
 
 
 def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """The first field that differs, the family before all others, with both values."""
-    wanted = {name: value for name, value in ours.items() if name not in _NOT_COMPARED}
-    wanted |= {name: value for name, value in _ONLY.items() if name in theirs}
-    for name in sorted(wanted, key=lambda name: name != "model_type"):
-        if theirs.get(name) != wanted[name]:
-            return name, *(json.dumps(value, default=str) for value in (theirs.get(name), wanted[name]))
+    """The first field that differs, `model_type` before all others, with both values."""
+    expected = {name: value for name, value in ours.items() if name not in _NOT_COMPARED}
+    expected |= {name: value for name, value in _FIXED.items() if name in theirs}
+    for name in sorted(expected, key=lambda name: name != "model_type"):
+        if theirs.get(name) != expected[name]:
+            return name, *(json.dumps(value, default=str) for value in (theirs.get(name), expected[name]))
     return None
 
 
 def model_section(description: dict[str, Any]) -> dict[str, Any]:
-    """The section `[model]` of a recipe, plain values that describe a model, of a `config.json`.
+    """Converts a `config.json` to the section `[model]` of a recipe.
 
     Args:
-        description: from `read_description`.
+        description: from `read_hf_config`.
 
     Raises:
-        ValueError: torchtitan has no such model; the sentence begins with the field's name.
+        ValueError: torchtitan has no such model; the message begins with the field's name.
     """
     ours = describe(_spec_of(description), description["max_position_embeddings"])
-    kept = {name: value for name, value in ours.items() if value is not None or name in _UNLESS_NONE}
+    kept = {name: value for name, value in ours.items() if value is not None or name in _NONE_IS_WRITTEN}
     return {name: NONE_WORD if value is None else value for name, value in kept.items()}
 
 
 def spec_of_section(section: Mapping[str, Any]) -> ModelSpec:
-    """The model that the section `[model]` of a recipe describes.
+    """The model of a recipe's section `[model]`.
 
     Raises:
         ValueError: as `model_section`.
@@ -188,10 +188,10 @@ def spec_of_section(section: Mapping[str, Any]) -> ModelSpec:
     except (AttributeError, TypeError) as error:
         raise ValueError(f"the section [model] does not describe a model ({error})") from error
     spec = _spec_of(description)
-    known = {**_ONLY, **describe(spec, 1)}
+    known = {**_FIXED, **describe(spec, 1)}
     for name in section:
         if name not in known:
-            raise ValueError(f"{name} is no field of [model] for a model of this type: leave it out")
+            raise ValueError(f"{name} is not a field of [model] for a model of this type: remove it")
     return spec
 
 
@@ -199,9 +199,9 @@ def _spec_of(description: dict[str, Any]) -> ModelSpec:
     spec = spec_of(description)
     difference = _difference(description, describe(spec, 1))
     if difference:
-        name, found, needed = difference
+        name, found, expected = difference
         raise ValueError(
-            f"{name} is {found}, and torchtitan's {spec.name} has {needed} alone: this model cannot be "
-            "trained here"
+            f"{name} is {found}, and torchtitan's {spec.name} supports only {expected}: this model cannot be "
+            "trained"
         )
     return spec

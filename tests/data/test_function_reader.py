@@ -1,4 +1,4 @@
-"""Documents of a user's own function: texts or tokens, shared out, and exactly resumable."""
+"""Documents of a user's function: texts or tokens, divided among ranks, exactly resumable."""
 
 import dataclasses
 import itertools
@@ -86,7 +86,7 @@ class Remade:
 SOURCES = {"texts": texts, "tokens": arrays, "stateful": Stateful, "iterator": Remade}
 
 
-def test_each_rank_and_each_split_has_its_share_in_the_order_of_the_source() -> None:
+def test_shares_of_ranks_and_splits_keep_the_order() -> None:
     def read(split: str, rank: int, world_size: int) -> list[str]:
         source = TextSource(function=texts, split=split, validation_fraction=0.1)
         return list(open_documents(source, rank=rank, world_size=world_size))
@@ -98,7 +98,7 @@ def test_each_rank_and_each_split_has_its_share_in_the_order_of_the_source() -> 
         assert read("train", rank, 3) == train[rank::3]
 
 
-def test_a_function_gets_what_it_has_parameters_for() -> None:
+def test_function_is_given_the_arguments_that_it_has() -> None:
     def own(epoch: int, rank: int, world_size: int, split: str) -> list[str]:
         return [f"{split} {epoch} {rank} of {world_size}"]
 
@@ -106,7 +106,7 @@ def test_a_function_gets_what_it_has_parameters_for() -> None:
     assert [*stream, *stream] == ["validation 0 2 of 4", "validation 1 2 of 4"]
 
 
-def test_tokens_are_trained_on_as_they_are(tokenizer: HuggingFaceTokenizer) -> None:
+def test_tokens_are_not_encoded_again(tokenizer: HuggingFaceTokenizer) -> None:
     loader = build(tokenizer, source=arrays, validation_fraction=0, infinite=False)
     (inputs, labels) = next(iter(loader))
     expected = [np.asarray(each, dtype=np.int64) for each in arrays()]
@@ -138,7 +138,7 @@ def test_resumes_in_a_new_loader(
 
 
 @pytest.mark.parametrize("function", [Stateful, Remade])
-def test_an_iterable_with_a_state_is_not_read_again(function: Any) -> None:
+def test_stateful_iterable_is_resumed_by_its_state(function: Any) -> None:
     first = open_documents(TextSource(function=function, validation_fraction=0))
     documents = iter(first)
     for _ in range(100):
@@ -172,13 +172,13 @@ ONCE = iter(["a text"] * 3)
         (lambda: [{"text": "a"}], ["document 0", "is a dict"]),
         (lambda: [[[1, 2]]], ["document 0", "is a list"]),
         (lambda: [[1.5, 2.5]], ["document 0", "is a list"]),
-        (failing, ["failing failed: KeyError: 'lost'", "test_own_source.py:"]),
+        (failing, ["failing failed: KeyError: 'lost'", "test_function_reader.py:"]),
         (list, ["gives no document in epoch 0"]),
         (lambda: ONCE, ["gives no document in epoch 1", "return a new iterable at each call"]),
         (Stubborn, ["state_dict()", "numbers, strings, lists"]),
     ],
 )
-def test_what_a_source_may_not_give_is_one_sentence(source: Any, words: list[str]) -> None:
+def test_invalid_documents_are_user_errors(source: Any, words: list[str]) -> None:
     stream = open_documents(TextSource(function=source, validation_fraction=0))
     with pytest.raises(UserError) as refusal:
         list(itertools.chain(stream, stream, stream))
@@ -187,21 +187,21 @@ def test_what_a_source_may_not_give_is_one_sentence(source: Any, words: list[str
     assert "\n" not in str(refusal.value)
 
 
-def test_tokens_beyond_the_vocabulary_are_refused(tokenizer: HuggingFaceTokenizer) -> None:
+def test_tokens_outside_the_vocabulary_are_refused(tokenizer: HuggingFaceTokenizer) -> None:
     for token in (2048, -1):
         loader = build(tokenizer, source=lambda token=token: [[1, token] * 400], validation_fraction=0)
         with pytest.raises(UserError, match=f"the token {token}, but the tokenizer"):
             next(iter(loader))
 
 
-def test_a_source_and_a_dataset_are_not_both_set() -> None:
+def test_function_and_dataset_exclude_each_other() -> None:
     with pytest.raises(UserError, match=r"Both dataloader.source .*texts and the dataset 'x/y'"):
         TextDataLoader.Config(source=texts, dataset_path="x/y").text_source()
     with pytest.raises(UserError, match="is a list: give a function"):
         TextDataLoader.Config(source=["a text"]).text_source()
 
 
-def test_a_position_in_another_source_is_refused(tokenizer: HuggingFaceTokenizer) -> None:
+def test_position_of_another_function_is_refused(tokenizer: HuggingFaceTokenizer) -> None:
     loader = build(tokenizer, source=texts)
     iterator = iter(loader)
     next(iterator)
@@ -211,9 +211,7 @@ def test_a_position_in_another_source_is_refused(tokenizer: HuggingFaceTokenizer
         next(iter(other))
 
 
-def test_a_saved_recipe_with_its_module_has_the_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saved_recipe_refers_to_the_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from titan_async.config.recipe_file import resolve_recipe
 
     (tmp_path / "my_texts.py").write_text(

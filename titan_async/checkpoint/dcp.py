@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint of torch.distributed.checkpoint, one at a time, without a process group.
+"""Tensors of checkpoints of torch.distributed.checkpoint, one at a time, without a process group.
 
-However many ranks wrote it, and in whatever layout, a tensor is read whole; and a checkpoint that one process
-writes here any layout can load.
+Tensors are read unsharded, whatever the number of ranks and the layout that wrote them. A checkpoint that one
+process writes can be loaded into any layout.
 """
 
 import contextlib
@@ -17,40 +17,40 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from titan_async.checkpoint._dcp_files_internals import (
+from titan_async.checkpoint import TensorInfo
+from titan_async.checkpoint._dcp_internals import (
     INDEX,
-    CheckingReader,
-    DamagedError,
-    SealingWriter,
+    ChecksumReader,
+    ChecksumWriter,
+    CorruptCheckpointError,
     disk_error,
 )
-from titan_async.checkpoint.tensors import TensorInfo
 from titan_async.errors import UserError
 
 __all__ = ["INDEX", "SavedTensors", "save_tensors"]
 
 
 class SavedTensors:
-    """The tensors that a checkpoint holds, by their keys.
+    """The tensors of a checkpoint, by key.
 
     Args:
         folder: with a `.metadata`.
 
     Raises:
-        UserError: there is no checkpoint, or its index is damaged or would run code.
+        UserError: there is no checkpoint, or its index is damaged or names code to run.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         try:
-            self._reader = CheckingReader(self.folder)
+            self._reader = ChecksumReader(self.folder)
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(
-                f"{self.folder} is no checkpoint, or one that was cut off: it has no {INDEX}"
+                f"{self.folder} is not a checkpoint, or is incomplete: it has no {INDEX}"
             ) from None
         except OSError as error:
             raise UserError(f"cannot read {self.folder / INDEX}: {error.strerror}") from error
-        except DamagedError as error:
+        except CorruptCheckpointError as error:
             raise UserError(f"{self.folder}: {error}; take another checkpoint") from error
         index = self._reader.index
         self._saved = {
@@ -61,21 +61,21 @@ class SavedTensors:
         self.tensors = {
             key: TensorInfo(tuple(entry.size), entry.properties.dtype) for key, entry in self._saved.items()
         }
-        """Every tensor, with its shape and type."""
+        """Shape and dtype of each tensor."""
 
     def read(self, key: str) -> torch.Tensor:
-        """Reads a whole tensor, in the type it was saved in.
+        """Reads an unsharded tensor, in the dtype it was saved in.
 
         Raises:
-            KeyError: there is none of this key.
-            UserError: a file is missing or damaged, or the checkpoint lacks a part of the tensor.
+            KeyError: there is no tensor of this key.
+            UserError: a file is missing or damaged, or the checkpoint lacks chunks of the tensor.
         """
         info, chunks = self.tensors[key], self._saved[key].chunks
         if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(info.shape):
-            raise UserError(f"{self.folder} lacks parts of {key}; take another checkpoint")
+            raise UserError(f"{self.folder} lacks chunks of {key}; take another checkpoint")
         tensor = torch.empty(info.shape, dtype=info.dtype)
         try:
-            with _alone():
+            with _without_process_group():
                 dcp.load({key: tensor}, storage_reader=self._reader, no_dist=True)
         except CheckpointException as error:
             [(cause, _)] = error.failures.values()
@@ -90,22 +90,22 @@ def save_tensors(
     tensors: Mapping[str, TensorInfo],
     load: Callable[[str], torch.Tensor],
 ) -> None:
-    """Writes a checkpoint, a file for each tensor; no more than two of them are in memory at a time.
+    """Writes a checkpoint with one file per tensor. At most two tensors are in memory at a time.
 
     Args:
-        folder: is made; an old checkpoint in it is replaced.
-        tensors: what the checkpoint holds.
-        load: returns one of them when it is to be written.
+        folder: is created; a checkpoint in it is replaced.
+        tensors: the tensors to write.
+        load: returns the tensor of a key, when it is to be written.
 
     Raises:
-        UserError, OSError: as `load` and the disk do.
+        UserError, OSError: from `load`, or from writing.
     """
-    # Planned with tensors that have no memory, and filled when torch asks for them.
+    # Planned with meta tensors. torch asks for the data when it writes them.
     plan = {key: torch.empty(info.shape, dtype=info.dtype, device="meta") for key, info in tensors.items()}
-    # torch keeps what it has written of a file until the file is whole.
-    writer = SealingWriter(folder, single_file_per_rank=False)
+    # torch keeps all tensors of a file in memory until the file is complete.
+    writer = ChecksumWriter(folder, single_file_per_rank=False)
     try:
-        with _alone():
+        with _without_process_group():
             dcp.save(plan, storage_writer=writer, planner=_LazyPlanner(load), no_dist=True)
     except CheckpointException as error:
         [(cause, _)] = error.failures.values()
@@ -113,8 +113,8 @@ def save_tensors(
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Hushes torch's remark that there is no process group."""
+def _without_process_group() -> Iterator[None]:
+    """Suppresses torch's warning that there is no process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

