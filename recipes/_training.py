@@ -4,6 +4,10 @@ Cosine decay to 10 % of the peak after a warm-up over 10 % of the steps, clippin
 error feedback. Synchronous twins have the same hyperparameters, as in the paper. Muon for the matrices inside
 the layers, including experts, with momentum 0.95 as in its first uses and in Moonlight, because a delay costs
 less with a higher momentum; AdamW for embedding, head, norms and routers.
+
+No synchronous start (`pipeline.synchronous_ratio`): in docs/study.md, Muon with error feedback ends 0.007 +-
+0.011 nats a byte above its synchronous run after 3000 updates, and 0.001 +- 0.005 after a start of a quarter,
+while the bubbles of that start cost time in every run.
 """
 
 import dataclasses

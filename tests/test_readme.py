@@ -157,13 +157,22 @@ def test_the_results_in_the_readme_are_those_on_record():
         cells = (line.strip("|").split("|") for line in text.splitlines() if line.startswith("|"))
         return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in cells}
 
-    studied = rows(PAGES["docs/study_300.md"].partition("<!-- end -->")[0])
     told = rows(README.partition("the comparison that matters")[2].partition("\n## ")[0])
+    studied = PAGES["docs/study.md"]
     for optimizer in ("AdamW", "Muon"):
-        assert told[optimizer] == studied[optimizer][1:4]
-    recipe = (ROOT / "recipes" / "debug.py").read_text(encoding="utf-8")
-    for loss in re.search(r"(\d\.\d+) against (\d\.\d+) nats a token", README).groups():
-        assert loss in recipe
+        cells = [
+            re.search(
+                rf"\| {optimizer} \| {arm} \|(?: [^|]+ \|){{2}} ([^|]+?)(?: \(\d seeds\))? \|", studied
+            )[1]
+            for arm in ("synchronous, loss", "delayed, gap", r"delayed \+ EF, gap")
+        ]
+        start = re.search(
+            rf"\| {optimizer} \| 3000 \| \+ EF \|.*\| ([^|]+?)(?: \(\d seeds\))? \|\n", studied
+        )[1]
+        assert told[optimizer] == [*cells, start]
+    recipe = " ".join((ROOT / "recipes" / "debug.py").read_text(encoding="utf-8").split())
+    for losses in (told["1F1B"][0], told["Async2BW, error feedback"][0]):
+        assert losses in recipe
 
     # Of stages that sleep, and at the lookahead of each column.
     benchmark = PAGES["docs/benchmarks.md"]
