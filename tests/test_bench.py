@@ -44,10 +44,10 @@ def test_recording_is_compared_with_not_recording(tmp_path):
 @pytest.mark.slow
 def test_overlap_is_compared_with_every_schedule(tmp_path):
     # Status 1: a floor is missed, which depends on the machine.
-    parts = measured(tmp_path, "bench/overlap.py", "--quick", "--repeats", 1, statuses=(0, 1))
+    parts = measured(tmp_path, "bench/overlap.py", "--quick", "--repeats", 1, "--stages", 2, statuses=(0, 1))
     cases = parts["sleeping"]["cases"]
-    assert len(cases) == 24 and all(case["median"] >= 0.12 for case in cases)  # as long as they sleep
-    assert [shape["stages"] for shape in parts["sleeping"]["floors"]] == [2, 4]
+    assert len(cases) == 12 and all(case["median"] >= 0.12 for case in cases)  # as long as they sleep
+    assert [shape["stages"] for shape in parts["sleeping"]["floors"]] == [2]
     assert all(shape["messages"] > 0 for shape in parts["computing"]["shares"])
 
 

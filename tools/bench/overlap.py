@@ -31,6 +31,7 @@ from sleeping import BACKWARD_SECONDS, FORWARD_SECONDS, Clock, warm_up_steps
 
 BENCH = Bench(__doc__, repeats=5, quick="schedules without a floor only once", quick_repeats=3)
 BENCH.add_argument("--experts", type=int, default=2, help="ranks of a stage (default: 2)")
+BENCH.add_argument("--stages", type=int, choices=(2, 4), help="of pipelines; default: all")
 
 SHAPES = [(2, 4), (4, 8)]
 """Stages and microbatches."""
@@ -160,6 +161,11 @@ def _messages(rank: int, group: dist.ProcessGroup, case: Case, count: int) -> fl
     return (time.perf_counter() - start) / count
 
 
+def _chosen(bench: Bench, shapes: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    only = bench.arguments.stages
+    return [shape for shape in shapes if only in (None, shape[0])]
+
+
 def _connected(bench: Bench, shapes: list[tuple[int, int]]) -> Pool:
     """The processes, once they have the groups of all pipelines and stages."""
     bench.pool.run(bench.pool.ranks, _connect, shapes, bench.arguments.experts)
@@ -167,7 +173,7 @@ def _connected(bench: Bench, shapes: list[tuple[int, int]]) -> Pool:
 
 
 def _sizes(bench: Bench, shapes: list[tuple[int, int]]) -> set[int]:
-    return {stages * bench.arguments.experts for stages, _ in shapes}
+    return {stages * bench.arguments.experts for stages, _ in _chosen(bench, shapes)}
 
 
 def _measure(pool: Pool, cases: list[Case], bench: Bench) -> None:
@@ -194,8 +200,9 @@ def _milliseconds(seconds: float | None) -> str:
 
 @BENCH.part("sleeping", lambda bench: _sizes(bench, SHAPES))
 def _sleeping(bench: Bench) -> Measured:
-    pool, cases, columns, floors = _connected(bench, SHAPES), [], {}, []
-    for stages, m in SHAPES:
+    shapes, cases, columns, floors = _chosen(bench, SHAPES), [], {}, []
+    pool = _connected(bench, shapes)
+    for stages, m in shapes:
         of_shape = [
             Case(name, stages, m, bench.arguments.experts, latency)
             for latency in (0.0, HALF)
@@ -238,8 +245,9 @@ def _sleeping(bench: Bench) -> Measured:
 
 @BENCH.part("computing", lambda bench: _sizes(bench, COMPUTING_SHAPES))
 def _computing(bench: Bench) -> Measured:
-    pool, cases, shares = _connected(bench, COMPUTING_SHAPES), [], []
-    for stages, m in COMPUTING_SHAPES:
+    shapes, cases, shares = _chosen(bench, COMPUTING_SHAPES), [], []
+    pool = _connected(bench, shapes)
+    for stages, m in shapes:
         names = ("Async2BW", "Async2BW, overlapped")
         of_shape = [Case(name, stages, m, bench.arguments.experts, None) for name in names]
         _measure(pool, of_shape, bench)
