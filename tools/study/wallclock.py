@@ -291,7 +291,7 @@ def main(argv: list[str] | None = None) -> int:
         for seed in dict.fromkeys(arguments.seeds)
         for schedule in SCHEDULES
     ]
-    console = Console(width=124)
+    console = Console(width=132)
     try:
         if not arguments.results.parent.is_dir():
             raise UserError(
