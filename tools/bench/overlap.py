@@ -31,7 +31,7 @@ from sleeping import BACKWARD_SECONDS, FORWARD_SECONDS, Clock, warm_up_steps
 
 BENCH = Bench(__doc__, repeats=5, quick="schedules without a floor only once", quick_repeats=3)
 BENCH.add_argument("--experts", type=int, default=2, help="ranks of a stage (default: 2)")
-BENCH.add_argument("--stages", type=int, choices=(2, 4), help="of pipelines; default: all")
+BENCH.add_argument("--stages", type=int, choices=(2, 4), help="stages of a pipeline (default: all shapes)")
 
 SHAPES = [(2, 4), (4, 8)]
 """Stages and microbatches."""

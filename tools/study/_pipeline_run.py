@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# For wallclock.py too, which imports from there after this module.
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
 import torch

@@ -54,7 +54,7 @@ _ROUNDS, _WARM_UP_STEPS, _TIMED_STEPS = 5, 3, 20
 """Of timing a schedule's steps."""
 
 _PATIENCE = 10.0
-"""How much longer than its budget a run may take, on busy cores, before it is given up."""
+"""The timeout of a run as a multiple of its budget: cores may be busy."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Of a schedule's steps in a setting."""
+    """Step time and utilization of a schedule in a setting."""
 
     step_s: float
     utilization: float
@@ -146,13 +146,13 @@ def measure(pool: Pool, measurement: Measurement, timing: Timing) -> dict[str, A
     shape = MODELS[run.model]
     model = Decoder(shape)
     model.load_state_dict(joined_weights(ranks))
-    if not padded:
-        timing = _timing([ranks], steps)
-    times = timing.step_s * np.arange(1, steps + 1) if padded else _of_last_stage(ranks)["times"]
-    curve = [
-        np.array_split(values, min(_CURVE_POINTS, steps))
-        for values in (times, _of_last_stage(ranks)["losses"])
-    ]
+    last = _of_last_stage(ranks)
+    times = last["times"]
+    if padded:
+        times = timing.step_s * np.arange(1, steps + 1)
+    else:
+        timing = _timing(max(rank["seconds"] for rank in ranks) / steps, [ranks])
+    curve = [np.array_split(values, min(_CURVE_POINTS, steps)) for values in (times, last["losses"])]
     return {
         "kind": "wallclock",
         **asdict(measurement),
@@ -177,15 +177,11 @@ def _of_last_stage(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return next(rank for rank in ranks if rank["losses"])
 
 
-def _timing(rounds: Sequence[Sequence[dict[str, Any]]], steps: int, untimed: int = 0) -> Timing:
-    """Of what `train_rank` returned on all ranks in each round, without the first `untimed` steps."""
-    seconds = []
-    for ranks in rounds:
-        times = _of_last_stage(ranks)["times"] if untimed else [max(rank["seconds"] for rank in ranks)]
-        seconds.append((times[-1] - (times[untimed - 1] if untimed else 0.0)) / (steps - untimed))
+def _timing(step_s: float, rounds: Sequence[Sequence[dict[str, Any]]]) -> Timing:
+    """For steps of `step_s` seconds; `rounds` has what `train_rank` returned on all ranks, run by run."""
     every = [rank for ranks in rounds for rank in ranks]
     return Timing(
-        step_s=statistics.median(seconds),
+        step_s=step_s,
         utilization=statistics.fmean(sum(rank["computing"].values()) / rank["seconds"] for rank in every),
         late_share=sum(rank["late"] for rank in every) / sum(rank["passes"] for rank in every),
     )
@@ -197,7 +193,7 @@ def joined_weights(ranks: Iterable[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def timings(pool: Pool, measurements: Sequence[Measurement]) -> dict[str, Timing]:
-    """Of the steps of each schedule; the schedules are timed by turns.
+    """Time the steps of each schedule, the schedules by turns.
 
     Raises:
         UserError: too few fit into the budget.
@@ -209,7 +205,11 @@ def timings(pool: Pool, measurements: Sequence[Measurement]) -> dict[str, Timing
         for schedule, measurement in one_of_each.items():
             run = measurement.training(steps, padded=True)
             rounds[schedule].append(pool.run(measurement.stages, train_rank, run))
-    found = {schedule: _timing(each, steps, _WARM_UP_STEPS) for schedule, each in rounds.items()}
+    found = {}
+    for schedule, each in rounds.items():
+        times = [_of_last_stage(ranks)["times"] for ranks in each]
+        seconds = [(of_round[-1] - of_round[_WARM_UP_STEPS - 1]) / _TIMED_STEPS for of_round in times]
+        found[schedule] = _timing(statistics.median(seconds), each)
     budget = measurements[0].budget_s
     for schedule, timing in found.items():
         if (count := round(budget / timing.step_s)) < _LEAST_STEPS:
