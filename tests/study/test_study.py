@@ -1,6 +1,7 @@
 """The study: what its runs compute, how results are kept, and that docs/ shows them."""
 
 import functools
+import itertools
 import json
 import math
 import sys
@@ -48,10 +49,11 @@ def _short_evaluations(monkeypatch):
 TINY = Run(model="tiny", lr=1e-2, steps=20, sequences=4)
 
 
-def loop(run, delay, switch=0):
+def loop(run, delay, switch=0, end=None):
     """An independent reading of the recurrence: a list of weights, and gradients at those of `delay` ago.
 
-    Before the batch `switch` there is no delay, and no feedback either.
+    Before the batch `switch` there is no delay, and no feedback either; nor is there from the batch `end` on,
+    where the last proposed displacement D, which feedback has applied twice, is taken back once.
     """
     torch.manual_seed(run.seed)
     model = Decoder(MODELS[run.model])
@@ -61,8 +63,16 @@ def loop(run, delay, switch=0):
         optimizers = [ErrorFeedback(optimizer, run.strength, run.feedback) for optimizer in optimizers]
     peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     versions = [[p.detach().clone() for p in params]]
+    end = run.steps if end is None else end
     for step in range(run.steps):
-        old = versions[max(step - delay, switch) if step >= switch else step]
+        if step == end and run.feedback == "update":
+            proposed = [new - old for old, new in zip(versions[switch], versions[switch + 1], strict=True)]
+            for before, after in itertools.pairwise(versions[switch + 1 :]):
+                proposed = [(new - old + d) / 2 for old, new, d in zip(before, after, proposed, strict=True)]
+            for param, displacement in zip(params, proposed, strict=True):
+                param.data.sub_(displacement)
+            versions[-1] = [p.detach().clone() for p in params]
+        old = versions[max(step - delay, switch) if switch <= step < end else step]
         shown = {name: w for (name, _), w in zip(model.named_parameters(), old, strict=True)}
         leaves = {name: w.clone().requires_grad_() for name, w in shown.items()}
 
@@ -84,7 +94,7 @@ def loop(run, delay, switch=0):
             group["lr"] = peak * learning_rate(step, run.steps)
         for optimizer in optimizers:
             if run.feedback != "none":
-                optimizer.feedback_paused = step < switch
+                optimizer.feedback_paused = not switch <= step < end
             optimizer.step()
         versions.append([p.detach().clone() for p in params])
     return evaluate(model, "test", 32)
@@ -105,6 +115,14 @@ def test_a_synchronous_start_ends_when_it_says(feedback):
     expected = loop(run, 1, switch=10)
     assert train(run)["test"] == pytest.approx(expected, abs=5e-5)
     assert abs(loop(run, 1, switch=0) - expected) > 1e-3 and abs(loop(run, 1, switch=20) - expected) > 1e-3
+
+
+@pytest.mark.parametrize("feedback", ["none", "update"])
+def test_a_synchronous_end_has_neither_delay_nor_look_ahead(feedback):
+    run = replace(TINY, optimizer="muon", lr=3e-2, delay=1, synchronous_end=0.5, feedback=feedback)
+    expected = loop(run, 1, end=10)
+    assert train(run)["test"] == pytest.approx(expected, abs=5e-5)
+    assert abs(loop(run, 1, end=20) - expected) > 1e-3 and abs(loop(run, 1, end=11) - expected) > 1e-3
 
 
 def test_rates_rise_over_a_tenth_and_fall_to_a_tenth():
@@ -396,15 +414,15 @@ def test_paci_sends_errors_back_through_new_weights():
 def test_stages_are_cut_in_order_and_complete():
     model = Decoder(MODELS["tiny"])
     names = {param: name for name, param in model.named_parameters()}
-    for count in (1, 2, 4, 8):
+    for count in (1, 2, 4, 8, 16):
         stages = stages_of(model, count)
         assert sorted(names[p] for stage in stages for p in stage) == sorted(names.values())
         assert "embedding.weight" in {names[p] for p in stages[0]}
         assert "head.weight" in {names[p] for p in stages[-1]}
         layers = [int(names[p].split(".")[1]) for stage in stages for p in stage if "layers" in names[p]]
         assert layers == sorted(layers)
-    with pytest.raises(ValueError, match="at most 8 stages"):
-        stages_of(model, 9)
+    with pytest.raises(ValueError, match="at most 16 stages"):
+        stages_of(model, 17)
 
 
 def test_splits_share_no_scene_and_batches_are_of_their_split():

@@ -78,13 +78,16 @@ def start(losses: Losses) -> str:
     rows = []
     for name in ("adamw", "muon"):
         for steps in LENGTHS[1:]:
-            for level, label in (("none", "delay alone"), ("update", "+ EF")):
-                runs = [
-                    long_run(name, steps, delay=1, feedback=level, synchronous_start=share)
-                    for share in SHARES
-                ]
-                rows.append([NAMES[name], str(steps), label, *(_cell(losses.gap(run)) for run in runs)])
-    return _measured(["optimizer", "updates", "then", *(f"{share:.0%}" for share in SHARES)], rows, 3)
+            for label, part, level in (
+                ("synchronous, delay", "synchronous_start", "none"),
+                ("synchronous, EF", "synchronous_start", "update"),
+                ("EF, synchronous", "synchronous_end", "update"),
+            ):
+                runs = [long_run(name, steps, delay=1, feedback=level, **{part: share}) for share in SHARES]
+                cells = [_cell(losses.gap(run)) for run in runs]
+                rows.append([NAMES[name], str(steps), label, *cells])
+    headings = ["optimizer", "updates", "order", *(f"{share:.0%}" for share in SHARES)]
+    return _measured(headings, rows, 3)
 
 
 def own_rates(losses: Losses) -> str:
@@ -122,6 +125,7 @@ def remedies(losses: Losses) -> str:
         ("PipeDream, 2 stages; WPipe", lambda run: replace(run, delay="pipedream-2")),
         ("PipeDream, 4 stages", lambda run: replace(run, delay="pipedream-4")),
         ("PipeDream, 8 stages", lambda run: replace(run, delay="pipedream-8")),
+        ("PipeDream, 16 stages", lambda run: replace(run, delay="pipedream-16")),
     ]
     shorter = [
         (label, change) for label, change in mitigations() if not label.startswith(("averaged", "first"))

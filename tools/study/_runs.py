@@ -47,7 +47,9 @@ class Run:
     delay: int | str = 0
     """Updates for every weight, or "pipedream-d": d stages with delays d - 1 - r, weights stashed."""
     synchronous_start: float = 0.0
-    """The share of the run without a delay, at its begin."""
+    """The share of the run without a delay, at its start."""
+    synchronous_end: float = 0.0
+    """The share of the run without a delay, at its end; there the look-ahead of feedback is removed first."""
     feedback: str = "none"
     """Error feedback: "none", "update", "gradient" or, the study's own, "smoothed"."""
     strength: float | str = 1.0

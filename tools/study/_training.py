@@ -55,20 +55,23 @@ def learning_rate(step: int, steps: int, warm_up: float = 0.1) -> float:
 
 
 def stages_of(model: Decoder, count: int) -> list[list[nn.Parameter]]:
-    """The parameters of `count` stages of about the same depth, cut between half layers.
+    """The parameters of `count` stages of about the same depth, cut between quarters of layers.
 
-    Attention and MLP of a layer are a half each; embedding and head go with the first and last stage.
+    The quarters are the projections into attention, the one out of it, those into the MLP and those out of
+    it; the embedding is in the first stage and the head in the last.
     """
-    halves = [
-        half
+    quarters = [
+        [param for name, param in module.named_parameters() if name.startswith(("out", "down")) == writes]
+        + ([] if writes else list(norm.parameters()))
         for layer in model.layers
-        for half in ((layer.norm_attention, layer.attention), (layer.norm_mlp, layer.mlp))
+        for norm, module in ((layer.norm_attention, layer.attention), (layer.norm_mlp, layer.mlp))
+        for writes in (False, True)
     ]
-    if count > len(halves):
-        raise ValueError(f"{len(model.layers)} layers make at most {len(halves)} stages, not {count}")
+    if count > len(quarters):
+        raise ValueError(f"{len(model.layers)} layers make at most {len(quarters)} stages, not {count}")
     stages: list[list[nn.Parameter]] = [[] for _ in range(count)]
-    for index, half in enumerate(halves):
-        stages[index * count // len(halves)] += [p for module in half for p in module.parameters()]
+    for index, quarter in enumerate(quarters):
+        stages[index * count // len(quarters)] += quarter
     stages[0] += model.embedding.parameters()
     stages[-1] += [*model.norm.parameters(), *model.head.parameters()]
     return stages
@@ -114,7 +117,7 @@ def train(run: Run) -> dict[str, Any]:
         for prefix, weights in (("", model), ("averaged_", averaged))
         for name in ("validation", "test")
     }
-    if run.feedback == "update" and math.isfinite(result["test"]):
+    if run.feedback == "update" and not run.synchronous_end and math.isfinite(result["test"]):
         loop.settle()
         for name in ("validation", "test"):
             result[f"settled_{name}"] = _rounded(evaluate(model, name, shape.length))
@@ -194,16 +197,17 @@ class _Loop:
 def _train(run: Run, model: Decoder, averaged: AveragedModel) -> tuple[list[float], _Loop]:
     loop = _Loop(run, model)
     delay = _delay(run, model)
-    switch = round(run.synchronous_start * run.steps)
-    delayed = DelayedGradients(model, 0 if switch else delay)
-    loop.pause_feedback(switch > 0)
+    start, end = round(run.synchronous_start * run.steps), round((1 - run.synchronous_end) * run.steps)
     paci = PaciGradients(model, stages_of(model, run.paci)) if run.paci else None
     batches = Batches("training", run.sequences, MODELS[run.model].length, run.seed)
     losses = []
     for step in range(run.steps):
-        if switch and step == switch:
-            delayed = DelayedGradients(model, delay)
-            loop.pause_feedback(False)
+        if step in (0, start, end):
+            if step == end and run.feedback == "update":
+                loop.settle()
+            is_delayed = start <= step < end
+            delayed = DelayedGradients(model, delay if is_delayed else 0)
+            loop.pause_feedback(not is_delayed)
         inputs, targets = batches(step)
         if paci is not None:
             loss = paci.backward(inputs, targets)
