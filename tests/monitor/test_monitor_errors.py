@@ -23,7 +23,7 @@ MISTAKES = {
     "trace {run} --steps 4-9": "--steps is 4-9, but the files of run {id} have 1-4: choose among these",
     "trace {run} --out t.txt": "--out is t.txt: its name must end in .json or .json.gz",
     "trace {run} --out {tmp}/file/t.json": (
-        "cannot write {tmp}/file/t.json ({tmp}/file is not a folder): name another place with --out"
+        "cannot write {tmp}/file/t.json ({tmp}/file is not a folder): choose another path with --out"
     ),
     "plot": "titan-async plot takes RUN_DIR [RUN_DIR ...], not nothing {see}",
     "plot {run} {tmp}/absent": "{tmp}/absent is not a folder: give {what}",
@@ -36,7 +36,7 @@ MISTAKES = {
     ),
     "plot {run} --steps 4-9": "--steps is 4-9, but the files of run {id} have 1-4: choose among these",
     "plot {run} --out {tmp}/file/plots": (
-        "cannot write {tmp}/file/plots/loss.png (Not a directory): name another place with --out"
+        "cannot write {tmp}/file/plots/loss.png (Not a directory): choose another path with --out"
     ),
     "watch": "titan-async watch takes RUN_DIR, not nothing {see}",
     "watch a b": "titan-async watch takes RUN_DIR, not a b {see}",
@@ -47,16 +47,16 @@ MISTAKES = {
     "watch {run} --width 0": "--width: must be an integer from 1 to 1000, not 0 {see}",
     "watch {run} --onec": "unknown flag --onec; did you mean --once? {see}",
     "watch {run} --following 1 --once": (
-        "--following waits for a run to begin: leave out --run, --once and --svg"
+        "--following waits for a run to start: omit --run, --once and --svg"
     ),
     "watch {run} --svg {tmp}/file/x.svg": (
-        "cannot write {tmp}/file/x.svg ({tmp}/file is not a folder): name another place with --svg"
+        "cannot write {tmp}/file/x.svg ({tmp}/file is not a folder): choose another path with --svg"
     ),
 }
 
 
 @pytest.mark.parametrize("command", MISTAKES)
-def test_a_mistake_gets_one_sentence(
+def test_user_error_is_one_sentence(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -41,9 +41,9 @@ _PARSER = VerbParser(
     """\
 Write a checkpoint as a folder that transformers loads with from_pretrained: safetensors, config.json,
 generation_config.json, the tokenizer, the recipe and a model card to complete, without paths of this
-machine. One process without accelerators reads checkpoints of any parallel layout, a tensor at a time, and
-a last save with checkpoint.last_save_in_hf. RUN_DIR is the dump_folder of the run; its latest checkpoint is
-taken, or that of step N. OUT_DIR appears when it is complete.""",
+machine. One process without accelerators reads checkpoints of any parallel layout, one tensor at a time,
+and a last save with checkpoint.last_save_in_hf. RUN_DIR is the dump_folder of the run; its latest
+checkpoint is used, or that of step N. OUT_DIR is created when all files are complete.""",
     recipe=True,
     examples=(
         "convert outputs/debug hf/debug",

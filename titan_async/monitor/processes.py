@@ -1,4 +1,4 @@
-"""Processes of runs on this machine: which are alive, and which runs a launcher has started."""
+"""Processes of runs on this machine: whether they are alive, and the runs that a launcher has started."""
 
 import fcntl
 import os

@@ -91,7 +91,7 @@ def read_info(folder: Path) -> RunInfo:
         record: Any = {"overlap": False, "synchronous_steps": 0} | read_json(path)
         if record["format"] not in _FORMATS:
             known = f"{_FORMATS[0]} to {_FORMATS[-1]}"
-            raise ValueError(f"its format is {record['format']}, and this version reads {known}")
+            raise ValueError(f"its format is {record['format']}, but this version reads {known}")
         values = {field.name: _of_type(record[field.name], field.type) for field in fields(RunInfo)}
         values["ranks"] = tuple(tuple(map(int, stages)) for stages in values["ranks"])
     except FileNotFoundError:

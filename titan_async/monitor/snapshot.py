@@ -140,7 +140,7 @@ class RunMonitor:
         active = [now for now in ranks if not now.state.closed]
         over = self.history.end is not None or (bool(ranks) and not active)
         no_heartbeat = bool(active) and min(now.heartbeat_age for now in active) > HEARTBEAT_TIMEOUT
-        # Without a check of the heartbeat, a process in another container would be taken for dead.
+        # A process in another container is not visible here: its heartbeat shows that it is alive.
         dead = not over and no_heartbeat and has_gone(self.info)
         stalls = [] if over or dead else find_stalls(active, self.info.stages)
         by_all = min((now.stats.step for now in ranks), default=0)
@@ -185,7 +185,7 @@ class RunMonitor:
 
     def _status(self, active: Sequence[RankStatus], over: bool, dead: bool, stalled: bool) -> str:
         if over:
-            return self.history.end or "over"
+            return self.history.end or "ended"
         if dead:
             return f"died (process {self.info.pid} does not exist)"
         if not active:

@@ -36,12 +36,12 @@ _HELP = (
      "pair (P) is an overlapped forward and backward"),
     ("in flight", "microbatches between their forward and their backward, of the peak in the last step"),
     ("weights", "version: the number of updates applied to the weights in use"),
-    ("slowest", "the rank that computes longest, where several hold the stage; fractions are their mean"),
+    ("slowest", "the rank with the most compute time, if several hold the stage; fractions are their mean"),
     ("bubble", "fraction of the time in which ranks do not compute; in parentheses: simulated for this "
      "schedule and for 1F1B with the stages' measured times, without other costs"),
-    ("red, !", "a stage busy with one thing for over 5 s and 5 steps, a straggler, or without heartbeat"),
-    ("Ctrl-C", "in the terminal of the training: it stops after this step and saves; again: at once. "
-     "Elsewhere: as q"),
+    ("red, !", "a stage whose current span exceeds 5 s and 5 steps, or whose rank has sent no heartbeat"),
+    ("Ctrl-C", "in the terminal of the training: stop after this step and save; a second one stops "
+     "immediately. Elsewhere: same as q"),
 )  # fmt: skip
 
 

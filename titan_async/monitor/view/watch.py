@@ -25,7 +25,7 @@ __all__ = ["STOPPING", "print_frame", "print_lines", "watch"]
 _PERIOD = 0.25
 _TOGGLES = {"p": "paused", "s": "by_slowest", "?": "help", "h": "help"}
 
-STOPPING = "stopping after this step and saving; Ctrl-C again stops at once"
+STOPPING = "stopping after this step and saving; Ctrl-C again stops immediately"
 
 
 def watch(console: Console, source: Path | Launched) -> int:
