@@ -198,13 +198,6 @@ def test_unknown_recipe(recipe_in: Callable[..., Resolved], name: str) -> None:
         assert "did you mean llama3_debugmodel?" in str(caught.value)
 
 
-def test_unknown_recipe_of_ours_lists_the_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("x.toml").write_text('recipe = "no_such_recipe"')
-    with pytest.raises(UserError, match='^x.toml:1: unknown recipe "no_such_recipe"'):
-        resolve_recipe(["x.toml"])
-
-
 def test_unknown_module(recipe_in: Callable[..., Resolved]) -> None:
     with pytest.raises(UserError, match="^--module not_there: there is no such Python module$"):
         recipe_in(RECIPE, "--module", "not_there")

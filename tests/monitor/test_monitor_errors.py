@@ -16,8 +16,6 @@ MISTAKES = {
     "trace {tmp}/empty": "{tmp}/empty has no events of a run: give {what} that recorded them",
     "trace {run} --run x": "{run} has no run x: there are {id}",
     "trace {run} --stesp 3": "unknown flag --stesp; did you mean --steps? {see}",
-    "trace {run} --steps": "--steps: expected one argument {see}",
-    "trace {run} --steps 1 --steps 2": "--steps: given twice {see}",
     "trace {run} --steps 5-x": "--steps is 5-x: write A-B, A- or A, for example 10-12",
     "trace {run} --steps 5-3": "--steps is 5-3: its first step is after its last",
     "trace {run} --steps 4-9": "--steps is 4-9, but the files of run {id} have 1-4: choose among these",
@@ -27,7 +25,6 @@ MISTAKES = {
     ),
     "plot": "titan-async plot takes RUN_DIR [RUN_DIR ...], not nothing {see}",
     "plot {run} {tmp}/absent": "{tmp}/absent is not a folder: give {what}",
-    "plot {run} --fromat svg": "unknown flag --fromat; did you mean --format? {see}",
     "plot {run} --format pdf": "--format: invalid choice: 'pdf' (choose from 'png', 'svg') {see}",
     "plot {run} --out x.pdf": "--out is x.pdf: name a folder, or a file that ends in .png or .svg",
     "plot {run} --out x.png --format svg": "--out x.png is not svg: leave out one of --out and --format",
@@ -44,8 +41,6 @@ MISTAKES = {
     "watch {tmp}/empty": "{tmp}/empty has no events of a run: give {what} that recorded them",
     "watch {run} --run x": "{run} has no run x: there are {id}",
     "watch {run} --following me": "--following: must be an integer of at least 1, not me {see}",
-    "watch {run} --width 0": "--width: must be an integer from 1 to 1000, not 0 {see}",
-    "watch {run} --onec": "unknown flag --onec; did you mean --once? {see}",
     "watch {run} --following 1 --once": (
         "--following waits for a run to start: omit --run, --once and --svg"
     ),
