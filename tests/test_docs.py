@@ -46,7 +46,7 @@ def test_every_public_layer_has_a_page(site: Path) -> None:
     assert {path.stem for path in (site / "api").glob("*.html")} == layers - without
 
 
-def test_the_pages_above_docs_link_to_those_in_it(site: Path) -> None:
+def test_pages_outside_docs_link_to_those_inside(site: Path) -> None:
     home = (site / "index.html").read_text(encoding="utf-8")
     for page in ("recipes.html", "study.html", "CONTRIBUTING.html"):
         assert f'href="{page}"' in home

@@ -20,7 +20,7 @@ def test_only_a_pair_hides_all_messages() -> None:
             assert all(a.end <= b.start for a, b in pairwise(in_row))
 
 
-def test_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picture_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "pair.svg"
     monkeypatch.setattr(sys, "argv", ["draw_pair.py", "--out", str(path)])
     tool.main()

@@ -27,7 +27,7 @@ class Case(NamedTuple):
 
     name: str
     argv: str | list[str]
-    """Of titan-async, or of tools/prepare_data.py if it begins with "prepare"; RECIPE is a valid file."""
+    """Arguments of titan-async, or of tools/prepare_data.py after "prepare"; RECIPE is a valid file."""
     words: list[str]
     """Parts of the message, from the cause and from the fix."""
     make: Callable[[Path], object] = nothing

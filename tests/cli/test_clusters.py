@@ -182,7 +182,7 @@ def test_slurm_reads_its_options_before_the_first_command() -> None:
     assert sum(line.startswith("#SBATCH") for line in lines) == len(options)
 
 
-def test_the_script_is_clean() -> None:
+def test_the_script_passes_shellcheck() -> None:
     subprocess.run(["bash", "-n", SBATCH], check=True)
     beside = Path(sys.executable).with_name("shellcheck")
     shellcheck = str(beside) if beside.exists() else shutil.which("shellcheck")

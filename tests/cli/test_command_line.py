@@ -21,7 +21,7 @@ def parser(operands: str = "A [B]", *, recipe: bool = True) -> VerbParser:
     return parser
 
 
-def test_options_may_stand_anywhere() -> None:
+def test_options_in_any_position() -> None:
     argv = ["--size=3", "a", "b", "--text", "x y", "--c.d", "-1", "--on", "--training.steps=5", "--file"]
     line = parser().parse(argv)
     assert (line.size, line.weight, line.text, line.on, line.file) == (3, None, "x y", True, "-")

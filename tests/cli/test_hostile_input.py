@@ -84,7 +84,7 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
     return found
 
 
-def test_there_are_enough_cases() -> None:
+def test_cases_cover_all_verbs() -> None:
     assert len({case.name for case in CASES}) == len(CASES) >= 60
     assert {case.argv.split()[0] for case in CASES if isinstance(case.argv, str)} >= {*main.VERBS, "prepare"}
 
@@ -168,7 +168,7 @@ def test_every_number_has_a_range() -> None:
     assert not accepted
 
 
-def test_code_of_a_tokenizer_is_not_run_and_no_error(here: Path) -> None:
+def test_code_of_a_tokenizer_is_ignored(here: Path) -> None:
     """A tokenizer that names remote code is loaded without it."""
     shutil.copytree(shakespeare_tokenizer_folder(), "tokenizer")
     code = {"AutoTokenizer": ["evil.Tokenizer", None]}

@@ -423,7 +423,7 @@ def test_ctrl_c_kills_while_one_worker_does_not_handle_it_yet(start: Start, tmp_
     assert_gone(pids)
 
 
-def test_sigterm_and_then_ctrl_c_are_two_first_requests(start: Start, tmp_path: Path) -> None:
+def test_ctrl_c_after_sigterm_is_a_first_request(start: Start, tmp_path: Path) -> None:
     launcher = start("saves", SAME_REQUEST_SECONDS="0")
     wait_for_ready(tmp_path)
     launcher.send_signal(signal.SIGTERM)

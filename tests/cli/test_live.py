@@ -34,7 +34,8 @@ WORKER = """
     requests = []
     signal.signal(signal.SIGINT, lambda *_: requests.append(rank))
     open(f"{os.environ[failures.ERROR_DIR]}/stops-cleanly-{rank}", "w").close()
-    print("worker is ready", file=sys.stderr, flush=True)
+    sys.stderr.write("worker is ready\\n")  # one write: `print` may be interleaved with the other worker
+    sys.stderr.flush()
     while not os.path.exists(f"{folder}/finish"):
         time.sleep(0.01)
     if rank:
@@ -120,7 +121,6 @@ class Terminal:
         until(lambda: text in self.log(), f"{text!r} is not in the log")
 
     def wait_for_ready_workers(self) -> None:
-        # Lines may be interleaved: a write of one may come between the other's text and its newline.
         until(lambda: self.log().count("worker is ready") == 2, "two workers are not ready")
         wait_for_looks(self.folder)
 

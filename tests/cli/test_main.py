@@ -82,7 +82,7 @@ def test_a_mistake_is_one_line_and_status_2(
 
 @pytest.mark.parametrize("anew", [False, slow(True)])
 def test_dry_run_prints_only_the_recipe_file(anew: bool, tmp_path: Path) -> None:
-    """Also when all modules are imported, which may log."""
+    """Log messages of imported modules are suppressed."""
     Path(tmp_path, "x.toml").write_text(RECIPE + '[checkpoint]\nfolder = "ckpt \\"ü"\n', encoding="utf-8")
     command = [sys.executable, "-m", "titan_async.cli", "train", "x.toml", "--module", "llama3", "--dry-run"]
     command += ["--hf_assets_path", str(shakespeare_tokenizer_folder())]

@@ -92,7 +92,9 @@ def test_two_nodes_train_together(undisturbed: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
+def test_a_killed_worker_loses_only_the_steps_since_the_last_checkpoint(
+    undisturbed: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "disturbed"
     nodes = start_nodes(folder, restarts=1)
     while not complete_steps(folder / "run/checkpoint"):

@@ -331,7 +331,7 @@ def test_utilization_has_a_line_for_each_rank_and_the_mean(tmp_path: Path) -> No
 
 # Colours
 
-# What people with each form of dichromacy see of linear RGB (Machado, Oliveira and Fernandes 2009).
+# Linear RGB as seen with each form of dichromacy (Machado, Oliveira and Fernandes 2009).
 DICHROMACY = {
     "protanopia": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
     "deuteranopia": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],

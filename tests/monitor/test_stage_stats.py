@@ -111,7 +111,7 @@ def test_microbatches_in_flight_after_some_spans() -> None:
     assert stage.in_flight == 3  # the weights' gradients need its activations
     stats.add(records((4, 5, 1, 0, 4, 0, Kind.BACKWARD_WEIGHT, 1), (5, 6, 1, 1, 3, 0, Kind.BACKWARD, 1)))
     assert stage.in_flight == 1 and not stage.holds(1, 0) and stage.version == 3
-    # A backward whose forward was not seen, and a validation's forward.
+    # A backward whose forward was not recorded, and a validation's forward.
     stats.add(records((6, 7, 0, 7, 3, 0, Kind.BACKWARD, 1), (7, 8, -1, 0, 4, 0, Kind.FORWARD, 1)))
     assert stage.in_flight == 1
     stats.add(records((0, 8, 1, -1, -1, 0, Kind.STEP, 0)))

@@ -114,7 +114,7 @@ def test_no_stall_during_validation_and_save() -> None:
 
 
 def test_endless_computation() -> None:
-    """For example one with a gather that waits for a dead rank."""
+    """For example, a gather in a forward waits for a dead rank."""
     [found] = texts(rank(0, Kind.FORWARD, 60), stages=1)
     assert found == "stage 0 computes the forward of microbatch 3 of step 40, since 14:03:12 (60 s)"
     assert texts(rank(0, Kind.FORWARD, 60, step_seconds=20), rank(1, Kind.RECEIVE, 60, step_seconds=20)) == []

@@ -26,12 +26,12 @@ measured, with one thread, and messages between two processes. Do not use the de
 )
 _PARSER.option(
     "--device",
-    "default: cuda if there is a GPU; CUDA_VISIBLE_DEVICES chooses among several",
+    "default: cuda if there is a GPU, which CUDA_VISIBLE_DEVICES selects",
     choices=("cuda", "cpu"),
 )
 _PARSER.option(
     "--out",
-    "the file to write (default: calibration.json)",
+    "output file (default: calibration.json)",
     metavar="FILE",
     type=Path,
     default=Path("calibration.json"),

@@ -25,7 +25,9 @@ def add_weights_option(parser: VerbParser) -> None:
         default="newest",
     )
     parser.option(
-        "--recipe", "default: the recipe.toml that the run has written to RUN_DIR", metavar="FILE.toml"
+        "--recipe",
+        "recipe file (default: the recipe.toml that the run has written to RUN_DIR)",
+        metavar="FILE.toml",
     )
 
 
@@ -53,13 +55,13 @@ checkpoint is used, or that of step N. OUT_DIR is created when all files are com
 )
 _PARSER.option(
     "--dtype",
-    "of the weights (default: that of the checkpoint); routers of mixtures of experts keep theirs",
+    "dtype of the weights (default: that of the checkpoint); routers of mixtures of experts keep theirs",
     choices=(*_TYPES.values(), *_TYPES),
 )
 add_weights_option(_PARSER)
 _PARSER.option(
     "--max-shard-size",
-    "of a file, as in 5GB (default), 500MB or 2GiB",
+    "maximum size of a file, such as 5GB (default), 500MB or 2GiB",
     metavar="SIZE",
     type=checked(_bytes, "a size such as 5GB, 500MB or 2GiB", lambda size: size > 0),
     default="5GB",

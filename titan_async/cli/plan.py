@@ -23,8 +23,8 @@ _PARSER = VerbParser(
     "RECIPE.toml",
     """\
 Predict the time, memory and traffic of a step on the given hardware, under the recipe's schedule and others,
-without accelerators, data or tokenizer. Print also a faster layout, if there is one, and whether Async2BW
-pays. docs/planning.md describes the computation and its limits.""",
+without accelerators, data or tokenizer. Also print a faster layout, if there is one, and whether Async2BW
+pays off. docs/planning.md describes the computation and its limits.""",
     recipe=True,
     examples=(
         "plan moe_10b_200b.toml",
@@ -34,8 +34,8 @@ pays. docs/planning.md describes the computation and its limits.""",
 )
 _PARSER.option(
     "--gpu",
-    "h100-80gb (default), h200-141gb, a100-40gb, a100-80gb, b200-180gb, l40s-48gb or rtx4090-24gb, in nodes "
-    "of eight",
+    "h100-80gb (default), h200-141gb, a100-40gb, a100-80gb, b200-180gb, l40s-48gb or rtx4090-24gb; eight per "
+    "node",
     metavar="NAME",
 )
 _PARSER.option(
@@ -45,7 +45,7 @@ _PARSER.option(
     metavar="N",
     type=integer(1, 10_000),
 )
-_PARSER.option("--schedule", "short for --parallelism.pipeline_parallel_schedule", metavar="NAME")
+_PARSER.option("--schedule", "same as --parallelism.pipeline_parallel_schedule", metavar="NAME")
 _PARSER.option(
     "--achievable",
     "fraction of the peak that large matrix products reach (default: by GPU, 0.5 to 0.75)",
@@ -70,7 +70,7 @@ _PARSER.option(
     type=checked(float, "a number of hours above 0", lambda hours: 0 < hours < math.inf),
 )
 _PARSER.option(
-    "--json", "write the plan as JSON, to stdout without FILE", metavar="FILE", nargs="?", const="-"
+    "--json", "write the plan as JSON to FILE (default: stdout)", metavar="FILE", nargs="?", const="-"
 )
 _PARSER.option("--no-suggest", "do not search for a faster layout", action="store_true")
 

@@ -37,11 +37,13 @@ _PARSER.option(
     metavar="PATH",
     type=Path,
 )
-_PARSER.option("--format", "default: png", choices=_FORMATS)
+_PARSER.option("--format", "image format (default: png)", choices=_FORMATS)
 _PARSER.option(
-    "--labels", "names of the runs (default: those of their folders, and schedules)", metavar="A,B"
+    "--labels", "names of the runs (default: their folders, and schedules if these differ)", metavar="A,B"
 )
-_PARSER.option("--steps", f"of the timeline: A-B, A or A- (default: the latest {_STEPS})", metavar="A-B")
+_PARSER.option(
+    "--steps", f"steps of the timeline: A-B, A or A- (default: the latest {_STEPS})", metavar="A-B"
+)
 
 
 def run(argv: Sequence[str]) -> int:

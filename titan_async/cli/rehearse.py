@@ -43,10 +43,10 @@ _PARSER.option(
     metavar="K",
     type=integer(0),
 )
-_PARSER.option("--steps", "updates (default 3)", metavar="N", type=integer(1, 10**6), default=3)
+_PARSER.option("--steps", "number of updates (default 3)", metavar="N", type=integer(1, 10**6), default=3)
 _PARSER.option(
     "--width-divisor",
-    "of every width in the model (default 16); 1 for the real ones",
+    "divisor of every width in the model (default 16); 1 keeps the real widths",
     metavar="N",
     type=integer(1, 10**6),
     default=16,

@@ -28,9 +28,11 @@ _PARSER.option(
     f"steps A-B, A or A- (default: the latest {_STEPS}; files contain a few thousand)",
     metavar="A-B",
 )
-_PARSER.option("--run", "of RUN_DIR/events (default: the latest)", metavar="RUN_ID")
+_PARSER.option("--run", "run to export, from RUN_DIR/events (default: the latest)", metavar="RUN_ID")
 _PARSER.option(
-    "--out", ".json or .json.gz (default: trace.json in the run's folder of events)", metavar="FILE"
+    "--out",
+    "output file, .json or .json.gz (default: trace.json in the run's folder of events)",
+    metavar="FILE",
 )
 
 

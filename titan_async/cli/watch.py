@@ -27,18 +27,18 @@ run is starting, the command waits for it.
 keys: q quits, p pauses, s sorts by slowest stage, ? explains the view""",
     examples=("watch outputs", "watch outputs --once --width 120"),
 )
-_PARSER.option(
-    "--run", "one of several runs in the folder (default: the latest), as in RUN_DIR/events", metavar="RUN_ID"
-)
+_PARSER.option("--run", "run to show, from RUN_DIR/events (default: the latest)", metavar="RUN_ID")
 _PARSER.option("--once", "print the view once and exit", action="store_true")
 _PARSER.option("--svg", "write the view once as SVG", metavar="FILE")
 _PARSER.option(
     "--width",
-    "characters of a line (default: the terminal's, or 100)",
+    "width in characters (default: the terminal's, or 100)",
     metavar="N",
     type=integer(1, 1000),
 )
-_PARSER.option("--height", "lines (default: the terminal's, or 30)", metavar="N", type=integer(1, 1000))
+_PARSER.option(
+    "--height", "height in lines (default: the terminal's, or 30)", metavar="N", type=integer(1, 1000)
+)
 _PARSER.option(
     "--following",
     "wait for the run that process PID starts in the folder, and end with it",

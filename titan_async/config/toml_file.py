@@ -26,7 +26,7 @@ Path = tuple[str | int, ...]
 """Keys from the root of a configuration to a field; an integer is the index of a list."""
 
 _MAX_BYTES = 2**18
-"""Of a recipe file; those of the project have about a thousand."""
+"""Maximum size of a recipe file; those of the project have about a thousand bytes."""
 
 _MAX_PARSED = 2**23
 """Characters that may be parsed to find a line."""

@@ -38,7 +38,7 @@ class Utilization:
     stages: list[tuple[int, ...]]
     """Stages of each rank of the pipeline."""
     first_steps: npt.NDArray[np.int64]
-    """Of each interval."""
+    """The first step of each interval; `last_steps` has the last one."""
     last_steps: npt.NDArray[np.int64]
     busy: Floats
     """[ranks of the pipeline, intervals]: fraction of the steps' time, from 0 to 1."""

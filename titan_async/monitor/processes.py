@@ -58,7 +58,7 @@ class Launched:
         return runs[-1] if runs else None
 
     def is_over(self, end: str | None) -> bool:
-        """Whether the launcher will start no further run.
+        """Whether the launcher will not start another run.
 
         Args:
             end: the reason for which the latest run has ended; None if it has not.

@@ -60,13 +60,13 @@ class RunInfo(RunShape):
     """Seconds since the epoch."""
     host: str
     pid: int
-    """Of rank 0, on `host`."""
+    """The process of rank 0, on `host`."""
     ranks: tuple[tuple[int, ...], ...]
     """Indices of the stages of each rank, of all data-parallel replicas of the pipeline."""
     device: str
     """"cpu", or the name of the accelerator."""
     versions: dict[str, str]
-    """Of torch and other packages."""
+    """Versions of torch and other packages."""
 
 
 def events_folder(run_dir: str | Path, run_id: str) -> Path:

@@ -51,7 +51,7 @@ class StageRow:
     doing: Kind | None = None
     """The current span of the first of its ranks."""
     microbatch: int = -1
-    """Of that span; -1 for none."""
+    """The microbatch of that span; -1 for none."""
     neighbour: int = -1
     """The stage that it receives from or sends to; -1 for none."""
     stalled: bool = False
@@ -65,7 +65,7 @@ class Snapshot:
 
     info: RunInfo
     status: str
-    """Of the whole run, such as "running" or "saving"."""
+    """The status of the whole run, such as "running" or "saving"."""
     over: bool
     """Whether the run has ended."""
     step: int
@@ -203,7 +203,7 @@ class RunMonitor:
         return "running" if any(now.stats.step for now in active) else "in its first step"
 
     def _elapsed(self) -> int | None:
-        # By the clock of rank 0 only.
+        # Only by the clock of rank 0.
         state = self._states[0]
         latest = max(self.history.last_time, state.beat / 1e9 if state is not None else 0.0)
         return max(int(latest - self.info.started), 0) if latest else None
