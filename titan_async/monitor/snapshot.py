@@ -9,7 +9,7 @@ from pathlib import Path
 from titan_async.monitor.events import RankReader, RankState
 from titan_async.monitor.formatting import approximate_duration
 from titan_async.monitor.journal import History, JournalReader
-from titan_async.monitor.processes import has_gone, is_here
+from titan_async.monitor.processes import has_exited, is_local
 from titan_async.monitor.run_folder import RunInfo, read_info
 from titan_async.monitor.stage_stats import (
     RankStats,
@@ -112,7 +112,7 @@ class RunMonitor:
         self._read = [0] * len(self._readers)  # records, including overwritten ones
         self._last_beat: list[float | None] = [None] * len(self._readers)  # by the clock of this process
         self._since = time.monotonic()
-        self._is_here = is_here(self.info)
+        self._is_local = is_local(self.info)
         self._simulated: tuple[float | None, float | None] = (None, None)  # of the schedule, and of 1F1B
         self._simulated_at = -math.inf
 
@@ -141,7 +141,7 @@ class RunMonitor:
         over = self.history.end is not None or (bool(ranks) and not active)
         no_heartbeat = bool(active) and min(now.heartbeat_age for now in active) > HEARTBEAT_TIMEOUT
         # A process in another container is not visible here: its heartbeat shows that it is alive.
-        dead = not over and no_heartbeat and has_gone(self.info)
+        dead = not over and no_heartbeat and has_exited(self.info)
         stalls = [] if over or dead else find_stalls(active, self.info.stages)
         by_all = min((now.stats.step for now in ranks), default=0)
         step = max(self.history.step, self.info.first_step, by_all)
@@ -180,7 +180,7 @@ class RunMonitor:
             return time.monotonic() - last_beat
         # Heartbeats from before the first poll are compared by the clocks of their hosts.
         latest = max(state.beat for state in self._states if state is not None)
-        old = (latest - beat) / 1e9 + (max(time.time() - latest / 1e9, 0.0) if self._is_here else 0.0)
+        old = (latest - beat) / 1e9 + (max(time.time() - latest / 1e9, 0.0) if self._is_local else 0.0)
         return max(old, time.monotonic() - self._since)
 
     def _status(self, active: Sequence[RankStatus], over: bool, dead: bool, stalled: bool) -> str:
