@@ -112,7 +112,7 @@ TOML = [
         ["comm.train_timeout_seconds", "at least 1"],
     ),
     toml(
-        "below-a-share",
+        "negative-fraction",
         TEXT + "\n[lr_scheduler]\ndecay_ratio = -0.1",
         ["lr_scheduler.decay_ratio", "at least 0"],
     ),

@@ -32,7 +32,7 @@ _AT_LEAST_1 = """
     loss.global_vocab_size loss.num_chunks validator.freq
 """
 
-_SHARES = """
+_FRACTIONS = """
     lr_scheduler.warmup_ratio lr_scheduler.decay_ratio lr_scheduler.min_lr_factor pipeline.synchronous_ratio
 """
 
@@ -45,7 +45,7 @@ _LOADER_RANGES = {
 _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(_AT_LEAST_0.split(), (0, _MAX)),
     **dict.fromkeys(_AT_LEAST_1.split(), (1, _MAX)),
-    **dict.fromkeys(_SHARES.split(), (0, 1)),
+    **dict.fromkeys(_FRACTIONS.split(), (0, 1)),
     **{
         f"{loader}.{name}": limits
         for loader in ("dataloader", "validator.dataloader")

@@ -48,10 +48,10 @@ class Box:
         return _mixed(KINDS[self.kind].colour, "#ffffff" if self.tint > 0 else "#000000", abs(self.tint))
 
 
-def _mixed(colour: str, other: str, share: float) -> str:
-    """`colour` mixed with a fraction `share` of `other`."""
+def _mixed(colour: str, other: str, fraction: float) -> str:
+    """`colour` mixed with the given fraction of `other`."""
     pairs = zip(_rgb(colour), _rgb(other), strict=True)
-    return "#" + "".join(f"{round((1 - share) * one + share * two):02x}" for one, two in pairs)
+    return "#" + "".join(f"{round((1 - fraction) * one + fraction * two):02x}" for one, two in pairs)
 
 
 def _rgb(colour: str) -> tuple[int, ...]:

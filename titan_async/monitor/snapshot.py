@@ -215,8 +215,8 @@ class RunMonitor:
     def _bubble(self) -> float | None:
         busy = []
         for rank in self._stats:
-            shares = [s for stage in rank.stages.values() if (s := stage.average_utilization) is not None]
-            busy += [sum(shares)] if len(shares) == len(rank.stages) else []
+            fractions = [s for stage in rank.stages.values() if (s := stage.average_utilization) is not None]
+            busy += [sum(fractions)] if len(fractions) == len(rank.stages) else []
         return 1 - sum(busy) / len(busy) if busy else None
 
     def _simulate(self, drains: bool) -> tuple[float | None, float | None]:

@@ -153,14 +153,14 @@ def _help() -> Table:
 
 def _progress(run: Snapshot, options: ConsoleOptions) -> RenderableType:
     first, steps = run.info.first_step, max(run.info.steps, 1)
-    share = min(run.step / steps, 1.0)
+    fraction = min(run.step / steps, 1.0)
     left = "" if run.remaining is None else f"{_clock(run.remaining)} left"
     grid = Table.grid(padding=(0, 1), expand=True)
     begin = f" from {first:,}" if first else ""
-    texts = (f"step {run.step:,} of {steps:,}{begin}", f"{share:.0%}", left)
+    texts = (f"step {run.step:,} of {steps:,}{begin}", f"{fraction:.0%}", left)
     for width in (len(texts[0]), None, 4, 13):
         grid.add_column(width=width, ratio=None if width else 1, no_wrap=True)
-    bar = ProgressBar(total=1.0, completed=share, complete_style="green", finished_style="green")
+    bar = ProgressBar(total=1.0, completed=fraction, complete_style="green", finished_style="green")
     grid.add_row(texts[0], bar if options.max_width >= len(texts[0]) + 26 else "", texts[1], texts[2])
     return grid
 

@@ -106,8 +106,8 @@ def _fields(row: StageRow) -> dict[str, str]:
     used, limit = row.memory / 2**30, row.memory_limit / 2**30
     return {
         "stage": f"{'!' if row.stalled else ' '}{row.stage}",
-        "last": _share(row.utilization),
-        "mean": _share(row.average_utilization),
+        "last": _percent(row.utilization),
+        "mean": _percent(row.average_utilization),
         "in flight": f"{row.in_flight} of {row.most_in_flight}",
         "weights": f"v{row.version}" if row.version >= 0 else "-",
         # The memory of an accelerator is shown with its total, that of a process without.
@@ -117,8 +117,8 @@ def _fields(row: StageRow) -> dict[str, str]:
     }
 
 
-def _share(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
+def _percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{fraction:.0%}"
 
 
 def _rest(rows: Sequence[StageRow], by_slowest: bool) -> str:
