@@ -361,13 +361,25 @@ def assert_saved(launcher: forks.Forked, status: int, folder: Path) -> None:
     assert sorted(path.name for path in folder.glob("saved-*")) == ["saved-0", "saved-1"]
 
 
-def test_after_sigterm_workers_may_save_and_exit_with_0(start: Start, tmp_path: Path) -> None:
-    launcher = start("saves")
+def request_stop(launcher: forks.Forked, number: signal.Signals) -> None:
+    """Sends the first signal; after SIGINT, the launcher prints that it stops."""
+    launcher.send_signal(number)
+    if number == signal.SIGINT:
+        assert launcher.stderr is not None and launcher.stderr.readline() == STOPPING
+
+
+@pytest.mark.parametrize(
+    ("number", "case", "status"), [(signal.SIGTERM, "saves", 0), (signal.SIGINT, "saves_at_ctrl_c", 130)]
+)
+def test_after_a_signal_workers_may_save(
+    number: signal.Signals, case: str, status: int, start: Start, tmp_path: Path
+) -> None:
+    launcher = start(case)
     wait_for_ready(tmp_path)
-    launcher.send_signal(signal.SIGTERM)
+    request_stop(launcher, number)
     wait_for_all("asked", tmp_path)
-    launcher.send_signal(signal.SIGTERM)  # the same request once more, as `timeout` sends it
-    assert_saved(launcher, 0, tmp_path)
+    launcher.send_signal(number)  # the same request: `timeout` sends SIGTERM twice
+    assert_saved(launcher, status, tmp_path)
 
 
 @pytest.mark.parametrize(("number", "before"), [(signal.SIGTERM, ""), (signal.SIGINT, STOPPING)])
@@ -385,30 +397,17 @@ def test_a_save_that_fails_after_a_request_is_reported(
     assert_gone(pids)
 
 
-def press_ctrl_c(launcher: forks.Forked) -> None:
-    launcher.send_signal(signal.SIGINT)
-    assert launcher.stderr is not None and launcher.stderr.readline() == STOPPING
-
-
-def test_after_ctrl_c_workers_may_save_and_the_status_is_130(start: Start, tmp_path: Path) -> None:
-    launcher = start("saves_at_ctrl_c")
-    wait_for_ready(tmp_path)
-    press_ctrl_c(launcher)
-    wait_for_all("asked", tmp_path)
-    launcher.send_signal(signal.SIGINT)  # the same request, from another sender
-    assert_saved(launcher, 130, tmp_path)
-
-
-def test_a_second_ctrl_c_kills(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_kills(number: signal.Signals, start: Start, tmp_path: Path) -> None:
     launcher = start("never_saves", SAME_REQUEST_SECONDS="0")
     pids = wait_for_ready(tmp_path)
-    press_ctrl_c(launcher)
+    request_stop(launcher, number)
     wait_for_all("asked", tmp_path)
     wait_for_looks(tmp_path, 3)
     assert launcher.poll() is None
-    launcher.send_signal(signal.SIGINT)
+    launcher.send_signal(number)
     _, err = launcher.communicate(timeout=MOST_SECONDS)
-    assert (launcher.returncode, err) == (130, "stopped by SIGINT\n")
+    assert (launcher.returncode, err) == (128 + number, f"stopped by {number.name}\n")
     assert_gone(pids)
 
 
@@ -428,7 +427,7 @@ def test_ctrl_c_after_sigterm_is_a_first_request(start: Start, tmp_path: Path) -
     wait_for_ready(tmp_path)
     launcher.send_signal(signal.SIGTERM)
     wait_for_all("asked", tmp_path)
-    press_ctrl_c(launcher)
+    request_stop(launcher, signal.SIGINT)
     assert_saved(launcher, 130, tmp_path)
 
 
@@ -439,19 +438,6 @@ def test_workers_that_do_not_save_are_killed(start: Start, tmp_path: Path) -> No
     _, err = launcher.communicate(timeout=MOST_SECONDS)
     message = "stopped by SIGTERM; ranks that had not saved after 1 s were killed\n"
     assert (launcher.returncode, err) == (143, message)
-    assert_gone(pids)
-
-
-def test_a_second_sigterm_kills(start: Start, tmp_path: Path) -> None:
-    launcher = start("never_saves", SAME_REQUEST_SECONDS="0")
-    pids = wait_for_ready(tmp_path)
-    launcher.send_signal(signal.SIGTERM)
-    wait_for_all("asked", tmp_path)
-    wait_for_looks(tmp_path, 3)
-    assert launcher.poll() is None
-    launcher.send_signal(signal.SIGTERM)
-    _, err = launcher.communicate(timeout=MOST_SECONDS)
-    assert (launcher.returncode, err) == (143, "stopped by SIGTERM\n")
     assert_gone(pids)
 
 
