@@ -79,7 +79,7 @@ def test_overlapped_pairs_are_split_boxes() -> None:
     assert title == "Async2BW, 8 microbatches, overlapped pairs: busy 100.0% of the time"
 
 
-def test_schedules_continue_until_the_slowest_ends() -> None:
+def test_schedules_continue_until_the_slowest_is_done() -> None:
     figure = charts_of("1F1B", "Async2BW")
     synchronous, asynchronous = figure.axes
     # 1F1B takes 3 (m + d - 1) per batch.

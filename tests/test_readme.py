@@ -156,7 +156,7 @@ def test_results_in_the_readme_equal_those_of_other_pages():
         cells = (line.strip("|").split("|") for line in text.splitlines() if line.startswith("|"))
         return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in cells}
 
-    shown = rows(README.partition("the comparison that matters")[2].partition("\n## ")[0])
+    told = rows(README.partition("the comparison that matters")[2].partition("\n## ")[0])
     studied = PAGES["docs/study.md"]
     for optimizer in ("AdamW", "Muon"):
         cells = [
@@ -168,9 +168,9 @@ def test_results_in_the_readme_equal_those_of_other_pages():
         start = re.search(
             rf"\| {optimizer} \| 3000 \| \+ EF \|.*\| ([^|]+?)(?: \(\d seeds\))? \|\n", studied
         )[1]
-        assert shown[optimizer] == [*cells, start]
+        assert told[optimizer] == [*cells, start]
     recipe = " ".join((ROOT / "recipes" / "debug.py").read_text(encoding="utf-8").split())
-    for losses in (shown["1F1B"][0], shown["Async2BW, error feedback"][0]):
+    for losses in (told["1F1B"][0], told["Async2BW, error feedback"][0]):
         assert losses in recipe
 
     # The benchmark of sleeping stages, with the lookahead of each column.

@@ -60,13 +60,14 @@ class Fault:
 
 
 FAULTS = (
-    Fault("a text file is truncated while it is read", _CHANGED.format(file=TEXT), {"after": 1, "cut": TEXT}),
-    Fault("a JSON lines file is removed", rf"The data file \S*{LINES} can't be read \(No such file or dir",
+    Fault("a text file is truncated while it is read", _CHANGED.format(file=TEXT),
+          {"after": 1, "cut": TEXT}),
+    Fault("a JSON lines file is deleted", rf"The data file \S*{LINES} can't be read \(No such file or dir",
           {"after": 1, "unlink": LINES}),
-    Fault("a line of invalid JSON",
+    Fault("a line is not valid JSON",
           rf"Line 3 of \S*{LINES} is not valid JSON \(.*\): \w+ or remove that line",
           file=LINES, wrong=b'"}}'),
-    Fault("a line of invalid UTF-8", rf"Line 3 of \S*{LINES} is not UTF-8 text \(.*\): convert it to UTF-8",
+    Fault("bytes that are not UTF-8", rf"Line 3 of \S*{LINES} is not UTF-8 text \(.*\): convert it to UTF-8",
           file=LINES, wrong=b"caf\xe9"),
     Fault("a compressed file is truncated", _CHANGED.format(file=COMPRESSED),
           {"after": 1, "cut": COMPRESSED}),

@@ -67,7 +67,7 @@ def measure(scratch: Path, *, minutes: float) -> Iterator[Result]:
     for name, series in sorted(samples.items()):
         yield _judge(name, series, _in_use(scratch / name, begin), minutes)
     slope = _slope(sizes)
-    said = f"{slope:.2f} MB per hour, {sizes[-1][1]:.1f} MB at the end"
+    said = f"{slope:.2f} MB an hour, {sizes[-1][1]:.1f} MB at the end"
     yield summarize("soak", "files but checkpoints", [Attempt(slope < LOG_MEGABYTES_AN_HOUR, said=said)])
     said = f"{minutes:g} minutes, about {steps} steps, ended with status {status}"
     yield summarize("soak", "end at SIGTERM", [Attempt(status == 0, said=said)])
@@ -79,13 +79,13 @@ def _judge(name: str, series: list[Sample], in_use: list[tuple[float, float]], m
     slope = _slope([(sample.seconds, sample.memory) for sample in counted])
     files, threads = ({getattr(sample, kind) for sample in counted} for kind in ("files", "threads"))
     said = (
-        f"{counted[0].memory:.0f} to {counted[-1].memory:.0f} MB ({slope:+.1f} MB per hour), "
+        f"{counted[0].memory:.0f} to {counted[-1].memory:.0f} MB ({slope:+.1f} MB an hour), "
         f"{_range(files)} files, {_range(threads)} threads"
     )
     slopes = [slope]
     if in_use:
         slopes.append(_slope([point for point in in_use if point[0] > begin]))
-        said += f"; in use {slopes[-1]:+.1f} MB per hour"
+        said += f"; in use {slopes[-1]:+.1f} MB an hour"
     # The fewest, since a checkpoint that is being written is one file more, and what leaks is never closed.
     grown = any(
         min(getattr(sample, kind) for sample in counted[-(len(counted) // 10) :])
