@@ -84,13 +84,13 @@ def plan_kills(rounds: int, run: RunSpans, draw: random.Random) -> list[Kill]:
         fills = (Kind.FORWARD,) if rank == 0 else (Kind.RECEIVE, Kind.FORWARD)
         plan += [
             kill("in steady state", draw.choice((2, 3)), *_MESSAGES, nth=draw.randrange(12)),
-            kill("during clip_grad_norm_", draw.choice((3, 4)), Kind.CLIP),
-            kill("during an update", 4, Kind.OPTIMIZER),
-            kill("during a drain", INTERVAL, nth=draw.randrange(8), draining=True),
-            kill("during a save", INTERVAL, Kind.SAVE),
+            kill("in clip_grad_norm_", draw.choice((3, 4)), Kind.CLIP),
+            kill("in an update", 4, Kind.OPTIMIZER),
+            kill("in a drain", INTERVAL, nth=draw.randrange(8), draining=True),
+            kill("in a save", INTERVAL, Kind.SAVE),
             kill("while the pipeline fills", INTERVAL + 1, *fills, nth=draw.randrange(2)),
             # Not at the step of that save: if it was done, its validation does not come again.
-            kill("during a validation", 2 * INTERVAL, Kind.VALIDATE),
+            kill("in a validation", 2 * INTERVAL, Kind.VALIDATE),
         ]
     return plan
 

@@ -54,7 +54,7 @@ def measure(scratch: Path, *, quick: bool) -> Iterator[Result]:
     stopped = [_silent(scratch / f"stopped-{rank}", rank, expected, hangs=False) for rank in ranks]
     yield summarize("signals", "permanent SIGSTOP of a rank", stopped)
     stuck = [_silent(scratch / f"stuck-{rank}", rank, expected, hangs=True) for rank in ranks]
-    yield summarize("signals", "a rank hung in a forward", stuck)
+    yield summarize("signals", "a rank stuck in a forward", stuck)
 
 
 def _once(folder: Path, number: signal.Signals, whom: str, expected: State) -> Attempt:
