@@ -1,6 +1,6 @@
-"""For every test: offline, one thread a process, and torchtitan on the CPU where there is no accelerator.
+"""For all tests: offline, one thread per process, and torchtitan on the CPU if there is no accelerator.
 
-Drawn examples may take their time: how long one takes says more about the machine than about the code.
+hypothesis has no deadline, since the duration of an example depends on the load of the machine.
 """
 
 import os
@@ -20,21 +20,21 @@ from tests.support.tools import module_folders
 
 sys.path += module_folders()
 
-settings.register_profile("unhurried", deadline=None)
-settings.load_profile("unhurried")
+settings.register_profile("no_deadline", deadline=None)
+settings.load_profile("no_deadline")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Settles the device before any test imports torchtitan, except where tests are only handed out."""
-    handed_out = config.getoption("numprocesses", default=None) and not config.getoption("collectonly")
-    if not handed_out:
+    """Calls `ensure_device` before a test imports torchtitan, except in the controller of pytest-xdist."""
+    is_controller = config.getoption("numprocesses", default=None) and not config.getoption("collectonly")
+    if not is_controller:
         from titan_async.config.device import ensure_device
 
         ensure_device()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="run the tests that are marked as slow, too")
+    parser.addoption("--all", action="store_true", help="also run tests that are marked as slow")
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
@@ -42,7 +42,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is slow or redundant, unless its own name or `-m` asks for it; ranks come first."""
+    """Deselects slow or redundant tests, unless selected by name or `-m`; runs files with ranks first."""
     items.sort(key=lambda item: not has_ranks(item.path))
     if config.getoption("-m"):
         return

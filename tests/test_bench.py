@@ -1,4 +1,4 @@
-"""The benchmarks still run, in their smallest form; their times are not tested."""
+"""The benchmarks run in their smallest form; their times are not tested."""
 
 import pytest
 
@@ -12,9 +12,9 @@ def test_every_part_runs_and_is_recorded(tmp_path):
     for results in parts.values():
         assert "Async2BW" in {result["schedule"] for result in results}
     runs = {result["schedule"]: result["median"] is not None for result in parts["sleeping"]}
-    assert runs.pop("DualPipeV") is False  # needs as many microbatches as stages, of which it has two a rank
+    assert runs.pop("DualPipeV") is False  # needs as many microbatches as stages, and has two stages per rank
     assert all(runs.values())
-    # Bytes are counted, so that they do not depend on the machine.
+    # Numbers of bytes do not depend on the machine.
     assert all(abs(result["error"]) < 0.05 for result in parts["memory"])
 
 
@@ -36,7 +36,7 @@ def test_recording_is_compared_with_not_recording(tmp_path):
     parts = measured(tmp_path, "bench/events.py", "--quick")
     ours, theirs = parts["spans"]
     assert ours["caller"] > 0 and theirs["caller"] > 0
-    # Two forwards and backwards with their messages, and what a batch has once.
+    # Two forwards and backwards with their messages, and the spans of a batch.
     assert [step["rank"] for step in parts["steps"]] == [0, 1]
     assert all(10 < step["spans"] < 30 for step in parts["steps"])
 

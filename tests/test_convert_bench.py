@@ -1,4 +1,4 @@
-"""The comparison of converters still runs, and finds files that differ; its figures are not tested."""
+"""The comparison of converters runs, and detects files that differ; its times are not tested."""
 
 from pathlib import Path
 

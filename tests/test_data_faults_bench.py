@@ -1,4 +1,4 @@
-"""What the table of faults does to data is what it says, and is told as it expects."""
+"""The data faults of tools/bench/faults.py damage data as described, and cause the expected errors."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def samples(folder: Path) -> Iterator[object]:
     return iter(PackedDataset(source(folder), lambda text: encoder([text])[0].tolist(), seq_len=128))
 
 
-def do_harm(fault: Fault, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run does in its first steps."""
+def inject(fault: Fault, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Injects a fault as a run does in its first steps."""
     trained: list[object] = []
     monkeypatch.setattr(AsyncTrainer, "train_step", trained.append)
     options = data._harm(fault, folder)
@@ -57,21 +57,21 @@ def do_harm(fault: Fault, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_harm_to_text_is_told_in_the_sentence_expected(
+def test_fault_of_text_causes_the_expected_error(
     whole: Path, tmp_path: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "data"
     shutil.copytree(whole, folder)
     reading = samples(folder)
     next(reading)
-    do_harm(fault, folder, monkeypatch)
+    inject(fault, folder, monkeypatch)
     with pytest.raises(UserError) as caught:
         for _ in reading:
             pass
     assert re.match(fault.said, str(caught.value))
 
 
-def test_a_stream_breaks_and_goes_on_where_it_broke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_resumes_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "stream"
     data.write_stream(folder)
     monkeypatch.setattr(hub, "_load", hub._load)
@@ -90,20 +90,20 @@ def test_a_stream_breaks_and_goes_on_where_it_broke(tmp_path: Path, monkeypatch:
     assert read == whole[:198]
 
 
-def test_token_files_give_the_samples_of_the_text_and_are_harmed_too(
+def test_token_files_give_the_samples_of_the_text_and_the_expected_error(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "tokens"
     prepare_tokens(source(whole), tokenizer(), folder, shard_tokens=6000)
     batches = iter(TokenBatches(source(folder, dataset="tokens"), seq_len=128, batch_size=1, infinite=True))
     reading = samples(whole)
-    for _ in range(38 * 8):  # what the run reads, up to the middle of the longest document
+    for _ in range(38 * 8):  # as many as the run reads, up to the middle of the longest document
         (inputs, labels), (others, same) = next(reading), next(batches)
         assert inputs["input"].equal(others["input"][0])
         assert labels.equal(same[0])
     batches = iter(TokenBatches(source(folder, dataset="tokens"), seq_len=128, batch_size=1, infinite=True))
     next(batches)
-    do_harm(TOKEN_FAULTS[0], folder, monkeypatch)
+    inject(TOKEN_FAULTS[0], folder, monkeypatch)
     with pytest.raises(UserError) as caught:
         for _ in batches:
             pass
@@ -115,12 +115,12 @@ ENDED = Start(2, "The data file is not there.", 3, [(4, 10.0), (5, 20.0)], began
 RESUMED = Start(0, "", 3, [(4, 150.0)], began=100.0, ended=160.0)
 
 
-def test_what_a_run_did_is_judged_by_its_end_and_by_where_it_goes_on() -> None:
+def test_attempt_records_lost_work_and_times() -> None:
     attempt = data.judge(FAULT, ENDED, RESUMED, same=True)
     assert attempt == Attempt(True, work_lost=2, notice=6.0, resume=50.0, said="The data file is not there.")
-    # A start that trains nothing, as the fault meets it at once, has lost nothing.
-    at_once = replace(ENDED, steps=[])
-    assert data.judge(FAULT, at_once, RESUMED, same=True) == replace(attempt, work_lost=0, notice=None)
+    # A start that ends before its first step has lost no work.
+    untrained = replace(ENDED, steps=[])
+    assert data.judge(FAULT, untrained, RESUMED, same=True) == replace(attempt, work_lost=0, notice=None)
 
 
 @pytest.mark.parametrize(
@@ -135,5 +135,5 @@ def test_what_a_run_did_is_judged_by_its_end_and_by_where_it_goes_on() -> None:
         (ENDED, replace(RESUMED, resumed_at=6), True),  # a step that was never trained
     ],
 )
-def test_what_does_not_survive(start: Start, following: Start, same: bool) -> None:
+def test_attempts_that_do_not_survive(start: Start, following: Start, same: bool) -> None:
     assert not data.judge(FAULT, start, following, same).survived

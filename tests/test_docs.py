@@ -1,4 +1,4 @@
-"""The documentation's site builds without a warning and has every public name."""
+"""The site of the documentation builds without a warning and contains every public name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import titan_async
 pytest.importorskip("mkdocs")
 pytest.importorskip("mkdocstrings")
 
-# The pages take long to build.
+# Building the site is slow.
 pytestmark = pytest.mark.slow
 
 ROOT = Path(titan_async.__file__).parents[1]
@@ -39,14 +39,14 @@ def test_every_exported_name_is_in_the_api(site: Path, layer: str) -> None:
         assert f'id="titan_async.{layer}.{name}"' in text, name
 
 
-def test_every_layer_for_programs_has_a_page(site: Path) -> None:
+def test_every_public_layer_has_a_page(site: Path) -> None:
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     layers = {name.split(".")[1] for name in packages if name.count(".") == 1}
     without = {"cli", "rehearsal", "recipes", "toml_configs"}  # commands, and configurations
     assert {path.stem for path in (site / "api").glob("*.html")} == layers - without
 
 
-def test_the_pages_above_docs_link_to_those_in_it(site: Path) -> None:
+def test_pages_outside_docs_link_to_those_inside(site: Path) -> None:
     home = (site / "index.html").read_text(encoding="utf-8")
     for page in ("recipes.html", "study.html", "CONTRIBUTING.html"):
         assert f'href="{page}"' in home

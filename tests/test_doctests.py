@@ -1,4 +1,4 @@
-"""The examples in docstrings are true, and the main public names have one."""
+"""Examples in docstrings pass, and the main public names have one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_modules_with_examples_are_found() -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_the_examples_of_a_module_are_true(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_of_a_module_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ensure_device()  # before an example imports torchtitan
     module = importlib.import_module(name)
     # Indentation or a missing section could hide an example from doctest.

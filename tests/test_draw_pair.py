@@ -1,4 +1,4 @@
-"""The picture of an overlapped pair: what it shows, against what is known of it."""
+"""The picture of an overlapped pair, compared with its known duration."""
 
 import sys
 from itertools import pairwise
@@ -8,7 +8,7 @@ import draw_pair as tool
 import pytest
 
 
-def test_a_pair_hides_all_messages_and_nothing_hides_them_one_after_the_other() -> None:
+def test_only_a_pair_hides_all_messages() -> None:
     alone, paired = tool.one_after_the_other(), tool.together()
     computation = sum(tool.FORWARD) + sum(tool.BACKWARD)
     assert max(box.end for box in alone) == computation + 8 * tool.MESSAGE
@@ -20,7 +20,7 @@ def test_a_pair_hides_all_messages_and_nothing_hides_them_one_after_the_other() 
             assert all(a.end <= b.start for a, b in pairwise(in_row))
 
 
-def test_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picture_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "pair.svg"
     monkeypatch.setattr(sys, "argv", ["draw_pair.py", "--out", str(path)])
     tool.main()

@@ -1,4 +1,4 @@
-"""The tool that draws schedules: what it draws, against what is known of them."""
+"""The drawings of schedules, compared with known properties of the schedules."""
 
 import sys
 from pathlib import Path
@@ -41,17 +41,17 @@ def is_busy(boxes: list[Box], row: int, begin: float, end: float) -> bool:
 
 
 @pytest.mark.parametrize("schedule", tool.SCHEDULES)
-def test_every_rank_does_all_of_its_work_once_and_nothing_at_the_same_time(schedule: str) -> None:
+def test_every_rank_computes_each_task_once_without_overlap(schedule: str) -> None:
     boxes = boxes_of(schedule, 2)
     for rank in range(RANKS):
         row = sorted((box for box in boxes if box.row == rank), key=lambda box: box.start)
         assert all(a.end <= b.start + 1e-9 for a, b in zip(row, row[1:], strict=False))
-        # A forward through all of a rank's layers takes 1, and a backward 2, however they are divided.
+        # A forward through all layers of a rank takes 1, and a backward 2, for any division into stages.
         assert sum(box.end - box.start for box in row) == pytest.approx(2 * MICROBATCHES * 3)
         forwards = [box.label for box in row if box.kind == Kind.FORWARD]
         stages = 1 if schedule in tool.ONE_STAGE else 2
         assert sorted(forwards) == sorted(str(m) for m in range(MICROBATCHES) for _ in range(2 * stages))
-        # Every stage and batch has a shade of its own.
+        # Each stage and batch has a different shade.
         assert len({box.tint for box in row}) == 2 * stages
     assert {box.kind for box in boxes} <= set(COMPUTE_KINDS)
 
@@ -79,12 +79,12 @@ def test_overlapped_pairs_are_split_boxes() -> None:
     assert title == "Async2BW, 8 microbatches, overlapped pairs: busy 100.0% of the time"
 
 
-def test_schedules_go_on_until_the_slowest_is_done() -> None:
+def test_schedules_continue_until_the_slowest_is_done() -> None:
     figure = charts_of("1F1B", "Async2BW")
     synchronous, asynchronous = figure.axes
-    # 1F1B takes 3 (m + d - 1) a batch.
+    # 1F1B takes 3 (m + d - 1) per batch.
     assert synchronous.get_xlim() == asynchronous.get_xlim() == (0, 3 * 3 * (MICROBATCHES + RANKS - 1))
-    # A rank of Async2BW does 24 of work a batch, and the first has waited for 6 before: 91 or more until 99.
+    # Each rank of Async2BW is busy from 33, when the pipeline has filled, to the end.
     arguments = tool.parse(["Async2BW"])
     run = tool._going_on("Async2BW", arguments, tool.simulated("Async2BW", arguments, 3), 99.0)
     for rank in range(RANKS):
@@ -95,7 +95,7 @@ def test_schedules_go_on_until_the_slowest_is_done() -> None:
         assert patch.get_path().vertices.reshape(-1, 5, 2)[:, 0, 0].max() < 99
 
 
-def test_titles_say_how_busy_ranks_are() -> None:
+def test_titles_contain_the_utilization() -> None:
     figure = charts_of("1F1B", "GPipe", "Async2BW", "ZBVZeroBubble", "Interleaved1F1B")
     # m / (m + d - 1); interleaving v stages divides the bubble by v: m / (m + (d - 1) / v).
     assert [axes.get_title(loc="left") for axes in figure.axes] == [
@@ -153,7 +153,7 @@ MISTAKES = [
     ),
     (
         ["1F1B", "--out", "{tmp}/file/x.svg"],
-        "cannot write {tmp}/file/x.svg ({tmp}/file is not a folder): name another place with --out",
+        "cannot write {tmp}/file/x.svg ({tmp}/file is not a folder): choose another path with --out",
     ),
 ]
 

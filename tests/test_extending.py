@@ -22,7 +22,7 @@ SMALL = ("--training.seq_len", 64, "--training.steps", 6, "--metrics.log_freq", 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Holds the files of the page, and is where modules are looked for."""
+    """Contains the files of the page, and is on the module search path."""
     for name, program in FILES.items():
         (tmp_path / name).write_text(program, encoding="utf-8")
     for recipe in RECIPES:
@@ -56,7 +56,7 @@ def test_the_options_named_on_the_page_are_those_of_the_call(folder: Path) -> No
     assert config.optimizer.param_groups[0].optimizer_kwargs == {"lr": 3e-4, "momentum": 0.9}
 
 
-def test_a_model_an_optimizer_and_a_data_set_of_ones_own_train(folder: Path) -> None:
+def test_own_model_optimizer_and_dataset_train(folder: Path) -> None:
     run = train(folder, "--module", "my_recipe", *SMALL, recipe="my_recipe.toml")
     assert run.status == 0, run.err
     assert run.steps == [1, 2, 3, 4, 5, 6] and run.losses[-1] < run.losses[0]
@@ -64,7 +64,7 @@ def test_a_model_an_optimizer_and_a_data_set_of_ones_own_train(folder: Path) -> 
 
 
 @pytest.mark.slow
-def test_they_go_on_exactly(folder: Path) -> None:
+def test_own_model_optimizer_and_dataset_resume_exactly(folder: Path) -> None:
     flags = ("--module", "my_recipe", *SMALL, "--lr_scheduler.total_steps", 6)
     whole = train(folder, *flags, "--dump_folder", "whole", recipe="my_recipe.toml")
     part = train(folder, *flags, "--training.steps", 3, recipe="my_recipe.toml")
@@ -74,7 +74,7 @@ def test_they_go_on_exactly(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_schedule_of_ones_own_trains_as_torchs_do(folder: Path) -> None:
+def test_own_schedule_trains_like_1f1b(folder: Path) -> None:
     sys.argv, argv = ["my_schedule.py", "pairs.csv"], sys.argv
     try:
         runpy.run_path(str(folder / "my_schedule.py"), run_name="__main__")

@@ -1,4 +1,4 @@
-"""What the table of faults does to runs is what it says."""
+"""The kills of tools/bench/faults.py happen in the planned spans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from _faults import inject_kill
 from titan_async.monitor.recorder import EventRecorder
 from titan_async.pipelining.recording import Kind
 
-class Nowhere:
+class NullWriter:
     def __getattr__(self, name):
         return lambda *about, **more: None
 
@@ -34,7 +34,7 @@ plan, folder = json.loads(sys.argv[1]), sys.argv[2]
 def act():
     inject_kill.install(0, plan=plan, folder=folder)
     recorder = EventRecorder(
-        Nowhere(), Clock(), [0], first_step=10, memory=lambda: (0, 0, 0), failed=lambda error: None
+        NullWriter(), Clock(), [0], first_step=10, memory=lambda: (0, 0, 0), failed=lambda error: None
     )
     for step in (11, 12):
         with recorder.span(Kind.STEP, step):
@@ -44,7 +44,7 @@ def act():
                 time.sleep(0.1)
                 print(step, microbatch, "ends", flush=True)
                 recorder.end()
-    print("lives", flush=True)
+    print("survived", flush=True)
 
 for _ in plan:
     child = os.fork()  # importing takes longest
@@ -55,7 +55,7 @@ for _ in plan:
 """
 
 
-def test_each_kill_of_a_plan_is_carried_out_once_and_where_it_says(tmp_path: Path) -> None:
+def test_each_planned_kill_happens_once_and_in_its_span(tmp_path: Path) -> None:
     forward = 2  # the number of `Kind.FORWARD`
     plan = [
         {"phase": "on entering", "rank": 0, "step": 12, "kinds": [forward], "nth": 1},
@@ -69,6 +69,6 @@ def test_each_kill_of_a_plan_is_carried_out_once_and_where_it_says(tmp_path: Pat
     )
     lines = done.stdout.splitlines()
     said = [pair for pair in itertools.pairwise(lines) if pair[1].startswith("status ")]
-    assert [last for last, _ in said] == ["12 1 begins", "11 0 ends", "lives"], done.stderr
+    assert [last for last, _ in said] == ["12 1 begins", "11 0 ends", "survived"], done.stderr
     assert [status for _, status in said] == ["status -9", "status -9", "status 0"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]

@@ -1,4 +1,4 @@
-"""`tools/gpu/check.py` runs where there is no GPU, and reports what is wrong. Lines for CUDA are not run."""
+"""`tools/gpu/check.py` runs without a GPU, and reports failures. Code for CUDA is not run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_recurrence_is_checked_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forks.run([sys.executable, "-c", ""])  # so that the server of forks is that of all tests
+    forks.run([sys.executable, "-c", ""])  # starts the fork server that all tests share
     path = tmp_path / "results.json"
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     assert status_of(monkeypatch, "--cpu", "--only", "recurrence", "gemm", "--json", str(path)) == 0
@@ -40,7 +40,7 @@ def test_the_recurrence_is_checked_without_a_gpu(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_all_that_needs_no_gpu(tmp_path: Path) -> None:
+def test_all_checks_without_a_gpu(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     done = forks.run([sys.executable, GPU / "check.py", "--cpu", "--json", path], timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -61,7 +61,7 @@ def status_of(monkeypatch: pytest.MonkeyPatch, *flags: str) -> object:
     return end.value.code
 
 
-def test_the_recurrence_is_told_from_a_synchronous_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recurrence_is_distinguished_from_a_synchronous_run(monkeypatch: pytest.MonkeyPatch) -> None:
     checks, ranks = importlib.import_module("_checks"), importlib.import_module("_ranks")
     place = checks.Place(0, 1, 0, 0)
 
@@ -117,7 +117,7 @@ def hangs(path: str, place: Any) -> Iterator[tuple[str, int]]:
 def test_ranks_that_fail_or_hang(
     measure: Any, seconds: int, found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forks.run([sys.executable, "-c", ""])  # so that the server of forks is that of all tests
+    forks.run([sys.executable, "-c", ""])  # starts the fork server that all tests share
     checks = importlib.import_module("_checks")
     monkeypatch.setattr(checks, "_GRACE", 0.0 if measure is fails else 60.0)
 
@@ -133,7 +133,7 @@ def test_ranks_that_fail_or_hang(
     assert all(any(measure.__name__ in line for line in row.log) for row in failures)
 
 
-def test_figures_are_judged() -> None:
+def test_verdicts() -> None:
     kernels, ranks, speed, overlap, checks = (
         importlib.import_module(name) for name in ("_kernels", "_ranks", "_speed", "_overlap", "_checks")
     )
@@ -182,7 +182,7 @@ def test_figures_are_judged() -> None:
         (["--only", "speed", "gemm"], None, "--only speed: the checks are device, recurrence,"),
     ],
 )
-def test_what_keeps_it_from_starting_is_one_sentence(
+def test_errors_at_the_start_are_one_sentence(
     flags: list[str], version: str | None, says: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -192,7 +192,7 @@ def test_what_keeps_it_from_starting_is_one_sentence(
     assert says in capsys.readouterr().err
 
 
-def test_no_check_begins_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_check_starts_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     script = importlib.import_module("check")
     monkeypatch.setattr(script, "SECONDS", 1)
     rows = list(script.rows_of(script.all_checks(), gpus=4))
@@ -200,7 +200,7 @@ def test_no_check_begins_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_names_of_torch_exist() -> None:
-    """The lines for CUDA have not been run where these tests run."""
+    """Tests do not run the code for CUDA."""
     names = set()
     for path in sorted(GPU.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -216,7 +216,7 @@ def _last(name: str) -> tuple[Any, str]:
     return functools.reduce(getattr, path, torch), last
 
 
-@pytest.mark.skipif(torch.version.cuda is None, reason="torch has no compiler of CUDA")
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch is built without CUDA")
 def test_the_kernel_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.cuda._utils import _nvrtc_compile
 

@@ -1,4 +1,4 @@
-"""The study of several stages a rank: its searches against brute force, and its smallest form as a whole."""
+"""The study of several stages per rank: its searches compared with brute force, and its smallest form."""
 
 import itertools
 
@@ -14,7 +14,7 @@ from tests.support.tools import measured
 from titan_async.pipelining.simulation import simulate
 
 
-def best_by_trying(placement, layers, ranks, first, last):
+def best_by_brute_force(placement, layers, ranks, first, last):
     per_rank = 1 if placement == "one stage" else 2
     layout = Layout(ranks, per_rank, v_shaped=placement == "V")
     best = None
@@ -35,13 +35,13 @@ def best_by_trying(placement, layers, ranks, first, last):
     st.integers(0, 5),
     st.integers(0, 9),
 )
-def test_the_slowest_rank_is_that_of_the_best_split(layers, ranks, first, last):
+def test_slowest_rank_equals_that_of_the_best_split(layers, ranks, first, last):
     for placement in PLACEMENTS:
         found = slowest_rank(placement, layers, ranks, first=first, last=last)
-        assert found == best_by_trying(placement, layers, ranks, first, last)
+        assert found == best_by_brute_force(placement, layers, ranks, first, last)
 
 
-def test_stages_go_round_the_ranks_or_back_and_forth():
+def test_placement_of_stages():
     assert [Layout(3, 2).rank_of(stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
     assert [Layout(3, 2, v_shaped=True).rank_of(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
     assert [Layout(3, 1).messages, Layout(3, 2).messages, Layout(3, 2, v_shaped=True).messages] == [4, 10, 8]
@@ -49,7 +49,7 @@ def test_stages_go_round_the_ranks_or_back_and_forth():
 
 @pytest.mark.parametrize("latency", [0, 0.02])
 @pytest.mark.parametrize("d", [2, 4])
-def test_with_one_stage_a_rank_the_search_finds_what_async_2bw_does(d, latency):
+def test_search_with_one_stage_per_rank_finds_the_order_of_async_2bw(d, latency):
     layout = Layout(d)
     order = find_order(layout, latency, 2 * d, tries=2000)
     run = simulate(order.programs(2 * d, 8), layout.timing(latency))
@@ -67,7 +67,7 @@ def keeps_the_recurrence(programs, m):
     return True
 
 
-def test_orders_that_are_found_keep_within_the_bounds_and_the_recurrence():
+def test_found_orders_satisfy_the_bounds_and_the_recurrence():
     layout, latency, m = Layout(4, 2, v_shaped=True), 0.02, 8
     programs = find_order(layout, latency, m).programs(m, 8)
     run = simulate(programs, layout.timing(latency))
@@ -77,7 +77,7 @@ def test_orders_that_are_found_keep_within_the_bounds_and_the_recurrence():
 
 
 @pytest.mark.parametrize("most", [1, 2, 4])
-def test_the_greedy_order_does_everything_within_the_bounds(most):
+def test_greedy_order_is_complete_and_satisfies_the_bounds(most):
     layout, latency, m = Layout(3, 2), 0.05, 4
     timing = layout.timing(latency)
     programs = greedy_programs(layout, timing, m, 6, most)
@@ -88,7 +88,7 @@ def test_the_greedy_order_does_everything_within_the_bounds(most):
     assert keeps_the_recurrence(programs, m)
 
 
-def test_no_order_is_found_where_none_can_be():
+def test_no_order_is_found_if_none_exists():
     assert find_order(Layout(4), 0, 3, tries=400) is None
     assert most_utilization(Layout(4), 0, 3) == 0.75
 

@@ -1,6 +1,6 @@
-"""The layer rule: who may import whom, and where torch's and torchtitan's private names may be used.
+"""The layer rule: which layers may import which, and where private names of torch and torchtitan may be used.
 
-The code is read, not run, so that an import inside a function counts too.
+The code is parsed, so imports inside functions count as well.
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ LAYERS = (
 """Each may import the ones before it."""
 
 BASE = ("errors", "file_io", "local_tensors", "_group_internals")
-"""Modules below all layers: what users may do wrong, files that are whole or not there, tensors and groups of
-several ranks."""
+"""Modules below all layers: the error of users, file I/O, shards of DTensors, process groups."""
 
 BARE_LAYERS = ("pipelining", "optim")
-"""These need torch alone, and know no other layer."""
+"""These import only torch, and no other layer."""
 
 PRIVATE_NAMES_ALLOWED = {
-    # Operations on lists of tensors: torch has no public spelling of them, and all of its users use these.
-    # The hooks are those of `torch.optim.Optimizer`, which the class extends.
+    # Operations on lists of tensors, which have no public names in torch. The hooks are those of
+    # `torch.optim.Optimizer`, the base class.
     "optim/gradient_status.py": {"_foreach_norm"},
     "optim/feedback_history.py": {"_foreach_add_", "_foreach_copy_", "_foreach_sub"},
     "optim/error_feedback.py": {
@@ -61,20 +60,20 @@ PRIVATE_NAMES_ALLOWED = {
     "pipelining/tied_parameters.py": {"_PipelineStageBase"},
     "pipelining/weight_versions.py": {"_foreach_copy_"},
     "training/checkpoint/ema.py": {"_foreach_copy_"},
-    # What `PipelineScheduleSingle` keeps for its subclasses, and the type of its stage.
+    # Attributes of `PipelineScheduleSingle` for its subclasses, and the type of its stage.
     "pipelining/schedule.py": {
         "_PipelineStageBase",
         "_loss_fn",
         "_merge_outputs",
     },
-    # `os._exit`, which is public for all its name.
+    # `os._exit` is public.
     "cli/elastic.py": {"_exit"},
     "training/process/preemption.py": {"_exit"},
-    # The key under which the data loader that the class extends keeps a rank's position.
+    # The key of a rank's position in the state of the base class.
     "training/dataloader.py": {"_rank_id"},
-    # The type that torchtitan's own functions are annotated with.
+    # The type in the annotations of torchtitan's functions.
     "training/pipeline/schedule.py": {"_PipelineSchedule"},
-    # The public class lives in a private module.
+    # The public class is in a private module.
     "rehearsal/rank.py": {"_python_dispatch"},
 }
 """Private names of torch or torchtitan that a module other than the `_..._internals` ones may use."""
@@ -87,7 +86,7 @@ def sources() -> list[Path]:
 
 
 def layer_of(path: Path) -> str:
-    """The layer of a source file; `BASE` and "" (the package itself) stand below all layers."""
+    """The layer of a source file; `BASE` and "" (the package itself) are below all layers."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return "" if parts == ("__init__",) else parts[0]
 
@@ -124,7 +123,7 @@ def wrong_layers(path: Path) -> list[str]:
         top, _, rest = name.partition(".")
         target = rest.partition(".")[0]
         if top == "titan_async" and not (PACKAGE / target).with_suffix(".py").is_file():
-            # `from titan_async import __version__` names no layer; recipes are data of their own.
+            # `from titan_async import __version__` names no layer; recipes are not a layer.
             target = target if (PACKAGE / target).is_dir() and target else ""
         if top == "titan_async" and not may_import(layer_of(path), target):
             wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
@@ -132,8 +131,8 @@ def wrong_layers(path: Path) -> list[str]:
 
 
 def test_every_package_is_a_layer() -> None:
-    there = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert there <= set(LAYERS)
+    found = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert found <= set(LAYERS)
     assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", *BASE}
 
 
@@ -141,7 +140,7 @@ def test_dependencies_point_to_earlier_layers() -> None:
     assert [line for path in sources() for line in wrong_layers(path)] == []
 
 
-def test_pipelining_and_optim_import_torch_alone() -> None:
+def test_pipelining_and_optim_import_only_torch() -> None:
     standard = sys.stdlib_module_names
     wrong = [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
@@ -156,7 +155,7 @@ def test_pipelining_and_optim_import_torch_alone() -> None:
     assert wrong == []
 
 
-def test_only_the_upper_layers_know_torchtitan() -> None:
+def test_only_upper_layers_import_torchtitan() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path in sources()
@@ -168,7 +167,7 @@ def test_only_the_upper_layers_know_torchtitan() -> None:
 
 
 @pytest.mark.slow
-def test_importing_a_bare_layer_loads_torch_alone() -> None:
+def test_importing_a_bare_layer_loads_only_torch() -> None:
     # Each layer in a fork of an interpreter that has torch, whose import takes seconds.
     program = f"""
 import importlib, os, sys, torch
@@ -198,7 +197,7 @@ for layer in {BARE_LAYERS}:
 
 
 def is_private(name: str) -> bool:
-    # A named tuple's methods are public for all their underscores.
+    # The methods of named tuples are public despite their underscores.
     return name.startswith("_") and not name.startswith("__") and name not in ("_replace", "_asdict")
 
 
@@ -216,7 +215,7 @@ def own_private_names() -> set[str]:
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 own.add(node.attr)
             elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("__setstate__"):
-                # `ErrorFeedback` makes its attributes in the way of unpickling.
+                # `ErrorFeedback` sets its attributes with `__setstate__`.
                 own.update(
                     key.value
                     for argument in node.args
@@ -228,8 +227,8 @@ def own_private_names() -> set[str]:
 
 
 def foreign_private_names(path: Path, own: set[str]) -> Iterator[tuple[int, str]]:
-    """Private names that come from elsewhere: imported from torch or torchtitan, or attributes that
-    the project has nowhere defined."""
+    """Private names of other packages: imported from torch or torchtitan, or attributes that the project does
+    not define."""
     for line, name in imports(path):
         parts = name.split(".")
         if parts[0] in ("torch", "torchtitan"):
@@ -260,4 +259,4 @@ def test_private_names_of_libraries_are_in_the_internals_modules() -> None:
                 wrong.append(f"{shown}:{line} uses {name}")
     assert wrong == []
     stale = {shown: names - used.get(shown, set()) for shown, names in PRIVATE_NAMES_ALLOWED.items()}
-    assert not any(stale.values()), f"no longer used, so no longer to be allowed: {stale}"
+    assert not any(stale.values()), f"PRIVATE_NAMES_ALLOWED has unused names: {stale}"

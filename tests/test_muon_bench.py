@@ -1,4 +1,4 @@
-"""The comparison of Muons still runs and counts correctly; its times are not tested."""
+"""The comparison of Muon implementations runs and counts correctly; its times are not tested."""
 
 import pytest
 import torch
@@ -19,16 +19,16 @@ def test_ours_runs_in_every_layout_and_is_recorded(tmp_path):
             result = results[workload, name]
             assert result["refusal"] is None and result["median"] > 0 and not result["is_wrong"]
     # Four matrices (16, 16) and two (16, 64) in bfloat16: of each, its owner has half, gets the other half,
-    # and sends it back. Beyond these there is but a word on whether all gradients are finite.
+    # and sends it back. The rest is a flag whether all gradients are finite.
     numbers, sent = 4 * 256 + 2 * 1024, results["notes", "ours"]["sent"]
     assert 0 <= sent - 2 * (numbers / 2) * 2 / 2 < 100
-    # The momentum in float32, half of it on each rank, a few numbers beside it, and at most the buffers of
-    # the last transfer, of which the thread that made it may not yet have let go.
+    # The momentum in float32, half of it on each rank, a few numbers, and at most the buffers of the last
+    # transfer, which its thread may not have released yet.
     assert 0 <= results["notes", "ours"]["kept"] - numbers * 4 / 2 < 100 + numbers * 2
     assert "2D" in results["moe", "torch.optim.Muon"]["refusal"]
 
 
-def test_the_gpu_script_runs_where_there_is_none(tmp_path):
+def test_the_gpu_script_runs_without_a_gpu(tmp_path):
     flags = ("--quick", "--only", "360M", "--device", "cpu", "--repeats", 1)
     rows = measured(tmp_path, "bench/muon_cuda.py", *flags)["360M"]["results"]
     ours = next(row for row in rows if row["name"] == "ours, bfloat16")
@@ -72,7 +72,7 @@ def count(rank, group):
 
 
 @pytest.mark.timeout(120)
-def test_the_bytes_that_leave_a_rank_are_counted(pools):
+def test_sent_bytes_are_counted(pools):
     first, second = pools(2).run(2, count)
     row, whole = 4 * 4, 6 * 4 * 4
     assert (first.pop("all_to_all"), second.pop("all_to_all")) == (4 * row, 2 * row)

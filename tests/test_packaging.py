@@ -1,4 +1,4 @@
-"""The wheel holds all that the checkout has for its users, and works without the checkout."""
+"""The wheel contains all files for users, and works without the checkout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(s
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the wheel would put into site-packages."""
+    """A folder with the content of the wheel, as in site-packages."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"  # setuptools leaves files where it builds
     for name in ("titan_async", "recipes", "toml_configs"):
@@ -38,7 +38,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(installed: Path, folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    """`titan-async` of the wheel, in another folder than the checkout."""
+    """Runs `titan-async` of the wheel outside of the checkout."""
     return subprocess.run(
         [sys.executable, "-m", "titan_async.cli", *argv],
         cwd=folder, capture_output=True, text=True, check=False, timeout=120,
@@ -46,7 +46,7 @@ def run(installed: Path, folder: Path, *argv: str) -> subprocess.CompletedProces
     )  # fmt: skip
 
 
-def test_the_wheel_holds_every_file(installed: Path) -> None:
+def test_the_wheel_contains_every_file(installed: Path) -> None:
     there = {path.relative_to(installed).as_posix() for path in installed.rglob("*") if path.is_file()}
     wanted = {
         f"titan_async/{inside}{path.relative_to(ROOT / folder).as_posix()}"

@@ -1,4 +1,4 @@
-"""The table of planted faults fits the code, and the script tells faults that are caught from others."""
+"""The table of planted faults matches the code, and the script distinguishes caught faults from others."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("def double", "def twice", "broken", "pytest ended with status 2"),
     ],
 )
-def test_what_becomes_of_a_fault(tree: Path, old: str, new: str, outcome: str, by: str) -> None:
+def test_outcome_of_a_fault(tree: Path, old: str, new: str, outcome: str, by: str) -> None:
     file = tree / "titan_async/__init__.py"
     before = file.read_text()
     fault = tool.Fault("some", "", "titan_async/__init__.py", old, new, ["test_double.py"])

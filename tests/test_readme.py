@@ -1,4 +1,4 @@
-"""The examples of the README and of docs/ do what these say, as they are written there."""
+"""The examples in the README and docs/ work as written."""
 
 import json
 import os
@@ -33,9 +33,8 @@ OPTIMIZER, SHARDED = blocks("docs/optimizers.md", "python")
     [(SCHEDULE, 2), (OPTIMIZER, 1), (SHARDED, 2), (OVERLAP, 2)],
     ids=["schedule", "optimizer", "sharded", "overlap"],
 )
-def test_the_python_examples_learn(tmp_path, program, processes):
-    said = "torchrun --nproc-per-node 2" in program.partition("\n")[0]
-    assert said == (processes == 2)
+def test_python_examples_train(tmp_path, program, processes):
+    assert ("torchrun --nproc-per-node 2" in program.partition("\n")[0]) == (processes == 2)
     script = tmp_path / "example.py"
     script.write_text(program, encoding="utf-8")
     command = [sys.executable]
@@ -53,7 +52,7 @@ def test_the_python_examples_learn(tmp_path, program, processes):
     done = forks.run([*command, script], env=env, timeout=120)
     assert done.returncode == 0, done.stderr
     (loss,) = re.findall(r"^loss (\d\.\d+)$", done.stdout, flags=re.MULTILINE)
-    assert float(loss) < 0.2  # without having learned, about 1.3
+    assert float(loss) < 0.2  # about 1.3 without training
 
 
 def resolved(tmp_path, monkeypatch, text, *flags):
@@ -102,7 +101,7 @@ def test_the_example_of_own_text_resolves(tmp_path, monkeypatch):
     assert config.dataloader.validation_fraction == 1 / 20  # "of every 20 documents one"
 
 
-def test_the_example_of_groups_gives_each_parameter_an_optimizer(tmp_path, monkeypatch):
+def test_the_example_of_groups_covers_all_parameters(tmp_path, monkeypatch):
     import torch
 
     from titan_async.training.preflight.optimizer import check_optimizer
@@ -142,7 +141,7 @@ def test_the_split_of_a_fused_projection_is_that_of_torchtitan():
         assert torch.equal(saved[f"{name}.weight"], torch.cat([parts[number] for number in numbers]))
 
 
-def test_the_files_and_commands_they_name_exist():
+def test_named_files_and_commands_exist():
     for name in ("run_train.sh", "run_tests.sh", "tools/build_docs.sh"):
         assert os.access(ROOT / name, os.X_OK)
     for page, text in PAGES.items():
@@ -152,7 +151,7 @@ def test_the_files_and_commands_they_name_exist():
             assert verb in VERBS, f"{page} names titan-async {verb}"
 
 
-def test_the_results_in_the_readme_are_those_on_record():
+def test_results_in_the_readme_equal_those_of_other_pages():
     def rows(text):
         cells = (line.strip("|").split("|") for line in text.splitlines() if line.startswith("|"))
         return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in cells}
@@ -174,7 +173,7 @@ def test_the_results_in_the_readme_are_those_on_record():
     for losses in (told["1F1B"][0], told["Async2BW, error feedback"][0]):
         assert losses in recipe
 
-    # Of stages that sleep, and at the lookahead of each column.
+    # The benchmark of sleeping stages, with the lookahead of each column.
     benchmark = PAGES["docs/benchmarks.md"]
     slept, shown = rows(benchmark.partition("## Lookahead")[0]), rows(README.partition("## Two commands")[0])
     others = [row for name, row in slept.items() if name not in ("", "---", "1F1B", "Async2BW")]
@@ -197,7 +196,7 @@ def anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_links_lead_somewhere(page):
+def test_links_have_targets(page):
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", PAGES[page]):
         path, _, anchor = target.partition("#")
         file = (ROOT / page).parent / path if path else ROOT / page
@@ -205,7 +204,7 @@ def test_the_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(file.read_text(encoding="utf-8")), f"{page} links to {target}"
 
 
-def test_the_flags_of_recipes_they_name_exist(monkeypatch):
+def test_named_flags_of_recipes_exist(monkeypatch):
     from titan_async.config.recipe_file import resolve
 
     config = resolve(["debug_cpu.toml"])

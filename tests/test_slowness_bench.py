@@ -1,4 +1,4 @@
-"""What the table of faults says of slow ranks and of long runs follows from what it is given."""
+"""The measurements of slow ranks and long runs in tools/bench/faults.py, with known inputs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ PAIR = FORWARD + BACKWARD
 def test_predictions_are_those_of_closed_forms() -> None:
     shape, nothing = Shape(2, 4, 20), [0.0, 0.0]
     assert slowness.predict(shape, UNDISTURBED, nothing) == pytest.approx(1)
-    # The slow rank sets the pace, and the other one is busy for a third of it.
+    # The slow rank determines the time, of which the other computes for a third.
     assert slowness.predict(shape, Slowness("", factors=(1.0, 3.0)), nothing) == pytest.approx(
         (1 + 1 / 3) / 2
     )
-    # d microbatches in flight, each on its way for d pairs and 2 (d - 1) messages.
+    # d microbatches in flight, each of which takes d pairs and 2 (d - 1) messages.
     late = slowness.predict(shape, Slowness("", latency=0.005), nothing)
     assert late == pytest.approx(2 * PAIR / (2 * PAIR + 2 * 0.005))
     updates = slowness.predict(shape, UNDISTURBED, [PAIR, PAIR])
@@ -44,7 +44,7 @@ def spans(*rows: tuple[Kind, int, float, float, int]) -> RankSpans:
     return RankSpans(0, (0,), 0, records)
 
 
-def test_shares_of_time_are_counted_over_whole_batches() -> None:
+def test_shares_of_time_are_those_of_whole_batches() -> None:
     rows = []
     for batch in range(1, 9):
         at = 10.0 * batch
@@ -62,7 +62,7 @@ def test_shares_of_time_are_counted_over_whole_batches() -> None:
 
 
 class Clock:
-    """A time that passes only where it is let pass; who sleeps is woken by that."""
+    """A clock that only `advance` changes, which also wakes sleeping threads."""
 
     def __init__(self) -> None:
         self._now, self._passed = 0.0, threading.Condition()
@@ -73,7 +73,9 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         until = self._now + seconds
         with self._passed:
-            assert self._passed.wait_for(lambda: self._now >= until, MOST_SECONDS), "time does not pass"
+            assert self._passed.wait_for(lambda: self._now >= until, MOST_SECONDS), (
+                "the clock is not advanced"
+            )
 
     def advance(self, seconds: float) -> None:
         with self._passed:
@@ -88,7 +90,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_late_messages_leave_in_their_order_and_hold_up_nobody(
+def test_delayed_messages_keep_their_order_and_do_not_block(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[tuple[str, float]] = []
@@ -104,7 +106,7 @@ def test_late_messages_leave_in_their_order_and_hold_up_nobody(
     for name in ("first", "second"):
         works += P2PChannels._start(messages, "send", Action("F", 0, 0), [name])  # type: ignore[list-item]
         clock.advance(0.01)
-    # The rank has gone on while no time has passed for its messages.
+    # The rank continues before its messages are sent.
     assert not left
     clock.advance(0.03)
     works[0].wait()
@@ -136,14 +138,14 @@ def test_a_computation_is_padded_and_not_cut(
     [(0.0, 0, True), (40.0, 0, False), (0.0, 1, False)],
 )
 @pytest.mark.parametrize("held", [0.0, 40.0])
-def test_a_soak_tells_growth_from_a_level(growth: float, files: int, survives: bool, held: float) -> None:
+def test_soak_detects_growth(growth: float, files: int, survives: bool, held: float) -> None:
     series = [
         soak.Sample(seconds, 500 + growth * seconds / 3600, 40 + files * (seconds > 1500), 33)
         for seconds in range(0, 1800, 5)
     ]
     # A checkpoint is being written.
     series[-5] = replace(series[-5], files=series[-5].files + 1)
-    # What it takes to get going does not count.
+    # The start does not count.
     series[:20] = [soak.Sample(sample.seconds, 100, 3, 1) for sample in series[:20]]
     in_use = [(seconds, 300 + held * seconds / 3600) for seconds in range(0, 1800, 5)]
     result = soak._judge("rank 0", series, in_use, minutes=30)

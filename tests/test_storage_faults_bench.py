@@ -1,4 +1,4 @@
-"""What the table of faults does to checkpoints is what it says, and is told as it expects."""
+"""The damaged checkpoints of tools/bench/faults.py cause the expected errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from titan_async.checkpoint._dcp_internals import (
 
 
 def load(folder: Path) -> str | None:
-    """Loads a checkpoint; what is said of its damage."""
+    """Loads a checkpoint; returns the error, if any."""
     state = {"tensor": torch.zeros(100_000)}
     try:
         dcp.load(state, storage_reader=ChecksumReader(folder), planner=WeightsOnlyLoadPlanner())
@@ -35,7 +35,7 @@ def load(folder: Path) -> str | None:
     return None
 
 
-def test_every_damage_is_told_as_expected(tmp_path: Path) -> None:
+def test_every_damage_causes_the_expected_error(tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     dcp.save({"tensor": torch.arange(100_000.0)}, storage_writer=ChecksumWriter(whole))
     assert load(whole) is None
@@ -64,5 +64,5 @@ def test_every_damage_is_told_as_expected(tmp_path: Path) -> None:
         (2, "", False),
     ],
 )
-def test_a_sentence_is_one_line_and_the_status_of_a_mistake(status: int, err: str, good: bool) -> None:
+def test_error_line_requires_one_line_and_status_2(status: int, err: str, good: bool) -> None:
     assert error_line(Run(status, "", err), "cannot save") == ("cannot save x" if good else None)

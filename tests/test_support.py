@@ -1,4 +1,4 @@
-"""What the tests stand on: forks do what new interpreters do, and the default suite meets every value."""
+"""Support code of the tests: forks behave like new interpreters, and the default suite covers every value."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ ENDS = ["pass", "sys.exit(3)", "sys.exit('a reason')", "1 / 0", "os.kill(os.getp
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_fork_is_as_an_interpreter(end: str, tmp_path: Path) -> None:
+def test_a_fork_behaves_like_an_interpreter(end: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM.format(end=end), "a", "b c"]
     env = os.environ | {"WORD": "word"}
     real = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     fork = forks.run(command, cwd=tmp_path, env=env)
     assert (fork.returncode, fork.stdout) == (real.returncode, real.stdout)
-    # A traceback also names the frames that the fork began in.
+    # A traceback also contains the frames of the fork server.
     assert fork.stderr.splitlines()[-1] == real.stderr.splitlines()[-1]
     assert fork.stderr.splitlines()[0] == real.stderr.splitlines()[0] == "error"
 
@@ -59,7 +59,7 @@ def test_a_fork_gets_signals_and_can_lead_a_session(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sizes", [(2,), (3, 4), (2, 3, 4), (3, 3, 3, 3)])
 @pytest.mark.parametrize("strength", [1, 2])
-def test_covering_cases_meet_all_values(sizes: tuple[int, ...], strength: int) -> None:
+def test_covering_cases_contain_all_values(sizes: tuple[int, ...], strength: int) -> None:
     names = "abcd"[: len(sizes)]
     cases = [tuple(zip(names, case, strict=True)) for case in product(*map(range, sizes))]
     chosen = [case for case, needed in zip(cases, covering(cases, strength), strict=True) if needed]
@@ -82,7 +82,7 @@ class Item:
         return marks.get(name)
 
 
-def test_what_is_crossed_meets_once_by_default_and_in_pairs_too_with_all() -> None:
+def test_default_covers_values_and_all_covers_pairs() -> None:
     cases = list(product(range(3), repeat=3))
     items = [Item(case, slow=case[0] == 2) for case in cases]
     pairs = set(compress(cases, covering([tuple(zip("abc", case, strict=True)) for case in cases], 2)))

@@ -1,4 +1,4 @@
-"""The tool that computes docs/when.md: bubbles whose closed form is known, and what it marks as fastest."""
+"""The tool that computes docs/when.md: bubbles with a closed form, and marks of the fastest layouts."""
 
 import dataclasses
 from pathlib import Path
@@ -35,7 +35,7 @@ def row(seconds):
     return tool.Row("1F1B", 8, "1x1x8, 1, 2", time, Memory({}, "", 0))
 
 
-def test_all_that_plans_do_not_tell_from_the_fastest_are_marked():
+def test_layouts_within_the_margin_of_the_fastest_are_marked():
     assert tool.cells([row(1.0), None, row(1.01), row(1.03)]) == [
         "**1.00 s**; 1x1x8, 1, 2",
         "-",

@@ -78,11 +78,11 @@ def _default_group_unbound() -> Iterator[None]:
 def _gloo_on_one_thread() -> Iterator[None]:
     """Lets a new gloo group share the I/O thread of a default group of gloo.
 
-    A thread of its own would wake up a hundred times a second while idle.
+    A separate thread would wake up a hundred times per second while idle.
     """
     gloo = distributed_c10d.ProcessGroupGloo
 
-    class OnOneThread(gloo):  # a class: torch 2.11 asks whether the new group is an instance
+    class OnOneThread(gloo):  # a class: torch 2.11 checks whether the new group is an instance
         def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **more: Any) -> None:
             default = distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options
             options = gloo._Options()

@@ -27,8 +27,8 @@ def atomic_write(path: Path, *, shared: bool = False) -> Iterator[Path]:
 
     Args:
         path: the file to write.
-        shared: whether other processes may write the same path concurrently. Each then uses a temporary file
-            of its own, and does not overwrite one that a killed process has left.
+        shared: whether other processes may write the same path concurrently. Each then uses its own
+            temporary file, and does not overwrite one left by a killed process.
 
     Raises:
         OSError: the file cannot be written.
@@ -79,7 +79,7 @@ def write_output(path: Path, flag: str) -> Iterator[Path]:
     except OSError as error:
         not_a_folder = isinstance(error, FileExistsError)  # raised by mkdir
         reason = f"{path.parent} is not a folder" if not_a_folder else error.strerror or str(error)
-        raise UserError(f"cannot write {path} ({reason}): name another place with {flag}") from error
+        raise UserError(f"cannot write {path} ({reason}): choose another path with {flag}") from error
 
 
 def read_regular_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:

@@ -8,7 +8,7 @@ import pytest
 from titan_async.config.recipe_file import Resolved, resolve_recipe
 
 RECIPE = 'recipe = "llama3_debugmodel"\n'
-"""A recipe of torchtitan's own: it has every section and needs none of ours."""
+"""A recipe of torchtitan, which has every section and does not depend on the project's recipes."""
 
 
 @pytest.fixture

@@ -27,13 +27,13 @@ class Case(NamedTuple):
 
     name: str
     argv: str | list[str]
-    """Of titan-async, or of tools/prepare_data.py if it begins with "prepare"; RECIPE is a valid file."""
+    """Arguments of titan-async, or of tools/prepare_data.py after "prepare"; RECIPE is a valid file."""
     words: list[str]
-    """Parts of the message: of the cause, and of the fix."""
+    """Parts of the message, from the cause and from the fix."""
     make: Callable[[Path], object] = nothing
     """Writes files in the current folder."""
     needs: str = ""
-    """The valid folder that is copied into it: a run, a model, token files, or a tokenizer."""
+    """A valid folder that is copied there: a run, a model, token files, or a tokenizer."""
     variables: dict[str, str] = {}  # noqa: RUF012 - not changed
 
 
@@ -101,19 +101,25 @@ TOML = [
         TEXT + "\n[lr_scheduler]\nmin_lr_factor = nan",
         ["lr_scheduler.min_lr_factor", "number, not nan"],
     ),
-    toml("infinity", TEXT + "\n[optimizer.sgd]\nlr = inf", ["optimizer.sgd.lr is inf", "that is finite"]),
+    toml(
+        "infinity",
+        TEXT + "\n[optimizer.sgd]\nlr = inf",
+        ["optimizer.sgd.lr is inf", "set it to a finite number"],
+    ),
     toml(
         "negative",
         TEXT + "\n[comm]\ntrain_timeout_seconds = -1",
         ["comm.train_timeout_seconds", "at least 1"],
     ),
     toml(
-        "below-a-share",
+        "negative-fraction",
         TEXT + "\n[lr_scheduler]\ndecay_ratio = -0.1",
         ["lr_scheduler.decay_ratio", "at least 0"],
     ),
     toml("escaped-null", 'hf_assets_path = "a\\u0000b"\n' + TEXT, ["x.toml:1: hf_assets_path", "U+0000"]),
-    toml("escaped-null-in-include", 'include = "a\\u0000b"\n' + TEXT, ["x.toml:1: include has", "U+0000"]),
+    toml(
+        "escaped-null-in-include", 'include = "a\\u0000b"\n' + TEXT, ["x.toml:1: include contains", "U+0000"]
+    ),
     toml(
         "terminal-codes-in-a-key",
         '"a\\nb\\u001b[31m" = 1\n' + TEXT,
@@ -140,22 +146,22 @@ TOML = [
     toml(
         "checkpoints-elsewhere",
         'checkpoint.folder = "../../x"\n' + TEXT,
-        ["checkpoint.folder is ../../x", "name a place in it"],
+        ["checkpoint.folder is ../../x", "use a path inside it"],
     ),
     toml(
         "curves-elsewhere",
         'metrics.save_tb_folder = "/tmp/x"\n' + TEXT,
-        ["metrics.save_tb_folder", "leads out"],
+        ["metrics.save_tb_folder", "outside of the run"],
     ),
     toml(
         "configuration-elsewhere",
         'debug.save_config_file = "a/../../x"\n' + TEXT,
-        ["debug.save_config_file", "leads out"],
+        ["debug.save_config_file", "outside of the run"],
     ),
     toml(
         "traces-elsewhere",
         'comm.save_traces_file_prefix = "../x"\n' + TEXT,
-        ["comm.save_traces_file_prefix", "leads out"],
+        ["comm.save_traces_file_prefix", "outside of the run"],
     ),
     toml(
         "include-device",
@@ -181,7 +187,7 @@ TOML = [
     Case(
         "toml-chain-of-includes",
         "train 0.toml",
-        ["32 files include each other", "put them into fewer"],
+        ["more than 32 files", "merge some of them"],
         chain_of_includes,
     ),
 ]
@@ -235,7 +241,7 @@ FLAGS = [
     Case(
         "flag-persistent",
         "train RECIPE --validator.dataloader.persistent_workers",
-        ["validator.dataloader.persistent_workers", "leave out"],
+        ["validator.dataloader.persistent_workers", "omit"],
     ),
     Case(
         "flag-workers",
@@ -315,9 +321,7 @@ FLAGS = [
         ["x.json", "\\x1b[31m", "calibrate anew"],
         written("x.json", '{"format": "titan-async calibration", "version": "\\u001b[31m"}'),
     ),
-    Case(
-        "calibrate-word", "calibrate h100.json", ["takes no arguments but options, not h100.json", "--help"]
-    ),
+    Case("calibrate-word", "calibrate h100.json", ["takes only options, not h100.json", "--help"]),
     Case(
         "calibrate-device",
         ["calibrate", "--device", "\x1b[31m"],
@@ -344,7 +348,7 @@ FLAGS = [
     Case(
         "plot-labels",
         ["plot", "events", "--labels", "\x1b[31m"],
-        ["--labels is \\x1b[31m", "use letters"],
+        ["--labels is \\x1b[31m", "use printable characters"],
         needs="events",
     ),
     Case(
@@ -361,7 +365,7 @@ FLAGS = [
     Case(
         "import-escape",
         "import one out --checkpoint.folder ../../x",
-        ["checkpoint.folder is ../../x", "leads out"],
+        ["checkpoint.folder is ../../x", "outside of the run"],
         needs="one",
     ),
     Case(
@@ -602,7 +606,7 @@ MODELS = [
     model(
         "recipe-that-leads-out",
         made(replaced("recipe.toml", 'folder = "checkpoint"', 'folder = "../../x"')),
-        ["checkpoint.folder", "leads out"],
+        ["checkpoint.folder", "outside of the run"],
     ),
     model(
         "recipe-with-code",

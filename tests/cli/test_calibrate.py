@@ -1,4 +1,4 @@
-"""`titan-async calibrate`: its file, which plans read, and mistakes."""
+"""`titan-async calibrate`: the file that plans read, and user errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titan_async.planning import device_timing
 from titan_async.planning.device_profile import calibrated_cluster, read_profile
 
 
-def test_a_cpu_is_measured_and_its_file_makes_plans(
+def test_a_cpu_is_measured_and_plans_read_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(device_timing, "SIZES", {"cpu": SMALL})
@@ -30,7 +30,7 @@ def test_a_cpu_is_measured_and_its_file_makes_plans(
         "float32: products",
         "bfloat16: attention",
         "memory: ",
-        "times backward",
+        "times in the backward",
         "messages: 100 us",
     ):
         assert words in out
@@ -39,7 +39,7 @@ def test_a_cpu_is_measured_and_its_file_makes_plans(
     assert core.product_share("float32", 64, 64, 64) > 0 and core.calibrated_on == profile.device.name
 
 
-def test_a_gpu_is_the_default_where_there_is_one(
+def test_a_gpu_is_the_default_if_available(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     asked = []
@@ -63,8 +63,8 @@ def test_a_gpu_is_the_default_where_there_is_one(
     ("argv", "words"),
     [
         (["--device", "tpu"], "--device: invalid choice: 'tpu' (choose from"),
-        (["--device", "cuda"], "--device is cuda, and torch finds no GPU here"),
-        (["here.json"], "takes no arguments but options, not here.json"),
+        (["--device", "cuda"], "--device is cuda, but torch finds no GPU"),
+        (["here.json"], "takes only options, not here.json"),
         (["--out", "."], "--out is ., which is a folder"),
         (["--outt", "x"], "unknown flag --outt; did you mean --out?"),
     ],

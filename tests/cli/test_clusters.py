@@ -21,7 +21,7 @@ SBATCH = ROOT / "tools" / "slurm" / "train.sbatch"
 LEFT_OUT = ("NGPU", "VENV", "LOGS", "OMP_NUM_THREADS")
 
 FAKES = {
-    # One node after another; each runs what the script gives to it.
+    # Runs the script's command for one node after another.
     "srun": """
         options=()
         while [[ $1 != bash ]]; do options+=("$1"); shift; done
@@ -32,7 +32,7 @@ FAKES = {
         echo "$*" >> "$CALLS/scontrol"
         if [[ $1 == show ]]; then printf '%s\\n' gpu07 gpu08; fi
     """,
-    # Where it may bind processes.
+    # Succeeds if it may bind processes.
     "numactl": "[[ -n ${NUMA:-} ]]",
     "nproc": "echo 96",
     "scancel": 'echo "$*" >> "$CALLS/scancel"',
@@ -41,7 +41,7 @@ FAKES = {
         echo "$OMP_NUM_THREADS" >> "$CALLS/threads"
         printf '%q ' "$@" >> "$CALLS/torchrun"
         echo >> "$CALLS/torchrun"
-        if [[ -n ${WORKS_UNTIL_ASKED:-} ]]; then
+        if [[ -n ${RUNS_UNTIL_CANCELLED:-} ]]; then
             until [[ -e $CALLS/scancel ]]; do sleep 0.05; done
         fi
         exit "${STATUS:-0}"
@@ -110,7 +110,7 @@ def test_each_node_gets_its_torchrun(tmp_path: Path, job: dict[str, str]) -> Non
 
 
 @pytest.mark.parametrize(("own", "threads"), [({}, "24"), ({"OMP_NUM_THREADS": "3"}, "3")])
-def test_ranks_share_a_node_s_cores(
+def test_ranks_share_the_cores_of_a_node(
     own: dict[str, str], threads: str, tmp_path: Path, job: dict[str, str]
 ) -> None:
     assert run(tmp_path, job | own | {"NUMA": "1"}, "recipe.toml").returncode == 0
@@ -119,7 +119,7 @@ def test_ranks_share_a_node_s_cores(
         assert flags[flags.index("--numa-binding") :][:3] == ["--numa-binding", "node", "-m"]
 
 
-def test_torchrun_knows_these_flags() -> None:
+def test_torchrun_accepts_these_flags() -> None:
     from torch.distributed.run import get_args_parser
 
     flags = torchrun(Path(), "true")
@@ -139,7 +139,7 @@ def test_a_signal_lets_the_ranks_save(
     number: signal.Signals, requeued: bool, tmp_path: Path, job: dict[str, str]
 ) -> None:
     script = subprocess.Popen(
-        ["bash", SBATCH, "recipe.toml"], cwd=tmp_path, env=job | {"WORKS_UNTIL_ASKED": "1"},
+        ["bash", SBATCH, "recipe.toml"], cwd=tmp_path, env=job | {"RUNS_UNTIL_CANCELLED": "1"},
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -148,7 +148,7 @@ def test_a_signal_lets_the_ranks_save(
         out, _ = script.communicate(timeout=MOST_SECONDS)
     finally:
         script.kill()
-        (tmp_path / "calls" / "scancel").touch()  # which ends a fake
+        (tmp_path / "calls" / "scancel").touch()  # ends the fake torchrun
     assert script.returncode == 0
     assert "asked to stop" in out
     assert calls(tmp_path, "scancel") == [["--signal=TERM", "1234567"]]
@@ -182,16 +182,16 @@ def test_slurm_reads_its_options_before_the_first_command() -> None:
     assert sum(line.startswith("#SBATCH") for line in lines) == len(options)
 
 
-def test_the_script_is_clean() -> None:
+def test_the_script_passes_shellcheck() -> None:
     subprocess.run(["bash", "-n", SBATCH], check=True)
     beside = Path(sys.executable).with_name("shellcheck")
     shellcheck = str(beside) if beside.exists() else shutil.which("shellcheck")
     if shellcheck is None:
-        pytest.skip("there is no shellcheck")
+        pytest.skip("shellcheck is not installed")
     subprocess.run([shellcheck, SBATCH], check=True)
 
 
-def test_kubernetes_meets_at_its_first_pod() -> None:
+def test_kubernetes_rendezvous_is_at_the_first_pod() -> None:
     service, job = yaml.safe_load_all((ROOT / "tools/cluster/kubernetes.yaml").read_text())
     name, spec = job["metadata"]["name"], job["spec"]
     pod = spec["template"]["spec"]

@@ -1,7 +1,7 @@
 """Malicious and corrupt input: each is refused with one sentence, and has no other effect.
 
-Whatever a file contains and whatever is typed, the command prints one line with the cause and the fix, exits
-with status 2, and does not change the folder. It runs no code of the files; time and memory are bounded.
+For any content of files and any arguments, the command prints one line with the cause and the fix, exits with
+status 2, and does not change the folder. It does not run code of the files; time and memory are bounded.
 `tests/cli/hostile_cases.py` has the table. `tests/training/test_mistakes.py` and the tests of the layers have
 ordinary mistakes.
 """
@@ -37,7 +37,7 @@ from titan_async.errors import UserError
 pytestmark = pytest.mark.timeout(120)  # a read from a pipe without a writer would block
 
 MOST_SECONDS = 60
-"""Of processor time; the longest case takes 2."""
+"""Processor time; the longest case takes 2 s."""
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
     return found
 
 
-def test_there_are_enough_cases() -> None:
+def test_cases_cover_all_verbs() -> None:
     assert len({case.name for case in CASES}) == len(CASES) >= 60
     assert {case.argv.split()[0] for case in CASES if isinstance(case.argv, str)} >= {*main.VERBS, "prepare"}
 
@@ -168,7 +168,7 @@ def test_every_number_has_a_range() -> None:
     assert not accepted
 
 
-def test_code_of_a_tokenizer_is_not_run_and_no_error(here: Path) -> None:
+def test_code_of_a_tokenizer_is_ignored(here: Path) -> None:
     """A tokenizer that names remote code is loaded without it."""
     shutil.copytree(shakespeare_tokenizer_folder(), "tokenizer")
     code = {"AutoTokenizer": ["evil.Tokenizer", None]}
@@ -188,7 +188,7 @@ def test_code_in_a_model_is_not_run(good: Path, here: Path) -> None:
 
 
 def test_the_pickles_run_code_when_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the absence of `canary` shows that no pickle was loaded."""
+    """If so, the absence of `canary` in other tests shows that no pickle was loaded."""
     monkeypatch.chdir(tmp_path)
     files.pickled("a")(tmp_path)
     pickle.loads(Path("a").read_bytes())
@@ -213,7 +213,7 @@ def test_the_line_of_a_key_is_found_in_a_long_file(here: Path, monkeypatch: pyte
 
 
 def test_all_ranks_stop_when_one_cannot_load(good: Path, tmp_path: Path) -> None:
-    """Only training processes can notice: the index is valid, and a file that it names is missing."""
+    """Only training processes detect it: the index is valid, but a file that it names is missing."""
     shutil.copytree(good / "run", tmp_path / "other")
     (tmp_path / "other/checkpoint/step-7/__0_0.distcp").unlink()
     initial = tmp_path / "other/checkpoint/step-7"

@@ -46,7 +46,7 @@ WORKER = """
         while not os.path.exists(f"{folder}/{name}"):
             time.sleep(0.01)
 
-    def state_of_other():  # "" once the launcher, too, knows that it has ended
+    def state_of_other():  # "" after the launcher has reaped it
         try:
             return open(f"/proc/{other}/stat").read().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
@@ -59,7 +59,7 @@ WORKER = """
     def note(*_):
         write("asked")
 
-    def go_on():
+    def run_forever():
         while True:
             time.sleep(0.01)
 
@@ -67,14 +67,14 @@ WORKER = """
         open(f"{os.environ[failures.ERROR_DIR]}/stops-cleanly-{rank}", "w").close()
 
     write("pid", str(os.getpid()))
-    wait_for(f"pid-{1 - rank}")  # who is stopped before it has begun leaves no number behind
+    wait_for(f"pid-{1 - rank}")  # a process that is stopped before this has not written its pid
     other = int(open(f"{folder}/pid-{1 - rank}").read())
     if case == "fine":
         sys.stdout.write(f"rank {rank} of {os.environ['WORLD_SIZE']}\\n")
     elif case == "killed":
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        wait_for_other(["Z", ""])  # as gloo does, notice at once that it is gone
+        wait_for_other(["Z", ""])  # like gloo, detect that it has exited
         failures.report_failure("lost_peer", "the connection was closed")
         sys.exit(1)
     elif case == "error":
@@ -91,8 +91,8 @@ WORKER = """
             sys.exit(1)
         os.kill(os.getpid(), signal.SIGSTOP)
     elif case in ("watchdog", "watchdog_error", "aborted"):
-        if rank == 0:  # as NCCL does in another rank, whose watchdog has not noticed
-            go_on()
+        if rank == 0:  # like another rank, whose watchdog has not fired
+            run_forever()
         sys.stderr.write(open(f"{folder}/stderr_text").read())
         sys.stderr.flush()
         os.abort()
@@ -104,16 +104,16 @@ WORKER = """
     elif case == "silent":
         if rank == 1:
             os._exit(7)
-        go_on()
+        run_forever()
     elif case == "stubborn":
         signal.signal(signal.SIGTERM, note)
         write("ready")
         wait_for("ready-0")
         if rank == 1:
             os._exit(7)
-        go_on()
+        run_forever()
     elif case == "endless":
-        go_on()
+        run_forever()
     elif case in ("saves", "saves_at_ctrl_c"):
         signal.signal(signal.SIGINT, note if case == "saves_at_ctrl_c" else signal.SIG_IGN)
         signal.signal(signal.SIGTERM, note)
@@ -122,7 +122,7 @@ WORKER = """
         wait_for(f"asked-{rank}")
         wait_for("go")
         if rank == 1:
-            wait_for_other([""])  # the launcher must not take the end of the first for that of all
+            wait_for_other([""])  # the launcher must not treat the exit of the first as that of all
         write("saved")
     elif case == "fails_to_save":
         def fail(*_):
@@ -134,13 +134,13 @@ WORKER = """
         signal.signal(signal.SIGINT, fail)
         stop_cleanly()
         write("ready")
-        go_on()
+        run_forever()
     elif case == "never_saves":
         signal.signal(signal.SIGTERM, note)
         signal.signal(signal.SIGINT, note)
         stop_cleanly()
         write("ready")
-        go_on()
+        run_forever()
 """
 
 LAUNCHER = """
@@ -157,7 +157,7 @@ LAUNCHER = """
     sys.exit(launch.launch(2, command, gpus=int(os.environ.get("GPUS", "0"))))
 """
 
-# What torch's ProcessGroupNCCL and C++ write, as glog and std::terminate put it.
+# The output of torch's ProcessGroupNCCL, by glog, and of std::terminate.
 TIMED_OUT = """\
 [rank1]:[E1130 03:14:15.926535897 ProcessGroupNCCL.cpp:690] [Rank 1] Watchdog caught collective operation \
 timeout: WorkNCCL(SeqNum=812, OpType=RECV, NumelIn=1048576, NumelOut=1048576, Timeout(ms)=100000) ran for \
@@ -186,8 +186,8 @@ Start = Callable[..., forks.Forked]
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a launcher of two workers of a case.
 
-    A second signal is the same request as the first, after any time; with SAME_REQUEST_SECONDS 0 it is always
-    another request.
+    A second signal is always the same request as the first; with SAME_REQUEST_SECONDS 0 it is always another
+    request.
     """
     (tmp_path / "worker.py").write_text(textwrap.dedent(WORKER))
     left_out = ("NNODES", "NODE_RANK", "NGPU", "RANK", "OMP_NUM_THREADS")
@@ -225,7 +225,7 @@ def wait_for_ready(folder: Path) -> list[int]:
 
 def assert_gone(pids: list[int]) -> None:
     for pid in pids:
-        until(lambda pid=pid: has_ended(pid), f"process {pid} is left over")
+        until(lambda pid=pid: has_ended(pid), f"process {pid} is still running")
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_outcomes(case: str, status: int, message: str, start: Start, tmp_path: 
     assert not list(tmp_path.glob("asked-*")), (
         "a worker was asked to finish its step, which it cannot do without the other"
     )
-    assert not list(tmp_path.glob("titan_async_*")), "the folder of reports is left over"
+    assert not list(tmp_path.glob("titan_async_*")), "the folder of reports was not removed"
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_another_failure_precedes_that_of_the_watchdog(status: int, report: str 
     exits = [elastic.WorkerExit(1, -signal.SIGABRT), elastic.WorkerExit(0, status)]
     outcome = elastic.Outcome(exits, failed=True, stderr={1: TIMED_OUT})
     reports = [] if report is None else [failures.Failure(0, "error", report, time.time())]
-    assert launch._judge(outcome, reports, lambda rank, seconds: "timed out") == (1, line)
+    assert launch._status_and_cause(outcome, reports, lambda rank, seconds: "timed out") == (1, line)
 
 
 def test_the_message_contains_the_timeout_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,13 +361,25 @@ def assert_saved(launcher: forks.Forked, status: int, folder: Path) -> None:
     assert sorted(path.name for path in folder.glob("saved-*")) == ["saved-0", "saved-1"]
 
 
-def test_after_sigterm_workers_may_save_and_exit_with_0(start: Start, tmp_path: Path) -> None:
-    launcher = start("saves")
+def request_stop(launcher: forks.Forked, number: signal.Signals) -> None:
+    """Sends the first signal; after SIGINT, the launcher prints that it stops."""
+    launcher.send_signal(number)
+    if number == signal.SIGINT:
+        assert launcher.stderr is not None and launcher.stderr.readline() == STOPPING
+
+
+@pytest.mark.parametrize(
+    ("number", "case", "status"), [(signal.SIGTERM, "saves", 0), (signal.SIGINT, "saves_at_ctrl_c", 130)]
+)
+def test_after_a_signal_workers_may_save(
+    number: signal.Signals, case: str, status: int, start: Start, tmp_path: Path
+) -> None:
+    launcher = start(case)
     wait_for_ready(tmp_path)
-    launcher.send_signal(signal.SIGTERM)
+    request_stop(launcher, number)
     wait_for_all("asked", tmp_path)
-    launcher.send_signal(signal.SIGTERM)  # the same request once more, as `timeout` sends it
-    assert_saved(launcher, 0, tmp_path)
+    launcher.send_signal(number)  # the same request: `timeout` sends SIGTERM twice
+    assert_saved(launcher, status, tmp_path)
 
 
 @pytest.mark.parametrize(("number", "before"), [(signal.SIGTERM, ""), (signal.SIGINT, STOPPING)])
@@ -385,30 +397,17 @@ def test_a_save_that_fails_after_a_request_is_reported(
     assert_gone(pids)
 
 
-def press_ctrl_c(launcher: forks.Forked) -> None:
-    launcher.send_signal(signal.SIGINT)
-    assert launcher.stderr is not None and launcher.stderr.readline() == STOPPING
-
-
-def test_after_ctrl_c_workers_may_save_and_the_status_is_130(start: Start, tmp_path: Path) -> None:
-    launcher = start("saves_at_ctrl_c")
-    wait_for_ready(tmp_path)
-    press_ctrl_c(launcher)
-    wait_for_all("asked", tmp_path)
-    launcher.send_signal(signal.SIGINT)  # the same request, from another sender
-    assert_saved(launcher, 130, tmp_path)
-
-
-def test_a_second_ctrl_c_kills(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_kills(number: signal.Signals, start: Start, tmp_path: Path) -> None:
     launcher = start("never_saves", SAME_REQUEST_SECONDS="0")
     pids = wait_for_ready(tmp_path)
-    press_ctrl_c(launcher)
+    request_stop(launcher, number)
     wait_for_all("asked", tmp_path)
     wait_for_looks(tmp_path, 3)
     assert launcher.poll() is None
-    launcher.send_signal(signal.SIGINT)
+    launcher.send_signal(number)
     _, err = launcher.communicate(timeout=MOST_SECONDS)
-    assert (launcher.returncode, err) == (130, "stopped by SIGINT\n")
+    assert (launcher.returncode, err) == (128 + number, f"stopped by {number.name}\n")
     assert_gone(pids)
 
 
@@ -423,12 +422,12 @@ def test_ctrl_c_kills_while_one_worker_does_not_handle_it_yet(start: Start, tmp_
     assert_gone(pids)
 
 
-def test_sigterm_and_then_ctrl_c_are_two_first_requests(start: Start, tmp_path: Path) -> None:
+def test_ctrl_c_after_sigterm_is_a_first_request(start: Start, tmp_path: Path) -> None:
     launcher = start("saves", SAME_REQUEST_SECONDS="0")
     wait_for_ready(tmp_path)
     launcher.send_signal(signal.SIGTERM)
     wait_for_all("asked", tmp_path)
-    press_ctrl_c(launcher)
+    request_stop(launcher, signal.SIGINT)
     assert_saved(launcher, 130, tmp_path)
 
 
@@ -439,19 +438,6 @@ def test_workers_that_do_not_save_are_killed(start: Start, tmp_path: Path) -> No
     _, err = launcher.communicate(timeout=MOST_SECONDS)
     message = "stopped by SIGTERM; ranks that had not saved after 1 s were killed\n"
     assert (launcher.returncode, err) == (143, message)
-    assert_gone(pids)
-
-
-def test_a_second_sigterm_kills(start: Start, tmp_path: Path) -> None:
-    launcher = start("never_saves", SAME_REQUEST_SECONDS="0")
-    pids = wait_for_ready(tmp_path)
-    launcher.send_signal(signal.SIGTERM)
-    wait_for_all("asked", tmp_path)
-    wait_for_looks(tmp_path, 3)
-    assert launcher.poll() is None
-    launcher.send_signal(signal.SIGTERM)
-    _, err = launcher.communicate(timeout=MOST_SECONDS)
-    assert (launcher.returncode, err) == (143, "stopped by SIGTERM\n")
     assert_gone(pids)
 
 
@@ -474,7 +460,9 @@ def test_a_signal_ends_a_launcher_that_waits_for_other_machines(
             first_machine.close()  # this launcher will be the one that listens there
         launcher = start("fine", NNODES="2", MASTER_ADDR="localhost", MASTER_PORT=str(port), **rank)
         assert launcher.stderr is not None
-        assert launcher.stderr.readline() == f"waiting for all 2 machines to meet at localhost:{port} ...\n"
+        assert (
+            launcher.stderr.readline() == f"waiting for all 2 machines to connect to localhost:{port} ...\n"
+        )
         if rank:
             connection, _ = first_machine.accept()  # which it waits for in C++; there is no answer
         else:
@@ -484,9 +472,9 @@ def test_a_signal_ends_a_launcher_that_waits_for_other_machines(
         _, err = launcher.communicate(timeout=MOST_SECONDS)
         del connection
     assert launcher.returncode == 128 + number
-    # The last line: torch's C++ may remark before it that its wait was interrupted.
+    # The last line: torch's C++ may log before it that its wait was interrupted.
     assert err.endswith(f"stopped by {number.name}\n")
-    assert not list(tmp_path.glob("titan_async_*")), "the folder of reports is left over"
+    assert not list(tmp_path.glob("titan_async_*")), "the folder of reports was not removed"
 
 
 def degrees(pp: int = 1, replicate: int = 1, shard: int = -1, tp: int = 1, cp: int = 1) -> SimpleNamespace:
@@ -506,9 +494,9 @@ def degrees(pp: int = 1, replicate: int = 1, shard: int = -1, tp: int = 1, cp: i
         (degrees(pp=4), {}, 0, 4),
         (degrees(pp=2, replicate=2, shard=2), {}, 0, 8),
         (degrees(pp=2, tp=2, cp=2, shard=1), {}, 0, 8),
-        # Experts lie on the ranks of the shards and take none of their own.
+        # Experts are on the ranks of the shards, and need no additional ones.
         (SimpleNamespace(**vars(degrees(pp=2, shard=2)), expert_parallel_degree=2), {}, 0, 4),
-        (degrees(pp=2), {}, 8, 8),  # the shards take what is left
+        (degrees(pp=2), {}, 8, 8),  # the shards take the remaining GPUs
         (degrees(pp=3), {}, 8, 6),
         (degrees(pp=2, shard=1), {}, 8, 2),
         (degrees(pp=2), {"NGPU": "4"}, 0, 4),
@@ -529,12 +517,12 @@ def test_processes_per_node(
     [
         (
             degrees(pp=4, shard=1), {"NGPU": "3"}, 0,
-            "NGPU=3 on 1 node(s) makes 3 processes, but parallelism asks for 4 "
+            "NGPU=3 on 1 node(s) makes 3 processes, but the parallel degrees require 4 "
             "(pipeline_parallel_degree 4); change NGPU or the degrees",
         ),
         (
             degrees(pp=2), {"NGPU": "3"}, 0,
-            "NGPU=3 on 1 node(s) makes 3 processes, but parallelism asks for a multiple of 2 "
+            "NGPU=3 on 1 node(s) makes 3 processes, but the parallel degrees require a multiple of 2 "
             "(pipeline_parallel_degree 2); change NGPU or the degrees",
         ),
         (degrees(), {"NGPU": "two"}, 0, "NGPU must be a positive integer, not two: correct it, or unset it"),
@@ -545,7 +533,7 @@ def test_processes_per_node(
         ),
         (
             degrees(pp=4, shard=1), {}, 2,
-            "parallelism asks for 4 processes on this machine (pipeline_parallel_degree 4), "
+            "the parallel degrees require 4 processes on this machine (pipeline_parallel_degree 4), "
             "which has 2 GPU(s); lower the degrees",
         ),
         (degrees(pp=0), {}, 0, "parallelism.pipeline_parallel_degree must be at least 1, not 0"),

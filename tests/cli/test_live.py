@@ -1,8 +1,7 @@
 """`--live`: the terminal, the log file, and the state of both afterwards.
 
-The processes here are small scripts in a terminal of their own: two workers, and a stand-in for the view that
-takes the alternate screen and single keys as a real one does. The launcher is a fork of a process that has
-imported torch.
+The processes are small scripts in a separate terminal: two workers, and a fake view that uses the alternate
+screen and single keys like the real one. The launcher is a fork of a process that has imported torch.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ WORKER = """
     requests = []
     signal.signal(signal.SIGINT, lambda *_: requests.append(rank))
     open(f"{os.environ[failures.ERROR_DIR]}/stops-cleanly-{rank}", "w").close()
-    print("worker is ready", file=sys.stderr, flush=True)
+    sys.stderr.write("worker is ready\\n")  # one write: `print` may be interleaved with the other worker
+    sys.stderr.flush()
     while not os.path.exists(f"{folder}/finish"):
         time.sleep(0.01)
     if rank:
@@ -90,7 +90,7 @@ def write_scripts(folder: Path) -> None:
 
 
 class Terminal:
-    """A launcher in a terminal of its own."""
+    """A launcher in a separate terminal."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.shown = folder, ""
@@ -121,7 +121,6 @@ class Terminal:
         until(lambda: text in self.log(), f"{text!r} is not in the log")
 
     def wait_for_ready_workers(self) -> None:
-        # Not the two as lines: a write of one may come between the other's text and its newline.
         until(lambda: self.log().count("worker is ready") == 2, "two workers are not ready")
         wait_for_looks(self.folder)
 
@@ -249,8 +248,8 @@ def test_output_that_cannot_be_written_is_one_sentence_and_nothing_starts(
     run = start()
     assert run.status() == 2
     assert run.shown == (
-        f"--live cannot write {tmp_path}/output.log (Is a directory): choose another dump_folder, or leave "
-        "out --live\n"
+        f"--live cannot write {tmp_path}/output.log (Is a directory): choose another dump_folder, or omit "
+        "--live\n"
     )
 
 
@@ -266,7 +265,9 @@ def test_without_a_terminal_lines_are_plain(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flag", ["--live", "--live=yes"])
 def test_the_flag_is_refused_without_a_launcher(flag: str) -> None:
-    with pytest.raises(UserError, match=r"^--live is for .* elsewhere use titan-async watch RUN_DIR"):
+    with pytest.raises(
+        UserError, match=r"^--live takes no value, .* otherwise use titan-async watch RUN_DIR"
+    ):
         parse_arguments(["x.toml", flag])
 
 
@@ -284,7 +285,7 @@ def test_the_flag_names_the_folder_to_watch_and_does_not_reach_the_workers(
 
 def test_a_run_without_events_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="set monitor.events to true, or leave out --live"):
+    with pytest.raises(UserError, match="set monitor.events to true, or omit --live"):
         launch.train([str(RECIPE), "--monitor.no-events", "--live"])
 
 

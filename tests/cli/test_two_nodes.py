@@ -1,4 +1,4 @@
-"""Two nodes, each with a torchrun of its own and a common rendezvous; here both are this machine."""
+"""Two nodes with one torchrun each and a common rendezvous, both on this machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FLAGS = (
 
 
 def start_nodes(folder: Path, restarts: int) -> list[Forked]:
-    """A torchrun for each of two nodes, on each of which one rank trains one stage."""
+    """Starts a torchrun for each of two nodes; on each, one rank trains one stage."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -52,7 +52,7 @@ def start_nodes(folder: Path, restarts: int) -> list[Forked]:
 
 
 def wait_for(nodes: list[Forked], folder: Path) -> str:
-    """Waits for success, and returns the output of rank 0, on whichever node it was."""
+    """Waits for success, and returns the output of rank 0, which may be on either node."""
     try:
         statuses = [node.wait(timeout=120) for node in nodes]
     finally:
@@ -92,7 +92,9 @@ def test_two_nodes_train_together(undisturbed: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
+def test_a_killed_worker_loses_only_the_steps_since_the_last_checkpoint(
+    undisturbed: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "disturbed"
     nodes = start_nodes(folder, restarts=1)
     while not complete_steps(folder / "run/checkpoint"):
@@ -102,7 +104,7 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(undisturbed: 
     assert sorted(workers) == [0, 1]
     os.kill(workers[1], signal.SIGKILL)
     out = wait_for(nodes, folder)
-    # Logged lines of killed processes may be lost; those of their successors are not.
+    # Logged lines of killed processes may be lost; those of restarted processes are not.
     assert logged_steps(out)[-2:] == [STEPS - 1, STEPS]
     assert re.search(r"resumed at step [24]\b", out)
     mine, theirs = weights(folder), weights(undisturbed)

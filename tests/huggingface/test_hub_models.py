@@ -268,7 +268,7 @@ def test_head_of_a_tied_model_must_equal_the_embedding(
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ('recipe = "hub"', ":1: the recipe hub needs a section [model], as titan-async import writes one"),
+        ('recipe = "hub"', ":1: the recipe hub needs a section [model], such as titan-async import writes"),
         ('recipe = "hub"\nmodel = 3', ":2: model is a section, as in [model]"),
         ('recipe = "hub"\n[model]\nmodel_type = "llama"', ": num_attention_heads is missing"),
         ('recipe = "debug"\n[model]\nmodel_type = "llama"', ":2: unknown section model"),

@@ -65,7 +65,7 @@ def test_a_reader_gets_each_record_once(tmp_path: Path) -> None:
     writer, reader = EventWriter(tmp_path, 0), RankReader(tmp_path, 0)
     assert len(reader.new_records()) == 0 and reader.state() is None
     seen = []
-    for first in range(0, 3 * CAPACITY, 5000):  # goes round three times, and not at a multiple
+    for first in range(0, 3 * CAPACITY, 5000):  # wraps around three times, at different offsets
         fill(writer, first, 5000)
         seen.append(reader.new_records()["start"])
     written = len(range(0, 3 * CAPACITY, 5000)) * 5000
@@ -83,7 +83,7 @@ def test_a_late_reader_gets_the_latest_in_order(tmp_path: Path) -> None:
     assert reader.new_records()["start"][-1] == 5 * CAPACITY + 122
 
 
-def test_records_that_are_overwritten_while_they_are_read_are_left_out(
+def test_records_overwritten_during_a_read_are_omitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from titan_async.monitor import events
@@ -93,7 +93,7 @@ def test_records_that_are_overwritten_while_they_are_read_are_left_out(
     read_ring = events._read_ring
 
     def slowly(*args):
-        # While the ring is read the writer goes on, and is in the middle of a burst when that is done.
+        # The writer continues during the read, and is in the middle of a burst at its end.
         fill(writer, CAPACITY, 10_000)
         writer.write(numbered(CAPACITY + 10_000, BURST))
         return read_ring(*args)
@@ -104,11 +104,11 @@ def test_records_that_are_overwritten_while_they_are_read_are_left_out(
     assert np.array_equal(starts, np.arange(CAPACITY - len(starts), CAPACITY))
 
 
-def test_a_half_written_header_is_none(tmp_path: Path) -> None:
+def test_incomplete_header_is_skipped(tmp_path: Path) -> None:
     writer, reader = EventWriter(tmp_path, 0), RankReader(tmp_path, 0)
     fill(writer, 0, 10)
     data = bytearray(ring_path(tmp_path, 0).read_bytes())
-    data[0] += 1  # its serial is one ahead of the one at its end
+    data[0] += 1  # the serial at its start differs from that at its end
     ring_path(tmp_path, 0).write_bytes(data)
     assert reader.state() is None and len(reader.new_records()) == 0
     os.truncate(ring_path(tmp_path, 0), STATE.itemsize - 1)
@@ -148,7 +148,7 @@ def test_older_formats_have_fewer_kinds(tmp_path: Path, form: int, kinds: int) -
         read_info(folder)
 
 
-def test_utilization_leaves_out_time_outside_of_steps() -> None:
+def test_utilization_excludes_time_outside_of_steps() -> None:
     rows = np.zeros(3, SUMMARY)
     rows["stage"] = [0, 4, 0]
     rows["seconds"][0, Kind.FORWARD], rows["seconds"][0, Kind.BACKWARD] = 1, 2
@@ -190,7 +190,7 @@ def test_runs_of_a_folder(tmp_path: Path) -> None:
     assert read_info(runs_in(tmp_path)[-1]) == info
     assert {path.name for path in folder.iterdir()} == {"run.json"}
     (folder / "run.json").write_text('{"format": 4}')
-    with pytest.raises(UserError, match="its format is 4, and this version reads 1 to 3"):
+    with pytest.raises(UserError, match="its format is 4, but this version reads 1 to 3"):
         read_info(folder)
     with pytest.raises(UserError, match="has no run.json"):
         read_info(tmp_path)

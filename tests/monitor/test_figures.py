@@ -141,7 +141,7 @@ def test_utilization_joins_runs_and_averages_replicas(tmp_path: Path) -> None:
     small_run(tmp_path, NEWER, first_step=3, steps=4, slow_stage=1)
     both = read_utilization(tmp_path)
     assert both is not None
-    # Steps 3 and 4 of the first run are one interval, half of which was done again.
+    # Steps 3 and 4 of the first run are one interval, half of which was repeated.
     assert list(zip(both.first_steps, both.last_steps, strict=True)) == [(1, 2), (4, 5), (6, 7)]
     np.testing.assert_array_equal(both.busy[:, 0], first.busy[:, 0])
 
@@ -160,7 +160,7 @@ def test_utilization_joins_runs_and_averages_replicas(tmp_path: Path) -> None:
     np.testing.assert_allclose(mean.busy, (slow.busy + even.busy) / 2, rtol=1e-5)
 
 
-# What is drawn
+# Plots
 
 
 def test_losses_are_drawn_with_the_gap_to_the_first() -> None:
@@ -324,14 +324,14 @@ def test_utilization_has_a_line_for_each_rank_and_the_mean(tmp_path: Path) -> No
         # Each interval from the end of the step before it to the end of its last step.
         assert line.get_xdata().tolist() == [0, 2, 2, 4]
         assert line.get_ydata().tolist() == [busy[0], busy[0], busy[1], busy[1]]
-    # 4 microbatches through 2 stages: at most 4 of 5 parts of the time.
+    # 4 microbatches on 2 stages: at most 4/5.
     assert 0.7 < found.mean < 0.8
     assert axes.get_title() == f"one: {found.mean:.1%}"
 
 
 # Colours
 
-# What people with each form of dichromacy see of linear RGB (Machado, Oliveira and Fernandes 2009).
+# Linear RGB as seen with each form of dichromacy (Machado, Oliveira and Fernandes 2009).
 DICHROMACY = {
     "protanopia": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
     "deuteranopia": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
@@ -416,13 +416,13 @@ def test_run_without_spans_has_a_loss_plot(tmp_path: Path, capsys: pytest.Captur
     assert main(["plot", str(tmp_path / "one")]) == 0
     assert [path.name for path in (tmp_path / "one" / "plots").iterdir()] == ["loss.png"]
     assert capsys.readouterr().err.splitlines() == [
-        "no timeline of one: nothing of it is recorded",
-        "no utilization of one: nothing of it is recorded",
+        "no timeline of one: it is not recorded",
+        "no utilization of one: it is not recorded",
     ]
     journal_path(folder).write_text("")
     assert main(["plot", str(tmp_path / "one"), "--out", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"nothing is recorded yet of {tmp_path / 'one'}: wait for the first steps"
+        f"no records yet in {tmp_path / 'one'}: wait for the first steps"
     )
     assert not (tmp_path / "none").exists()
 

@@ -83,7 +83,7 @@ def test_frame_has_the_size_of_the_terminal(
     seen_in: Callable[[str], tuple[Snapshot, History]], width: int, height: int, state: str
 ) -> None:
     shown = ViewOptions(
-        help=state == "help", paused=True, note="something to say that is rather long for this"
+        help=state == "help", paused=True, note="a note that is too long for narrow terminals"
     )
     lines = plain(draw(seen_in(state), width, height, shown))
     assert [len(line) for line in lines] == [width] * height
@@ -189,7 +189,7 @@ def test_stalled_stage_is_red_and_explained(tmp_path: Path) -> None:
     assert "waits for 0" in row
     [other] = [line for line in written.split("\n") if re.match(r"(\x1b\[[\d;]*m)* 0 ", line)]
     assert "31m" not in other
-    # Stalled stages come first where the slowest do.
+    # Sorting by slowest puts stalled stages first.
     sorted_lines = plain(draw(look(folder), 80, 24, ViewOptions(by_slowest=True)))
     assert next(line for line in sorted_lines if re.match(r"[! ]\d ", line)).startswith("!1 ")
 
@@ -209,7 +209,7 @@ def test_no_color(eight: tuple[Snapshot, History]) -> None:
     assert "38;5;" in colored and "▌" in colored
     written = draw(eight, 100, 30, environ={"TERM": "xterm-256color", "NO_COLOR": "1"})
     for codes in re.findall(r"\x1b\[([\d;]*)m", written):
-        assert set(codes.split(";")) <= {"0", "", "1", "2"}  # bold and dim are no colours
+        assert set(codes.split(";")) <= {"0", "", "1", "2"}  # bold and dim are not colours
     strips = "".join(line.split()[3] for line in plain(written) if re.match(r" \d ", line))
     assert {"F", "B"} <= set(strips) <= set("FBU.")
     assert "Forward Backward Update .wait" in "\n".join(plain(written))

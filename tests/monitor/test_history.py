@@ -1,4 +1,4 @@
-"""The history of a journal, and curves of it."""
+"""The history of a journal, and its curves."""
 
 import math
 
@@ -49,7 +49,7 @@ def test_entries_of_the_journal() -> None:
         history.add(entry)
     of_step = [history.last("step", field) for field in ("loss", "learning_rate", "skipped", "mfu")]
     assert (history.step, of_step) == (25, [3.5, 3e-3, 2, None])
-    assert history.loss.points == ((10, 4.0), (25, 3.5))  # a non-finite loss is left out
+    assert history.loss.points == ((10, 4.0), (25, 3.5))  # a non-finite loss is omitted
     assert history.learning_rate.points == ((10, 1e-3), (20, 2e-3), (25, 3e-3))
     assert [history.last("validation", field) for field in ("step", "loss")] == [25, 3.6]
     assert (history.last("checkpoint", "step"), history.counts["checkpoint"]) == (25, 2)
@@ -59,7 +59,7 @@ def test_entries_of_the_journal() -> None:
     assert history.step_seconds == pytest.approx(30 / 15)
 
 
-def test_a_long_log_is_cut_at_its_beginning() -> None:
+def test_old_log_lines_are_dropped() -> None:
     history = History()
     for i in range(10_000):
         history.add({"time": i, "kind": "log", "text": str(i)})
@@ -84,7 +84,7 @@ def test_a_falling_line() -> None:
     assert curve(((0, 3.0), (3, 0.0)), 4, 4, ascii_only=True) == ("*   ", " *  ", "  * ", "   *")
 
 
-def test_a_curve_leaves_room_for_what_is_to_come() -> None:
+def test_curve_leaves_room_for_remaining_steps() -> None:
     lines = curve(((0, 0.0), (10, 1.0)), 20, 4, last_x=20)
     assert all(line[11:].strip() == "" and len(line) == 20 for line in lines)
     assert lines[0][10] != " "

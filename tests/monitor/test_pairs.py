@@ -121,7 +121,7 @@ def test_microbatches_in_flight(run_dir: Path, chunk: int) -> None:
         figures = stats_of(folder, rank, (rank,), chunk, read_info(folder))
         stage = figures.stages[rank]
         assert max(step.most_in_flight for step in stage.steps) == held
-        assert stage.in_flight == 0  # all pairs have let go of the right ones
+        assert stage.in_flight == 0  # each pair has released the right microbatch
 
 
 def test_trace_has_two_tracks_for_pairs(run_dir: Path) -> None:
@@ -140,7 +140,7 @@ def test_trace_has_two_tracks_for_pairs(run_dir: Path) -> None:
             about = [(event["args"]["step"], event["args"]["microbatch"]) for event in events]
             assert len(about) == len(every) and set(about) == every
         assert {(e["cat"], re.sub(r"\d+", "N", e["name"])) for e in paired} == {("BACKWARD", "backward N")}
-        # Each begins and ends with a forward, that of the microbatch that many after it.
+        # Each has the times of a forward, that of the microbatch `held - 1` after it.
         number = {e["ts"]: e["args"]["step"] * MICROBATCHES + e["args"]["microbatch"] for e in forwards}
         ends = {e["ts"]: e["dur"] for e in forwards}
         for event in paired:

@@ -17,7 +17,7 @@ from titan_async.pipelining.recording import Kind
 
 
 class TickClock:
-    """Each mark is a second after the one before; those from `known` on are unresolved."""
+    """Each mark is a second after the one before; marks from `known` on are unresolved."""
 
     def __init__(self) -> None:
         self._ticks = itertools.count(1)
@@ -97,7 +97,7 @@ def test_unresolved_spans_are_written_later(tmp_path: Path) -> None:
     recorder.begin(Kind.CLIP, 0)
     recorder.flush()
     assert reader.new_records()["microbatch"].tolist() == [0]
-    # The device has begun the second, while the process has long been at what follows.
+    # The device has started the second forward; the process has already enqueued later spans.
     current = reader.state().current
     assert (current["kind"], current["microbatch"], current["start"]) == (Kind.FORWARD, 1, 3 * 10**9)
     clock.known = 100
@@ -118,9 +118,9 @@ def test_current_span_of_a_waiting_process_is_written(tmp_path: Path) -> None:
         state = reader.state()
         return state if state is not None and state.beat > beat and state.current["kind"] else None
 
-    first = until(lambda: written_after(0), "it is not seen to wait")
-    # And it is heard of again and again while it waits.
-    state = until(lambda: written_after(first.beat), "it is heard of once")
+    first = until(lambda: written_after(0), "the wait is not recorded")
+    # Heartbeats continue while it waits.
+    state = until(lambda: written_after(first.beat), "there is no further heartbeat")
     for seen in (first, state):
         waits = (seen.current["kind"], seen.current["batch"], seen.current["microbatch"])
         assert waits == (Kind.RECEIVE, 5, 2)
@@ -164,7 +164,7 @@ def test_write_error_at_close_is_ignored(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_oldest_spans_are_dropped(tmp_path: Path) -> None:
     recorder = start(tmp_path, HostClock())
-    with recorder._lock:  # as if the disk had no time
+    with recorder._lock:  # as if writing were slow
         for microbatch in range(CAPACITY + 10):
             recorder.begin(Kind.FORWARD, 0, 0, microbatch)
             recorder.end()
@@ -189,7 +189,7 @@ class Stream:
                 return self.at <= stream.now
 
             def elapsed_time(self, other) -> float:
-                return float(np.float32(1e3 * (other.at - self.at)))  # what CUDA computes in
+                return float(np.float32(1e3 * (other.at - self.at)))  # as in CUDA
 
         return Event()
 
@@ -218,16 +218,16 @@ def test_stream_clock_is_accurate_for_days(stream: Stream) -> None:
     origin = clock.nanoseconds(clock.mark())
     for mark in range(1, 10_000):
         stream.now = stream.queued = mark * 30.0
-        told = clock.nanoseconds(clock.mark()) - origin
-    assert abs(told - stream.now * 1e9) < 1e6  # a millisecond in three and a half days
+        found = clock.nanoseconds(clock.mark()) - origin
+    assert abs(found - stream.now * 1e9) < 1e6  # a millisecond in three and a half days
 
 
 def test_clocks_start_at_the_current_time() -> None:
     before = time.time_ns()
     clock = HostClock()
-    told = clock.nanoseconds(clock.mark())
-    # A millisecond for a clock that is being set right.
-    assert before <= told <= time.time_ns() + 10**6
+    found = clock.nanoseconds(clock.mark())
+    # A tolerance of a millisecond, because the system clock may be adjusted.
+    assert before <= found <= time.time_ns() + 10**6
 
 
 def test_host_clock_is_accurate_despite_preemption(monkeypatch: pytest.MonkeyPatch) -> None:

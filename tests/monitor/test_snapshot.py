@@ -173,7 +173,7 @@ def test_ring_overwritten_between_two_polls(tmp_path: Path) -> None:
     watch = RunMonitor(folder)
     write(1)
     watch.poll()
-    for step in range(2, 22):  # 80,020 records, where the ring holds 65,536
+    for step in range(2, 22):  # 80,020 records; the ring holds 65,536
         write(step)
     watch.poll()
     row = watch.snapshot().rows[0]

@@ -88,7 +88,7 @@ def test_result_does_not_depend_on_the_chunks_of_records(tmp_path: Path, chunk: 
     folder = write_run(tmp_path, stages=3, microbatches=6, steps=8)
     whole, portions = (stats_of(folder, 1, (1,), size).stages[1] for size in (1 << 20, chunk))
     assert [step.busy for step in portions.steps] == pytest.approx([step.busy for step in whole.steps])
-    # How much was in flight before the first step that is kept is known in both.
+    # Both include microbatches in flight before the first step that is kept.
     assert [step.most_in_flight for step in portions.steps] == [step.most_in_flight for step in whole.steps]
     assert portions.in_flight == whole.in_flight
 
@@ -108,10 +108,10 @@ def test_microbatches_in_flight_after_some_spans() -> None:
     stage = stats.stages[0]
     assert stage.in_flight == 3 and stage.holds(1, 2) and not stage.holds(1, 3) and stage.version == 4
     stats.add(records((3, 4, 1, 0, 4, 0, Kind.BACKWARD_INPUT, 1)))
-    assert stage.in_flight == 3  # what gradients of weights need is held until then
+    assert stage.in_flight == 3  # the weights' gradients need its activations
     stats.add(records((4, 5, 1, 0, 4, 0, Kind.BACKWARD_WEIGHT, 1), (5, 6, 1, 1, 3, 0, Kind.BACKWARD, 1)))
     assert stage.in_flight == 1 and not stage.holds(1, 0) and stage.version == 3
-    # A backward whose forward was not seen, and a validation's forward.
+    # A backward whose forward was not recorded, and a validation's forward.
     stats.add(records((6, 7, 0, 7, 3, 0, Kind.BACKWARD, 1), (7, 8, -1, 0, 4, 0, Kind.FORWARD, 1)))
     assert stage.in_flight == 1
     stats.add(records((0, 8, 1, -1, -1, 0, Kind.STEP, 0)))
@@ -121,7 +121,7 @@ def test_microbatches_in_flight_after_some_spans() -> None:
     assert [step.most_in_flight for step in stage.steps] == [3, 2, 2] and stage.in_flight == 0
 
 
-def test_incomplete_steps_are_left_out() -> None:
+def test_incomplete_steps_are_omitted() -> None:
     stats = RankStats((0,))
     stats.add(records((0, 1, 1, 0, 0, 0, Kind.FORWARD, 1), (0, 1, 1, -1, -1, 0, Kind.STEP, 0)))
     stats.add(records((3, 4, 3, -1, -1, 0, Kind.STEP, 0)), lost=True)
@@ -130,7 +130,7 @@ def test_incomplete_steps_are_left_out() -> None:
     assert [step.step for step in stats.stages[0].steps] == [1, 4]
 
 
-def test_spans_between_steps_are_left_out() -> None:
+def test_spans_between_steps_are_omitted() -> None:
     stats = RankStats((0,))
     stats.add(
         records(
@@ -168,7 +168,7 @@ def test_stages_of_one_rank_are_separate(tmp_path: Path) -> None:
     assert sum(share for share in shares if share) == pytest.approx(
         run.busy[0] / run.timelines[0][-1].end, abs=1e-5
     )
-    assert shares[0] == pytest.approx(shares[1], abs=1e-5)  # of times in whole nanoseconds
+    assert shares[0] == pytest.approx(shares[1], abs=1e-5)  # times are rounded to nanoseconds
 
 
 @pytest.mark.parametrize("cells", [10, 37, 120])
@@ -197,13 +197,13 @@ def test_strip_shows_the_main_activity_of_each_cell(tmp_path: Path, cells: int) 
                     seconds[kinds[Kind(record["kind"])]] += inside
                     seconds[Activity.WAIT] -= inside
             first, second = sorted(seconds.values(), reverse=True)[:2]
-            if first - second > (high - low) / 4:  # not a tie between two looks
+            if first - second > (high - low) / 4:  # not a tie
                 clear += 1
                 assert seconds[doing] == first
         assert clear > cells / 3
 
 
-def test_strip_leaves_out_time_between_steps() -> None:
+def test_strip_omits_time_between_steps() -> None:
     stats = RankStats((0,))
     stats.add(
         records(

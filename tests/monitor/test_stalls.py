@@ -114,7 +114,7 @@ def test_no_stall_during_validation_and_save() -> None:
 
 
 def test_endless_computation() -> None:
-    """For example one with a gather that waits for a dead rank."""
+    """For example, a gather in a forward waits for a dead rank."""
     [found] = texts(rank(0, Kind.FORWARD, 60), stages=1)
     assert found == "stage 0 computes the forward of microbatch 3 of step 40, since 14:03:12 (60 s)"
     assert texts(rank(0, Kind.FORWARD, 60, step_seconds=20), rank(1, Kind.RECEIVE, 60, step_seconds=20)) == []
@@ -129,25 +129,19 @@ def test_rank_without_heartbeat_is_named_first() -> None:
     assert texts(rank(0, Kind.FORWARD, 0.1), rank(1, Kind.FORWARD, 0.2, heartbeat_age=9.9), stages=2) == []
 
 
-def test_waiting_for_data_is_a_cause() -> None:
-    found = texts(rank(0, Kind.DATA, 8, microbatch=-1), rank(1, Kind.RECEIVE, 7), stages=2)
-    assert found == [
-        "stage 0 waits for the data of step 40, since 14:03:12 (8 s)",
-        "stage 1 waits for the input of microbatch 3 of step 40 from stage 0, since 14:03:12 (7 s)",
-    ]
-    assert len(texts(rank(0, Kind.DATA, 8, microbatch=-1), stages=1)) == 1
-
-
-def test_long_garbage_collection_is_a_cause() -> None:
-    found = texts(
-        rank(0, Kind.GARBAGE_COLLECTION, 8, microbatch=-1), rank(1, Kind.RECEIVE, 7), stages=2
-    )  # fmt: skip
-    assert found[0] == "stage 0 collects garbage before step 40, since 14:03:12 (8 s)" and len(found) == 2
-
-
-def test_rank_between_steps_is_a_cause() -> None:
-    found = texts(rank(0, Kind.RECEIVE, 8, held=True), rank(1, None, 8), stages=2)
-    assert found[0] == "stage 1 is between two steps" and len(found) == 2
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Kind.DATA, "stage 0 waits for the data of step 40, since 14:03:12 (8 s)"),
+        (Kind.GARBAGE_COLLECTION, "stage 0 collects garbage before step 40, since 14:03:12 (8 s)"),
+        (None, "stage 0 is between two steps"),
+    ],
+)
+def test_cause_without_a_computation(kind: Kind | None, text: str) -> None:
+    cause = rank(0, kind, 8, microbatch=-1)
+    wait = "stage 1 waits for the input of microbatch 3 of step 40 from stage 0, since 14:03:12 (7 s)"
+    assert texts(cause, rank(1, Kind.RECEIVE, 7), stages=2) == [text, wait]
+    assert len(texts(cause, stages=1)) == (kind is not None)
 
 
 def test_deadlock() -> None:

@@ -346,7 +346,11 @@ def test_a_calibration_is_named_and_goes_together_with_measured_times(run, tmp_p
         (H100, ("--gpu", "a100-80gb"), "which is h100-80gb and not a100-80gb"),
         (H100, ("--gpu", "h100"), "did you mean h100-80gb?"),
         (CORES, ("--gpu", "h100-80gb"), "measured on a CPU"),
-        (CORES, ("--nodes", "2"), "the plan is for 4 ranks, and the calibration of a machine with 2 cores"),
+        (
+            CORES,
+            ("--nodes", "2"),
+            "the plan is for 4 ranks, but the calibration is of a machine with 2 cores",
+        ),
     ],
 )
 def test_a_calibration_that_does_not_fit_is_a_mistake(run, tmp_path, device, flags, words):
@@ -366,7 +370,7 @@ def test_a_calibration_that_does_not_fit_is_a_mistake(run, tmp_path, device, fla
             (f"toml_configs/{RECIPE}", "--nodes", "two"),
             "--nodes: must be an integer from 1 to 10000, not two",
         ),
-        ((f"toml_configs/{RECIPE}", "--achievable", "50"), "--achievable: must be a share"),
+        ((f"toml_configs/{RECIPE}", "--achievable", "50"), "--achievable: must be a fraction"),
         (
             (f"toml_configs/{RECIPE}", "--mtbf", "never"),
             "--mtbf: must be a number of hours above 0, not never",

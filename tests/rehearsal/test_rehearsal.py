@@ -220,16 +220,16 @@ def test_the_command_rehearses_a_small_recipe(
     status = verb.run([recipe, *layout, "--steps", "1", "--width-divisor=4", "--ema.decay", "0.9"])
     out = capsys.readouterr().out
     assert status == 0, out
-    assert out.startswith("4 ranks on 2 stages. At the real width, without memory:\n  stage 0, rank 0: ")
-    assert "1 updates of them at 1/4 of the width:\n  stage 0, rank 0: " in out
+    assert out.startswith("4 ranks on 2 stages. At the real width, on the meta device:\n  stage 0, rank 0: ")
+    assert "1 updates at 1/4 of the width:\n  stage 0, rank 0: " in out
     assert out.count("\n  stage 0, rank 0: ") == out.count("\n  stage 1, rank 3: ") == 2
-    assert out.endswith(": all are there, every part of each once\n")
+    assert out.endswith(": complete, with each shard once\n")
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--rank", "64"], "--rank is 64, but the degrees multiply to 2 ranks: use one below that"),
+        (["--rank", "64"], "--rank is 64, but the recipe has 2 ranks: use a rank below 2"),
         (
             ["--steps", "0"],
             "--steps: must be an integer from 1 to 1000000, not 0 (see titan-async rehearse --help)",
@@ -237,7 +237,7 @@ def test_the_command_rehearses_a_small_recipe(
         (["--rank"], "--rank: expected one argument (see titan-async rehearse --help)"),
         (
             ["--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"],
-            "a rehearsal supports schedules of one stage a rank, and Interleaved1F1B has several: set "
+            "a rehearsal supports schedules with one stage per rank, but Interleaved1F1B has several: set "
             'parallelism.pipeline_parallel_schedule to "Async2BW" or "1F1B"',
         ),
         (

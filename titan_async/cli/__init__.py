@@ -1,1 +1,1 @@
-"""The `titan-async` command. Nothing is imported here, so that help answers at once."""
+"""The `titan-async` command. Nothing is imported here, so that help is printed without delay."""

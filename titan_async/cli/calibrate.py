@@ -21,17 +21,17 @@ _PARSER = VerbParser(
     """\
 Measure the performance of one device of this machine, in about a minute, for plans that do not rely on data
 sheets: matrix products of many shapes in float32 and bfloat16, attention, and memory. On a CPU, one core is
-measured, with one thread, and messages between two processes. Run nothing else on the device meanwhile.""",
+measured, with one thread, and messages between two processes. Do not use the device for anything else.""",
     examples=("calibrate --out h100.json", "plan moe_10b_200b.toml --calibration h100.json"),
 )
 _PARSER.option(
     "--device",
-    "default: cuda if there is a GPU; CUDA_VISIBLE_DEVICES chooses among several",
+    "default: cuda if there is a GPU, which CUDA_VISIBLE_DEVICES selects",
     choices=("cuda", "cpu"),
 )
 _PARSER.option(
     "--out",
-    "the file to write (default: calibration.json)",
+    "output file (default: calibration.json)",
     metavar="FILE",
     type=Path,
     default=Path("calibration.json"),
@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
     import torch
 
     if kind == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device is cuda, and torch finds no GPU here: leave it out, or set it to cpu")
+        raise UserError("--device is cuda, but torch finds no GPU: omit the flag, or set it to cpu")
 
     from titan_async.planning.device_profile import write_profile
     from titan_async.planning.device_timing import profile_device
@@ -62,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
     write_profile(out, profile)
     for words in _lines(profile):
         print(words)
-    print(f"{out}: give it to titan-async plan RECIPE.toml --calibration {out}")
+    print(f"{out}: use it with titan-async plan RECIPE.toml --calibration {out}")
     return 0
 
 
@@ -85,15 +85,15 @@ def _lines(profile: DeviceProfile) -> list[str]:
     passes = ""
     if moved.forward_passes is not None:
         passes = (
-            "; elementwise operations of a layer move what they leave behind "
-            f"{moved.forward_passes:.1f} times, {moved.backward_passes:.1f} times backward"
+            "; elementwise operations of a layer move the size of their outputs "
+            f"{moved.forward_passes:.1f} times, {moved.backward_passes:.1f} times in the backward"
         )
     lines.append(f"  memory: {_rate(moved.bandwidth)}B/s{passes}")
     if profile.link is not None:
         latency, bandwidth = profile.link.latency, profile.link.bandwidth
         lines.append(f"  messages: {1e6 * latency:.0f} us and {_rate(bandwidth)}B/s between two processes")
     else:
-        lines.append("  networks are not measured: plans take those of --gpu")
+        lines.append("  networks are not measured: plans use that of --gpu")
     return lines
 
 

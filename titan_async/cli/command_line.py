@@ -1,4 +1,4 @@
-"""What verbs share: their command lines, ranges of steps, and what is printed while they work."""
+"""Shared by verbs: parsers of command lines and ranges of steps, progress bars, suppression of logs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class VerbParser(argparse.ArgumentParser):
     def __init__(
         self, verb: str, operands: str, description: str, *, examples: Sequence[str], recipe: bool = False
     ) -> None:
-        """Creates a parser without options but --help.
+        """Creates a parser whose only option is --help.
 
         Args:
             verb: the name of the verb.
@@ -53,7 +53,7 @@ class VerbParser(argparse.ArgumentParser):
         self._operands = operands.split()
         self._recipe = recipe
         self._options = {"--help": False, "-h": False}
-        """By name, whether it takes exactly one value."""
+        """Whether each takes exactly one value."""
 
     def option(self, name: str, help: str, **settings: Any) -> None:
         """Adds an option, as `add_argument` does."""
@@ -65,11 +65,11 @@ class VerbParser(argparse.ArgumentParser):
 
         Raises:
             UserError: the command line is wrong.
-            SystemExit: it asks for help, which has been printed.
+            SystemExit: help was requested, and has been printed.
         """
         words: list[str] = []
         for word in argv:
-            # argparse takes a value that begins with a dash for an option, unless it follows "=".
+            # argparse treats a value that starts with a dash as an option, unless it follows "=".
             if words and self._options.get(words[-1]) and word.partition("=")[0] not in self._options:
                 words[-1] += f"={word}"
             else:
@@ -82,7 +82,7 @@ class VerbParser(argparse.ArgumentParser):
         required = [name for name in self._operands if not name.startswith(("[", "..."))]
         most = len(line.operands) if "...]" in self._operands else len(self._operands)
         if not len(required) <= len(line.operands) <= most:
-            expected = " ".join(self._operands) or "no arguments but options"
+            expected = " ".join(self._operands) or "only options"
             self.error(f"{self.prog} takes {expected}, not {' '.join(line.operands) or 'nothing'}")
         return line
 
@@ -95,7 +95,7 @@ class VerbParser(argparse.ArgumentParser):
             self.error(f"unknown flag {name}" + (f"; did you mean {close}?" if close else ""))
 
     def error(self, message: str) -> NoReturn:
-        """Raises a `UserError`, where argparse would print the usage and exit."""
+        """Raises a `UserError`, instead of printing the usage and exiting as argparse does."""
         raise UserError(f"{message.removeprefix('argument ')} (see {self.prog} --help)")
 
 

@@ -25,7 +25,9 @@ def add_weights_option(parser: VerbParser) -> None:
         default="newest",
     )
     parser.option(
-        "--recipe", "default: the recipe.toml that the run has written to RUN_DIR", metavar="FILE.toml"
+        "--recipe",
+        "recipe file (default: the recipe.toml that the run has written to RUN_DIR)",
+        metavar="FILE.toml",
     )
 
 
@@ -41,9 +43,9 @@ _PARSER = VerbParser(
     """\
 Write a checkpoint as a folder that transformers loads with from_pretrained: safetensors, config.json,
 generation_config.json, the tokenizer, the recipe and a model card to complete, without paths of this
-machine. One process without accelerators reads checkpoints of any parallel layout, a tensor at a time, and
-a last save with checkpoint.last_save_in_hf. RUN_DIR is the dump_folder of the run; its latest checkpoint is
-taken, or that of step N. OUT_DIR appears when it is complete.""",
+machine. One process without accelerators reads checkpoints of any parallel layout, one tensor at a time,
+and a last save with checkpoint.last_save_in_hf. RUN_DIR is the dump_folder of the run; its latest
+checkpoint is used, or that of step N. OUT_DIR is created when all files are complete.""",
     recipe=True,
     examples=(
         "convert outputs/debug hf/debug",
@@ -53,13 +55,13 @@ taken, or that of step N. OUT_DIR appears when it is complete.""",
 )
 _PARSER.option(
     "--dtype",
-    "of the weights (default: that of the checkpoint); routers of mixtures of experts keep theirs",
+    "dtype of the weights (default: that of the checkpoint); routers of mixtures of experts keep theirs",
     choices=(*_TYPES.values(), *_TYPES),
 )
 add_weights_option(_PARSER)
 _PARSER.option(
     "--max-shard-size",
-    "of a file, as in 5GB (default), 500MB or 2GiB",
+    "maximum size of a file, such as 5GB (default), 500MB or 2GiB",
     metavar="SIZE",
     type=checked(_bytes, "a size such as 5GB, 500MB or 2GiB", lambda size: size > 0),
     default="5GB",

@@ -195,7 +195,7 @@ class _StderrTee(DefaultLogsSpecs):
 
 @contextlib.contextmanager
 def _logging_disabled() -> Iterator[None]:
-    # Loggers of torchelastic have levels of their own, which only the global one overrides.
+    # torchelastic's loggers set their own levels, which only the global level overrides.
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -206,7 +206,7 @@ def _logging_disabled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _exiting_on_signals_in_rendezvous() -> Iterator[None]:
-    """Lets a signal end this process while it waits for the other machines.
+    """Makes a signal end this process while it waits for the other machines.
 
     The rendezvous blocks in C++, where Python runs no signal handlers, but writes the number of a signal to
     its wakeup descriptor, which a thread reads. Once there are workers, the agent's handlers take over.
@@ -269,7 +269,7 @@ def _forwarding_signals(request: _Request, nproc: int) -> Iterator[None]:
             if kill():
                 request.killed_after = SAVE_SECONDS
 
-        def end_at_once(number: int) -> None:
+        def end_immediately(number: int) -> None:
             kill()
             raise SignalException(f"got {signal.Signals(number).name}", sigval=signal.Signals(number))
 
@@ -277,10 +277,10 @@ def _forwarding_signals(request: _Request, nproc: int) -> Iterator[None]:
             now = time.monotonic()
             if number in request.at:
                 if now - request.at[number] > _SAME_REQUEST_SECONDS[number]:
-                    end_at_once(number)
+                    end_immediately(number)
                 return
             if number == signal.SIGINT and ranks_that_stop_cleanly(os.environ[ERROR_DIR]) < nproc:
-                end_at_once(number)
+                end_immediately(number)
             request.at[number] = now
             for process in processes:
                 process.send_signal(number)
@@ -293,7 +293,7 @@ def _forwarding_signals(request: _Request, nproc: int) -> Iterator[None]:
                 timer.start()
                 timers.append(timer)
 
-        # In place of the handlers of the agent, which would stop monitoring.
+        # Replaces the handlers of the agent, which would stop monitoring.
         for number in before:
             signal.signal(number, forward)
 
@@ -312,8 +312,8 @@ def _forwarding_signals(request: _Request, nproc: int) -> Iterator[None]:
 def _recorded_stops(request: _Request) -> Iterator[set[int]]:
     """Yields the set of processes that were still running when the agent stopped them.
 
-    They are killed: SIGTERM would ask them to finish the step, which they cannot without the others. Only
-    after a forwarded SIGTERM do they have time to save, as the others did.
+    They are killed, because after SIGTERM they would try to finish the step, which needs the other processes.
+    After a forwarded SIGTERM, all processes do this together, so they have time to save.
     """
     stopped: set[int] = set()
     close = PContext.close
@@ -324,8 +324,8 @@ def _recorded_stops(request: _Request) -> Iterator[set[int]]:
         for handler in getattr(self, "subprocess_handlers", {}).values():
             if handler.proc.poll() is None:
                 stopped.add(handler.proc.pid)
-        asked = request.signal is not None and death_sig in (None, signal.SIGTERM)
-        close(self, signal.SIGTERM if asked else signal.SIGKILL, GRACE_SECONDS)
+        saving = request.signal is not None and death_sig in (None, signal.SIGTERM)
+        close(self, signal.SIGTERM if saving else signal.SIGKILL, GRACE_SECONDS)
 
     PContext.close = recording_close  # type: ignore[method-assign]
     try:

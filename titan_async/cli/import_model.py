@@ -13,12 +13,12 @@ _PARSER = VerbParser(
     "HF_DIR RUN_DIR [RECIPE.toml]",
     """\
 Start a run from a model in Hugging Face's format: a folder with config.json and safetensors, as
-from_pretrained loads it and titan-async convert writes it. RUN_DIR gets a checkpoint of step 0 with these
-weights and a recipe.toml, with which training begins there, with a new optimizer and from the first batch.
+from_pretrained loads it and titan-async convert writes it. The command writes a checkpoint of step 0 with
+these weights, and a recipe.toml, to RUN_DIR. Training with it starts at the first batch with a new optimizer.
 
-RECIPE.toml must be of the same model. Without it, the recipe is that in HF_DIR, which titan-async convert
-has written there, or one that is made from config.json: of a Llama, Qwen3 (dense or a mixture of experts),
-DeepSeek-V3 or dots.llm1. The run takes HF_DIR's tokenizer, if there is one.""",
+RECIPE.toml must be of the same model. Without it, the recipe is the one that titan-async convert has
+written to HF_DIR, or is created from config.json: of Llama, Qwen3 (dense or a mixture of experts),
+DeepSeek-V3 or dots.llm1. The run uses HF_DIR's tokenizer, if there is one.""",
     recipe=True,
     examples=(
         "import hf/debug outputs/more --training.steps 100",

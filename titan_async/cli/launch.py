@@ -1,8 +1,7 @@
 """Starts the training processes.
 
-Under torchrun or in a cluster's job step, this process is a worker already, by its environment. Otherwise the
-configuration is checked before any process exists, and then one process is started for each rank on this
-machine.
+Under torchrun or in a cluster's job step, the environment shows that this process already is a worker.
+Otherwise the configuration is checked, and then one process is started for each rank on this machine.
 """
 
 from __future__ import annotations
@@ -140,10 +139,10 @@ def processes_per_node(parallelism: Any, environ: Mapping[str, str], gpus: int) 
     if given is not None:
         world = given * nodes
         if world != product and not (open_degree and world % product == 0):
-            asked = f"a multiple of {product}" if open_degree else str(product)
+            required = f"a multiple of {product}" if open_degree else str(product)
             raise UserError(
-                f"NGPU={given} on {nodes} node(s) makes {world} processes, but parallelism asks for "
-                f"{asked} ({words}); change NGPU or the degrees"
+                f"NGPU={given} on {nodes} node(s) makes {world} processes, but the parallel degrees require "
+                f"{required} ({words}); change NGPU or the degrees"
             )
         nproc = given
     else:
@@ -156,13 +155,13 @@ def processes_per_node(parallelism: Any, environ: Mapping[str, str], gpus: int) 
         nproc = product // nodes
     if nproc > _MAX_PROCESSES:
         raise UserError(
-            f"parallelism asks for {nproc} processes on this machine ({words}), more than any has room for: "
-            "lower the degrees, or divide them over machines with NNODES"
+            f"the parallel degrees require {nproc} processes on this machine ({words}), of at most "
+            f"{_MAX_PROCESSES}: lower the degrees, or divide them over machines with NNODES"
         )
     if 0 < gpus < nproc:
         raise UserError(
-            f"parallelism asks for {nproc} processes on this machine ({words}), which has {gpus} GPU(s); "
-            "lower the degrees"
+            f"the parallel degrees require {nproc} processes on this machine ({words}), which has {gpus} "
+            "GPU(s); lower the degrees"
         )
     return nproc
 
@@ -257,7 +256,7 @@ def launch(
 
     if rendezvous["max_nodes"] > 1:
         where, nodes = rendezvous["rdzv_endpoint"], rendezvous["max_nodes"]
-        print(f"waiting for all {nodes} machines to meet at {where} ...", file=sys.stderr, flush=True)
+        print(f"waiting for all {nodes} machines to connect to {where} ...", file=sys.stderr, flush=True)
 
     from titan_async.cli import live
     from titan_async.cli.elastic import run_workers
@@ -271,7 +270,9 @@ def launch(
             outcome = run_workers(command, nproc, rendezvous, bind=_share_cores(nproc, gpus))
         finally:
             del os.environ[failures.ERROR_DIR], os.environ["TITAN_ASYNC_LAUNCHER_PID"]
-        status, line = _judge(outcome, failures.read_failures(folder), explain or _watchdog_sentence)
+        status, line = _status_and_cause(
+            outcome, failures.read_failures(folder), explain or _watchdog_sentence
+        )
     if outcome.failed and sys.stdout.isatty():
         sys.stdout.write("\x1b[?25h")  # show the cursor, which the progress bar of a killed worker has hidden
         sys.stdout.flush()
@@ -280,10 +281,10 @@ def launch(
     return status
 
 
-def _judge(
+def _status_and_cause(
     outcome: Outcome, reports: list[failures.Failure], explain: Callable[[int, float], str]
 ) -> tuple[int, str | None]:
-    """Returns the exit status of a run, and the sentence that explains it."""
+    """Returns the exit status of a run, and a sentence with its cause."""
     if not outcome.failed:
         return (0 if outcome.interrupted is None else 128 + outcome.interrupted), None
     aborted = _aborted_by_watchdog(outcome, explain)
@@ -296,7 +297,7 @@ def _judge(
         elif cause is not None and cause.kind != "lost_peer":
             line += f"; rank {cause.rank} failed: {' '.join(cause.message.split())}"
         return 128 + outcome.interrupted, line
-    # A signal from outside is the cause of whatever the other ranks report.
+    # An external signal is the cause of all errors that the other ranks report.
     for exit_ in outcome.exits:
         if exit_.status < 0 and exit_.rank not in aborted:
             name = signal.Signals(-exit_.status).name

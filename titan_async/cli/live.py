@@ -1,7 +1,7 @@
 """`titan-async train --live`: a full-screen view of the run that the launcher starts.
 
-The view is `titan-async watch` in a process of its own, which reads the files of the run and controls the
-terminal. The output of the run goes to a file meanwhile; its last lines are printed once the view is closed.
+The view is `titan-async watch` in a separate process, which reads the files of the run and controls the
+terminal. The output of the run is written to a file; its last lines are printed when the view is closed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ VIEW_SECONDS = 2.0
 """Time-out for the view to exit by itself after the run."""
 
 LAST_LINES = 20
-"""Lines that are printed of a run whose last lines are none of `_ENDINGS`."""
+"""Number of last lines to print if none matches `_ENDINGS`."""
 
 _ENDINGS = (
     rb"^(trained|nothing to do:|the data ended|Ctrl-C:|SIGTERM:) ",
     rb"^Traceback \(most recent call last\)",
 )
-"""Patterns of the beginning of a run's last lines, in order of precedence."""
+"""Patterns of the first of a run's last lines, in order of precedence."""
 
 _LEAVE_SCREEN = b"\x1b[?1049l\x1b[?25h"  # leave the alternate screen, show the cursor
 
@@ -47,8 +47,8 @@ def check_recorded(config: Any) -> None:
     """
     if not config.monitor.events:
         raise UserError(
-            "--live shows the events of a run, and this one records none: set monitor.events to true, or "
-            "leave out --live"
+            "--live shows the events of a run, but this run records none: set monitor.events to true, or "
+            "omit --live"
         )
 
 
@@ -107,7 +107,7 @@ def _start_log(path: Path) -> int:
             return log.tell()
     except OSError as error:
         raise UserError(
-            f"--live cannot write {path} ({error.strerror}): choose another dump_folder, or leave out --live"
+            f"--live cannot write {path} ({error.strerror}): choose another dump_folder, or omit --live"
         ) from error
 
 
@@ -159,7 +159,7 @@ def _follow(
 
 
 def _offset_to_print(output: bytes, over: bool) -> int:
-    """Returns the offset of the last lines of a run; the end, if there are none and the run is not `over`."""
+    """Returns the offset of a run's last lines; that of the end if there are none and it is not `over`."""
     for ending in _ENDINGS:
         if match := re.search(ending, output, re.MULTILINE):
             return match.start()

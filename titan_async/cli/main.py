@@ -1,7 +1,7 @@
 """The command `titan-async VERB ...`.
 
 A verb is a module of this package with a `run(argv) -> int` and a line in `VERBS`. It is imported when it is
-called, so that a verb does not load the dependencies of the others.
+called, so the dependencies of other verbs are not loaded.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ __all__ = ["MODULES", "VERBS", "main"]
 
 VERBS = {
     "train": "train a model with a recipe file",
-    "plan": "compute what a run will need: time, memory, traffic",
+    "plan": "predict the time, memory and traffic of a run",
     "calibrate": "measure this machine's GPU or CPU, for plans",
     "rehearse": "try a run of many GPUs on this machine's CPU, rank by rank",
-    "watch": "show a run while it trains: its stages, which waits for which, its loss",
+    "watch": "show a run while it trains: stages, waits, losses",
     "trace": "write the spans of a run's ranks as a file for Perfetto",
     "plot": "draw runs: loss, timeline of steps, utilization",
     "convert": "write a checkpoint for Hugging Face's transformers",
-    "import": "start a run from a model of Hugging Face's format",
+    "import": "start a run from a model in Hugging Face's format",
     "sample": "print the text that a model generates after a prompt",
 }
-"""Every verb and what it does. Its module has the same name, except for those in `MODULES`."""
+"""Verbs with their descriptions. The module of a verb has its name, except for those in `MODULES`."""
 
 MODULES = {"import": "import_model"}
 """Modules of verbs that are keywords of Python."""
@@ -61,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        print(UserError(f"a name is too long for this system, {error.filename}: shorten it"), file=sys.stderr)
+        print(
+            UserError(f"the name {error.filename} is too long for this system: shorten it"), file=sys.stderr
+        )
         return USER_ERROR
 
 

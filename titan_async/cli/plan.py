@@ -22,9 +22,9 @@ _PARSER = VerbParser(
     "plan",
     "RECIPE.toml",
     """\
-Compute what a run will need, without accelerators, data or tokenizer: time, memory and traffic of a step on
-the hardware named, under its own schedule and others, a faster layout if there is one, and whether Async2BW
-pays. docs/planning.md describes the computation, and what it leaves out.""",
+Predict the time, memory and traffic of a step on the given hardware, under the recipe's schedule and others,
+without accelerators, data or tokenizer. Also print a faster layout, if there is one, and whether Async2BW
+pays off. docs/planning.md describes the computation and its limits.""",
     recipe=True,
     examples=(
         "plan moe_10b_200b.toml",
@@ -34,46 +34,45 @@ pays. docs/planning.md describes the computation, and what it leaves out.""",
 )
 _PARSER.option(
     "--gpu",
-    "h100-80gb (default), h200-141gb, a100-40gb, a100-80gb, b200-180gb, l40s-48gb or rtx4090-24gb, in nodes "
-    "of eight",
+    "h100-80gb (default), h200-141gb, a100-40gb, a100-80gb, b200-180gb, l40s-48gb or rtx4090-24gb; eight per "
+    "node",
     metavar="NAME",
 )
 _PARSER.option(
     "--nodes",
-    "number of nodes; data_parallel_shard_degree takes the ranks that the other degrees leave, and the "
-    "batch stays as it is (default: the ranks that the recipe asks for)",
+    "number of nodes; data_parallel_shard_degree takes the remaining ranks, and the batch size does not "
+    "change (default: the ranks that the recipe requires)",
     metavar="N",
     type=integer(1, 10_000),
 )
-_PARSER.option("--schedule", "short for --parallelism.pipeline_parallel_schedule", metavar="NAME")
+_PARSER.option("--schedule", "same as --parallelism.pipeline_parallel_schedule", metavar="NAME")
 _PARSER.option(
     "--achievable",
-    "share of the peak that large matrix products reach (default: by GPU, 0.5 to 0.75)",
+    "fraction of the peak that large matrix products reach (default: by GPU, 0.5 to 0.75)",
     metavar="X",
-    type=checked(float, "a share above 0 and up to 1", lambda share: 0 < share <= 1),
+    type=checked(float, "a fraction above 0 and up to 1", lambda fraction: 0 < fraction <= 1),
 )
 _PARSER.option(
     "--calibration",
-    "measurements of titan-async calibrate, in place of the GPU's figures; the network is that of --gpu, by "
-    "default of the kind that was measured. If a CPU was measured: plan for the cores of that machine",
+    "measurements of titan-async calibrate, instead of the GPU's specification; the network is that of --gpu "
+    "(default: the kind that was measured). If a CPU was measured, plan for the cores of that machine",
     metavar="FILE",
 )
 _PARSER.option(
     "--measured",
-    "scale forward and backward to what a run measured; RUN_DIR is its dump_folder",
+    "scale forward and backward to the times that a run measured; RUN_DIR is its dump_folder",
     metavar="RUN_DIR",
 )
 _PARSER.option(
     "--mtbf",
-    "mean time between failures of the whole job: the days then include saves, restarts and what is trained "
-    "again",
+    "mean time between failures of the whole job: the days then include saves, restarts and repeated steps",
     metavar="HOURS",
     type=checked(float, "a number of hours above 0", lambda hours: 0 < hours < math.inf),
 )
 _PARSER.option(
-    "--json", "write the plan as JSON, to stdout without FILE", metavar="FILE", nargs="?", const="-"
+    "--json", "write the plan as JSON to FILE (default: stdout)", metavar="FILE", nargs="?", const="-"
 )
-_PARSER.option("--no-suggest", "do not look for a faster layout", action="store_true")
+_PARSER.option("--no-suggest", "do not search for a faster layout", action="store_true")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -150,6 +149,6 @@ def _cluster(line: Namespace) -> Cluster:
 def _check_cores(ranks: int, cores: int) -> None:
     if ranks > cores:
         raise UserError(
-            f"the plan is for {ranks} ranks, and the calibration of a machine with {cores} cores: lower the "
-            "degrees of [parallelism] or --nodes; ranks that share a core are not planned"
+            f"the plan is for {ranks} ranks, but the calibration is of a machine with {cores} cores: lower "
+            "the degrees of [parallelism] or --nodes; ranks that share a core are not supported"
         )

@@ -22,9 +22,9 @@ _PARSER = VerbParser(
     "plot",
     "RUN_DIR [RUN_DIR ...]",
     """\
-Draw runs, or compare them: loss.png has the losses of all, and in a corner how far each is above the first;
-timeline.png what each stage did in a few steps; utilization.png how busy the stages were. A RUN_DIR is the
-dump_folder of a run, which may still be training; a run that was resumed in it is one curve.""",
+Draw or compare runs: loss.png shows the losses, and an inset their differences to the first run;
+timeline.png the spans of each stage in a few steps; utilization.png the utilization of each stage. A RUN_DIR
+is the dump_folder of a run, which may still be training; a run and those that resumed it are one curve.""",
     examples=(
         "plot outputs/debug",
         "plot outputs/debug outputs/sync --labels Async2BW,1F1B --out compared.svg",
@@ -37,11 +37,13 @@ _PARSER.option(
     metavar="PATH",
     type=Path,
 )
-_PARSER.option("--format", "default: png", choices=_FORMATS)
+_PARSER.option("--format", "image format (default: png)", choices=_FORMATS)
 _PARSER.option(
-    "--labels", "names of the runs (default: those of their folders, and schedules)", metavar="A,B"
+    "--labels", "names of the runs (default: their folders, and schedules if these differ)", metavar="A,B"
 )
-_PARSER.option("--steps", f"of the timeline; or A, or A- (default: the latest {_STEPS})", metavar="A-B")
+_PARSER.option(
+    "--steps", f"steps of the timeline: A-B, A or A- (default: the latest {_STEPS})", metavar="A-B"
+)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -64,7 +66,7 @@ def _given_labels(text: str | None, runs: int) -> list[str] | None:
     if text is None:
         return None
     if not text.isprintable():
-        raise UserError(f"--labels is {text}, of which some cannot be drawn: use letters, digits and signs")
+        raise UserError(f"--labels is {text}, which has control characters: use printable characters")
     labels = [label.strip() for label in text.split(",")]
     if len(labels) != runs:
         raise UserError(
@@ -75,12 +77,12 @@ def _given_labels(text: str | None, runs: int) -> list[str] | None:
 
 
 class _Picture(NamedTuple):
-    """One of the three, and the runs of which there is something to show."""
+    """A plot, and the runs that have records for it."""
 
     name: str
     draw: Callable[..., None]
     runs: list[Any]
-    """Tuples that begin with the label, as `draw` wants them."""
+    """Tuples of the label and the records, for `draw`."""
     height: float
     """In inches."""
 
@@ -110,7 +112,7 @@ def _draw(run_dirs: list[str], labels: list[str] | None, steps: str | None, out:
 
 
 def _pictures(run_dirs: list[str], labels: list[str] | None, steps: str | None) -> list[_Picture]:
-    """What there is to draw; a sentence on stderr for what there is not."""
+    """Returns the pictures of runs with records, and prints on stderr which runs lack records."""
     from titan_async.monitor.curves import read_losses, read_utilization
     from titan_async.monitor.figures import draw_losses, draw_timelines, draw_utilizations
     from titan_async.monitor.spans import find_run, load_spans, select_steps
@@ -135,15 +137,15 @@ def _pictures(run_dirs: list[str], labels: list[str] | None, steps: str | None) 
     for picture in pictures:
         lacking = [name for name in names if name not in [run[0] for run in picture.runs]]
         if lacking:
-            print(f"no {picture.name} of {', '.join(lacking)}: nothing of it is recorded", file=sys.stderr)
+            print(f"no {picture.name} of {', '.join(lacking)}: it is not recorded", file=sys.stderr)
     pictures = [picture for picture in pictures if picture.runs]
     if not pictures:
-        raise UserError(f"nothing is recorded yet of {', '.join(run_dirs)}: wait for the first steps")
+        raise UserError(f"no records yet in {', '.join(run_dirs)}: wait for the first steps")
     return pictures
 
 
 def _labels(run_dirs: Sequence[str], schedules: Sequence[str]) -> list[str]:
-    """Names of folders, longer where they are alike, with schedules where these differ."""
+    """Names of folders, or paths if names are equal, with schedules if these differ."""
     names = [Path(run_dir).resolve().name for run_dir in run_dirs]
     counts = Counter(names)
     names = [run_dir if counts[name] > 1 else name for run_dir, name in zip(run_dirs, names, strict=True)]

@@ -25,7 +25,7 @@ _PARSER = VerbParser(
     "RECIPE.toml",
     """\
 Try a run of many GPUs on this machine's CPU, before paying for them. Each rank is built as in the run, in a
-fake process group of that size, which sends nothing:
+fake process group of the same size, without communication:
 
   - one rank of each stage at its real width, on the meta device;
   - the same ranks with every width divided, which train for a few updates: each shard of a parameter that
@@ -33,20 +33,20 @@ fake process group of that size, which sends nothing:
   - every rank's shards of a checkpoint: together they must contain the model, the state of the optimizers
     and the weights of the next batch, each shard once.
 
-It reads no data and no tokenizer of the recipe, and compiles nothing.""",
+It does not read the data and tokenizer of the recipe, and does not compile.""",
     recipe=True,
     examples=("rehearse moe_10b_200b.toml", "rehearse moe_10b_200b.toml --rank 63 --steps 1"),
 )
 _PARSER.option(
     "--rank",
-    "try this rank alone; its shards of a checkpoint are then not compared with those of other ranks",
+    "try only this rank; its shards of a checkpoint are then not compared with those of other ranks",
     metavar="K",
     type=integer(0),
 )
-_PARSER.option("--steps", "updates (default 3)", metavar="N", type=integer(1, 10**6), default=3)
+_PARSER.option("--steps", "number of updates (default 3)", metavar="N", type=integer(1, 10**6), default=3)
 _PARSER.option(
     "--width-divisor",
-    "of every width in the model (default 16); 1 for the real ones",
+    "divisor of every width in the model (default 16); 1 keeps the real widths",
     metavar="N",
     type=integer(1, 10**6),
     default=16,
@@ -79,7 +79,7 @@ def run(argv: Sequence[str]) -> int:
         world = world_size(config)
         if line.rank is not None and line.rank >= world:
             raise UserError(
-                f"--rank is {line.rank}, but the degrees multiply to {world} ranks: use one below that"
+                f"--rank is {line.rank}, but the recipe has {world} ranks: use a rank below {world}"
             )
         _check_schedule(config)
         with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +100,7 @@ def _check_schedule(config: Trainer.Config) -> None:
     parallelism = config.parallelism
     if count_stages(parallelism) > parallelism.pipeline_parallel_degree:
         raise UserError(
-            "a rehearsal supports schedules of one stage a rank, and "
+            "a rehearsal supports schedules with one stage per rank, but "
             f"{parallelism.pipeline_parallel_schedule} has several: set "
             'parallelism.pipeline_parallel_schedule to "Async2BW" or "1F1B"'
         )
@@ -115,11 +115,11 @@ def _rehearse(config: Trainer.Config, world: int, steps: int, divisor: int, only
     # A different rank of each stage: they have different shards.
     chosen = [stage * each + stage % each for stage in range(stages)] if only is None else [only]
 
-    _print(f"{world} ranks on {stages} stages. At the real width, without memory:")
+    _print(f"{world} ranks on {stages} stages. At the real width, on the meta device:")
     for shape in for_each(build_at_real_width, [(config, rank, world) for rank in chosen]):
         _print(_format_shape(shape))
 
-    _print(f"{steps} updates of them at 1/{divisor} of the width:")
+    _print(f"{steps} updates at 1/{divisor} of the width:")
     plans = {}
     train = partial(rehearse, steps=steps, divisor=divisor)
     for trained in for_each(train, [(config, rank, world) for rank in chosen]):
@@ -129,7 +129,7 @@ def _rehearse(config: Trainer.Config, world: int, steps: int, divisor: int, only
         return 0
 
     others = [rank for rank in range(world) if rank not in plans]
-    _print(f"a checkpoint, with the parts of the other {len(others)} ranks:")
+    _print(f"a checkpoint, with the shards of the other {len(others)} ranks:")
     [expected] = for_each(partial(expected_entries, divisor=divisor), [(config, world)])
     build = partial(rehearse, steps=0, divisor=divisor)
     for built in for_each(build, [(config, rank, world) for rank in others]):
@@ -140,12 +140,10 @@ def _rehearse(config: Trainer.Config, world: int, steps: int, divisor: int, only
     if len(wrong) > _MAX_SENTENCES:
         _print(f"  and {len(wrong) - _MAX_SENTENCES} more")
     if wrong:
-        print(f"the checkpoint would be wrong in {len(wrong)} places", file=sys.stderr)
+        print(f"the checkpoint would have {len(wrong)} errors", file=sys.stderr)
         return 1
     tensors = sum(shape is not None for shape in expected.values())
-    _print(
-        f"  {len(expected):,} entries, {tensors:,} of them tensors: all are there, every part of each once"
-    )
+    _print(f"  {len(expected):,} entries, {tensors:,} of them tensors: complete, with each shard once")
     return 0
 
 

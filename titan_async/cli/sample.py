@@ -16,13 +16,13 @@ _PARSER = VerbParser(
     "RUN_DIR[/checkpoint/step-N]",
     """\
 Print the text that a model generates after a prompt, token by token, up to the end of the text. RUN_DIR is
-the dump_folder of the run; its latest checkpoint is taken, or that of step N. One process, on the
-accelerator if there is one; there is no cache of keys and values, which suits small models.""",
+the dump_folder of the run; its latest checkpoint is used, or that of step N. This runs in one process, on
+the accelerator if there is one. It has no KV cache, which is sufficient for small models.""",
     recipe=True,
     examples=('sample outputs/debug --prompt "ROMEO:" --tokens 200',),
 )
-_PARSER.option("--prompt", "the beginning of the text (default: empty)", metavar="TEXT", default="")
-_PARSER.option("--tokens", "number of tokens at most (default 100)", metavar="N", type=integer(), default=100)
+_PARSER.option("--prompt", "start of the text (default: empty)", metavar="TEXT", default="")
+_PARSER.option("--tokens", "maximum number of tokens (default 100)", metavar="N", type=integer(), default=100)
 _PARSER.option(
     "--temperature",
     "1 samples the model's distribution, lower values favour likely tokens, 0 takes the most likely one "
@@ -38,9 +38,7 @@ _PARSER.option(
     type=integer(0),
     default=50,
 )
-_PARSER.option(
-    "--seed", "the same seed gives the same text (default 0)", metavar="N", type=integer(0), default=0
-)
+_PARSER.option("--seed", "random seed (default 0)", metavar="N", type=integer(0), default=0)
 add_weights_option(_PARSER)
 
 

@@ -25,12 +25,14 @@ versions, the microbatches in flight. RUN_DIR is the dump_folder of the run, whi
 )
 _PARSER.option(
     "--steps",
-    f"or one step, A, or from A on, A- (default: the latest {_STEPS}; files hold some thousand)",
+    f"steps A-B, A or A- (default: the latest {_STEPS}; files contain a few thousand)",
     metavar="A-B",
 )
-_PARSER.option("--run", "of RUN_DIR/events (default: the latest)", metavar="RUN_ID")
+_PARSER.option("--run", "run to export, from RUN_DIR/events (default: the latest)", metavar="RUN_ID")
 _PARSER.option(
-    "--out", ".json or .json.gz (default: trace.json in the run's folder of events)", metavar="FILE"
+    "--out",
+    "output file, .json or .json.gz (default: trace.json in the run's folder of events)",
+    metavar="FILE",
 )
 
 
@@ -54,9 +56,9 @@ def run(argv: Sequence[str]) -> int:
     path = Path(line.out) if line.out is not None else folder / "trace.json"
     lost = write_trace(path, spans)
     if loaded.missing:
-        print(f"no spans of ranks {', '.join(map(str, loaded.missing))}: left out", file=sys.stderr)
+        print(f"ranks without spans are omitted: {', '.join(map(str, loaded.missing))}", file=sys.stderr)
     if lost:
-        print(f"{lost} arrows are left out: the clocks of the hosts differ", file=sys.stderr)
+        print(f"{lost} arrows are omitted: the clocks of the hosts differ", file=sys.stderr)
     print(
         f"{path}: steps {spans.steps[0]} to {spans.steps[-1]} of run {spans.info.run_id}; "
         "open it in https://ui.perfetto.dev"

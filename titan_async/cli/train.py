@@ -30,10 +30,10 @@ it, by torchtitan's names of sections and fields; flags override the file:
   [training]
   steps = 300
 
-If there is no file RECIPE.toml, or base.toml, the name is that of one of the recipe files below.
+If RECIPE.toml or base.toml does not exist, it is looked up among the recipe files below.
 
-Outside torchrun or a cluster's job step this starts the processes itself: as many as the product of the
-degrees of parallelism.
+Outside torchrun or a cluster's job step this command starts the processes itself: as many as the product of
+the parallel degrees.
 
 flags:
   --section.key value     any field of the configuration, as in --training.steps 300
@@ -41,7 +41,7 @@ flags:
   --section.key a,b       a list
   --section.key none      no value, where the field allows it
   --dry-run               run the checks before training (data, tokenizer, sizes), print the resulting
-                          configuration as a recipe file, and do not train
+                          configuration as a recipe file, and exit
   --live                  on a terminal, show the run full screen, as `titan-async watch` does; its output
                           goes to output.log in its folder. q closes the view, and training continues.
   --module MODULE         take the recipe function from this Python module: your own, or a torchtitan
@@ -52,11 +52,11 @@ Ctrl-C lets the ranks finish the step, save, and exit with status 130; the same 
 there. A second Ctrl-C kills them.
 
 environment:
-  NGPU                    processes on this machine (default: by the degrees of parallelism)
+  NGPU                    processes on this machine (default: by the parallel degrees)
   NNODES                  machines (default 1); start the same command on each, with
   MASTER_ADDR             the name of the first one,
   MASTER_PORT             a free port there (default 29500), and
-  NODE_RANK               the rank of this machine, from 0 (optional: assigned otherwise)
+  NODE_RANK               the rank of this machine, from 0 (default: assigned automatically)
 
 {listing}
 examples:

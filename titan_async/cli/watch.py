@@ -19,26 +19,26 @@ _PARSER = VerbParser(
     "watch",
     "RUN_DIR",
     """\
-Show a run while it trains, or afterwards: what each stage does and how busy it is, loss, learning rate,
-speed, and which stage waits for which. RUN_DIR is its dump_folder, on this machine or on a shared disk.
+Show a run during training or afterwards: activity and utilization of each stage, loss, learning rate,
+throughput, and which stage waits for which. RUN_DIR is its dump_folder, on this machine or on a shared disk.
 Training is not affected. When the output is not a terminal, log lines are printed until the run ends. If a
-run is about to start, it waits for it.
+run is starting, the command waits for it.
 
 keys: q quits, p pauses, s sorts by slowest stage, ? explains the view""",
     examples=("watch outputs", "watch outputs --once --width 120"),
 )
-_PARSER.option(
-    "--run", "one of several runs in the folder (default: the latest), as in RUN_DIR/events", metavar="RUN_ID"
-)
+_PARSER.option("--run", "run to show, from RUN_DIR/events (default: the latest)", metavar="RUN_ID")
 _PARSER.option("--once", "print the view once and exit", action="store_true")
 _PARSER.option("--svg", "write the view once as SVG", metavar="FILE")
 _PARSER.option(
     "--width",
-    "characters of a line (default: the terminal's, or 100)",
+    "width in characters (default: the terminal's, or 100)",
     metavar="N",
     type=integer(1, 1000),
 )
-_PARSER.option("--height", "lines (default: the terminal's, or 30)", metavar="N", type=integer(1, 1000))
+_PARSER.option(
+    "--height", "height in lines (default: the terminal's, or 30)", metavar="N", type=integer(1, 1000)
+)
 _PARSER.option(
     "--following",
     "wait for the run that process PID starts in the folder, and end with it",
@@ -59,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
     line = _PARSER.parse(argv)
     [run_dir], run_id, once, svg, pid = line.operands, line.run, line.once, line.svg, line.following
     if pid is not None and (run_id or once or svg):
-        raise UserError("--following waits for a run to begin: leave out --run, --once and --svg")
+        raise UserError("--following waits for a run to start: omit --run, --once and --svg")
     size = line.width, line.height
 
     from titan_async.monitor.spans import find_run
@@ -88,11 +88,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _wait_for_start(run_dir: str) -> None:
-    """Waits for the events of a run that starts in the folder, as long as there are none and it goes on."""
+    """If a run is starting in the folder, waits until it has written events or ended."""
     from titan_async.monitor.processes import is_starting
 
     if is_starting(run_dir):
-        print(f"a run starts in {run_dir}; Ctrl-C leaves it alone", file=sys.stderr, flush=True)
+        print(f"a run is starting in {run_dir}; Ctrl-C does not stop it", file=sys.stderr, flush=True)
     while is_starting(run_dir):
         time.sleep(_PERIOD)
 

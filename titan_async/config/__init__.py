@@ -1,9 +1,9 @@
-"""From a recipe file and flags to the configuration of a run, and back to a file.
+"""Recipe files and flags: conversion to the configuration of a run, and back to a file.
 
     recipe_list   lists recipes and recipe files, without importing a recipe
     toml_file     reads TOML files and the files that they include; finds the line of a key
     flags         splits the command line
-    field_values  converts TOML values and the words of flags by the type of a field
+    field_values  converts TOML values and flags by the type of a field
     overrides     sets fields of a tree of dataclasses
     checks        ranges of numbers, folders
     recipe_file   resolves a recipe file and flags, with all of these

@@ -1,4 +1,4 @@
-"""Checks of single values of a configuration: numbers out of range, folders outside of the run's folder."""
+"""Checks of single values of a configuration: ranges of numbers, folders outside of the run's folder."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from titan_async.errors import UserError
 __all__ = ["check_folders", "check_numbers"]
 
 _MAX = 2**31 - 1
-"""Of an integer without limits below: steps, tokens, seconds."""
+"""Maximum of integers that have no range below: steps, tokens, seconds."""
 
 _AT_LEAST_0 = """
     training.steps training.max_norm lr_scheduler.warmup_steps pipeline.synchronous_steps
@@ -32,7 +32,7 @@ _AT_LEAST_1 = """
     loss.global_vocab_size loss.num_chunks validator.freq
 """
 
-_SHARES = """
+_FRACTIONS = """
     lr_scheduler.warmup_ratio lr_scheduler.decay_ratio lr_scheduler.min_lr_factor pipeline.synchronous_ratio
 """
 
@@ -45,7 +45,7 @@ _LOADER_RANGES = {
 _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(_AT_LEAST_0.split(), (0, _MAX)),
     **dict.fromkeys(_AT_LEAST_1.split(), (1, _MAX)),
-    **dict.fromkeys(_SHARES.split(), (0, 1)),
+    **dict.fromkeys(_FRACTIONS.split(), (0, 1)),
     **{
         f"{loader}.{name}": limits
         for loader in ("dataloader", "validator.dataloader")
@@ -65,7 +65,7 @@ _SUBFOLDERS = """
 
 
 def check_numbers(config: Any) -> None:
-    """Checks each number by itself.
+    """Checks the range of each number.
 
     Args:
         config: a resolved configuration; the model is not checked.
@@ -78,15 +78,15 @@ def check_numbers(config: Any) -> None:
             continue
         least, most = _RANGES.get(name, (-_MAX, _MAX if isinstance(value, int) else math.inf))
         if math.isnan(value) or (math.isinf(value) and name != "training.max_norm"):
-            raise UserError(f"{name} is {value}: set it to a number that is finite")
+            raise UserError(f"{name} is {value}: set it to a finite number")
         if value < least:
             raise UserError(f"{name} is {value}: set it to at least {least}")
         if value > most:
             raise UserError(f"{name} is {value}: set it to at most {most}")
     if config.parallelism.data_parallel_shard_degree == 0:
         raise UserError(
-            "parallelism.data_parallel_shard_degree is 0: set it to at least 1, or to -1 for the ranks that "
-            "the other degrees leave"
+            "parallelism.data_parallel_shard_degree is 0: set it to at least 1, or to -1 for all remaining "
+            "ranks"
         )
     profiler = config.profiler
     window = profiler.profiler_warmup + profiler.profiler_active
@@ -118,16 +118,16 @@ def _check_workers(name: str, loader: Any) -> None:
     for field in ("prefetch_factor", "persistent_workers"):
         if getattr(loader, field, None):
             raise UserError(
-                f"{name}.{field} is for worker processes, of which there are none: set {name}.num_workers to "
-                f"at least 1, or leave out {field}"
+                f"{name}.{field} needs worker processes, but there are none: set {name}.num_workers to at "
+                f"least 1, or omit {field}"
             )
 
 
 def check_folders(config: Any) -> None:
-    """Checks that paths inside the run's folder stay there.
+    """Checks that paths relative to the run's folder are inside it.
 
     Raises:
-        UserError: a path leads out of it.
+        UserError: a path is outside.
     """
     for name in _SUBFOLDERS.split():
         section, field = name.split(".")
@@ -136,6 +136,6 @@ def check_folders(config: Any) -> None:
             continue
         if os.path.isabs(path) or os.path.normpath(path).split(os.sep)[0] == os.pardir:
             raise UserError(
-                f"{name} is {path}, which leads out of the run's folder: name a place in it, or move all of "
-                "it with dump_folder"
+                f"{name} is {path}, which is outside of the run's folder: use a path inside it, or change "
+                "dump_folder"
             )

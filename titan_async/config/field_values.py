@@ -1,4 +1,4 @@
-"""Converts what a user wrote to the value of a configuration field, by the type of the field.
+"""Converts TOML values and flags to values of configuration fields, by the type of the field.
 
 TOML values are converted strictly (the string "3" is not an integer), the words after a flag leniently. Each
 error is a `ValueError` whose message continues the name of the field: "training.steps" + " is ...".
@@ -32,15 +32,15 @@ NONE_WORD = "none"
 """None in a recipe file or a flag."""
 
 MAX_DEPTH = 32
-"""Of tables and arrays within each other."""
+"""Maximum nesting of tables and arrays."""
 
 _LONG_KEY = re.compile(
     rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MAX_DEPTH + 1}}}"""
 )
-"""A dotted key beyond that depth: tomllib's time and memory are quadratic in its length."""
+"""A dotted key that exceeds it: tomllib's time and memory are quadratic in its length."""
 
 _INTEGER_LIMIT = 2**64
-"""TOML promises integers of 64 bits, and no field needs more."""
+"""TOML guarantees 64-bit integers, and no field needs more."""
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -66,14 +66,14 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def check_value(value: object) -> None:
-    """Checks what no field may hold, whatever its type.
+    """Checks for values that no field accepts.
 
     Raises:
         ValueError: the value is nested too deeply, NaN, an integer beyond 64 bits, or a string with U+0000.
     """
     for item in _flatten(value):
         if isinstance(item, str) and "\0" in item:
-            raise ValueError("has the character U+0000 in it, which no text here may have")
+            raise ValueError("contains the character U+0000, which is not allowed")
         if isinstance(item, int | float) and item != item:
             raise ValueError("must be a number, not nan")
         if isinstance(item, int) and abs(item) >= _INTEGER_LIMIT:
@@ -109,7 +109,7 @@ def union_members(hint: Any) -> tuple[Any, ...]:
 
 
 def format_value(value: object) -> str:
-    """Returns a value as a message quotes it."""
+    """Formats a value for an error message."""
     if isinstance(value, dict):
         return "a table"
     try:
@@ -164,8 +164,8 @@ def from_flag(hint: Any, words: Sequence[str]) -> Any:
 def untyped_from_toml(current: object, value: object) -> Any:
     """Returns a value of a table whose values have no declared type, such as `optimizer_kwargs`.
 
-    The value that it replaces gives the type: a number is not replaced by a string. Arrays become tuples, as
-    optimizers spell `betas`, unless they replace a list.
+    The value that it replaces determines the type: a string cannot replace a number. Arrays become tuples,
+    like the `betas` of optimizers, unless they replace a list.
 
     Raises:
         ValueError: the value is of another type than the one it replaces, or `check_value` raises.
@@ -197,7 +197,7 @@ def untyped_from_flag(current: object, words: Sequence[str]) -> Any:
 
 
 def _validated(hint: Any, value: object, *, json_text: str | None = None) -> Any:
-    """Returns what pydantic makes of a value: strictly of JSON, else leniently."""
+    """Returns a value validated by pydantic: strictly if it is JSON, else leniently."""
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
     adapter = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
@@ -223,7 +223,7 @@ def _single(words: Sequence[str]) -> str:
 
 
 def _parse_word(word: str) -> object:
-    """Returns a word as a TOML value, or the word itself where it is not valid TOML."""
+    """Returns a word as a TOML value, or unchanged if it is not valid TOML."""
     try:
         return parse_toml(f"value = {word}")["value"]
     except (tomllib.TOMLDecodeError, KeyError):

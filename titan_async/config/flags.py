@@ -86,8 +86,8 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
             dry_run = True
         elif name == "--live":
             raise UserError(
-                "--live is for titan-async train where it starts the processes itself, and takes no value; "
-                "elsewhere use titan-async watch RUN_DIR in another terminal"
+                "--live takes no value, and requires that titan-async train starts the processes; otherwise "
+                "use titan-async watch RUN_DIR in another terminal"
             )
         elif len(flag.path) > MAX_DEPTH:
             raise UserError(f"unknown flag {name[:60]}...; no field is nested so deeply")
@@ -95,15 +95,15 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
             raise UserError(f"unknown flag {name}; did you mean {close}?")
         else:
             flags.append(flag)
-    # The choice of a class comes before the fields of that class, in whatever order they were typed. The sort
-    # is stable, so that the last of several equal flags overrides the others.
+    # A class must be selected before its fields are set, regardless of the order of the flags. The sort is
+    # stable, so the last of several equal flags overrides the others.
     flags.sort(key=lambda flag: (len(flag.path), flag.path[-1] != "mode"))
     return Arguments(recipe_file=argv[0], module=module, dry_run=dry_run, flags=flags)
 
 
 def _split(argv: Sequence[str]) -> list[Flag]:
     flags: list[Flag] = []
-    closed = True  # whether the last flag has its value already, by "="
+    closed = True  # whether the last flag already has its value, after "="
     for word in argv:
         if re.match(r"--[A-Za-z]", word):
             name, equals, value = word.partition("=")

@@ -150,7 +150,7 @@ class _Changed:
         return config
 
     def rebuilt(self, value: Any, shown: str) -> Any:
-        """Returns a tree of which the changed dataclasses were constructed again, the inner ones first."""
+        """Returns a tree in which the changed dataclasses are constructed again, the inner ones first."""
         if isinstance(value, list):
             return [self.rebuilt(item, shown) for item in value]
         if id(value) not in self._by_id:
@@ -168,7 +168,7 @@ class _Changed:
 
 
 class _Overrides:
-    """Assigns the fields that one file, or one flag, gives values to."""
+    """Assigns the fields that one file or one flag sets."""
 
     def __init__(self, root: Any, source: TomlFile | Flag, changed: _Changed) -> None:
         self._root = root
@@ -220,7 +220,7 @@ class _Overrides:
             if choices:
                 return self._chosen(current, choices, path, value)
             written = " ".join(value) if isinstance(self._source, Flag) else value
-            raise self._error(path, f"is a section and has no value of its own (got {format_value(written)})")
+            raise self._error(path, f"is a section, and cannot be set to a value ({format_value(written)})")
         mode = self._source.name((*path, MODE))
         if len(choices) > 2 and MODE in value:
             current = self._chosen(current, choices, (*path, MODE), value[MODE])

@@ -1,4 +1,4 @@
-"""From `RECIPE.toml [flags]` to a complete `Trainer.Config`.
+"""Resolves `RECIPE.toml [flags]` to a complete `Trainer.Config`.
 
 A recipe file names a recipe function, which returns a complete configuration, and overrides fields of it, by
 torchtitan's names of sections and fields. Flags override the file:
@@ -13,7 +13,7 @@ A file cannot name code to import: a recipe is one of the project's, or is in th
 on the command line with `--module`. A recipe of the project that takes a model is called with the section
 `[model]`, plain values that describe one.
 
-torchtitan is imported by `resolve` only, after `ensure_device`.
+Only `resolve` imports torchtitan, after `ensure_device`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Resolved:
         """Returns a recipe file that resolves to the same configuration.
 
         Args:
-            portable: leave out the folders of this machine; of other absolute paths keep the names.
+            portable: omit the folders of this machine, and shorten other absolute paths to their names.
         """
         from titan_async.config.dump import dump_config
 
@@ -74,7 +74,7 @@ def resolve(argv: Sequence[str]) -> Trainer.Config:
     """Returns the configuration that `[RECIPE.toml, flags...]` describes.
 
     Raises:
-        UserError: a file or flag is wrong; the message is one line that says where and how to fix it.
+        UserError: a file or flag is wrong; the message is one line that names the place and the fix.
 
     Examples:
         >>> config = resolve(["debug_cpu.toml", "--training.steps", "7", "--optimizer.muon.lr", "5e-3"])
@@ -95,16 +95,16 @@ def resolve_recipe(argv: Sequence[str]) -> Resolved:
 
 
 def resolve_model(recipe: str, model: Mapping[str, Any], *, shown: str, flags: Sequence[str]) -> Resolved:
-    """As `resolve_recipe` of a file that names a recipe and has a section `[model]`.
+    """Like `resolve_recipe`, for a recipe that takes a model.
 
     Args:
-        recipe: one that takes a model.
-        model: the section.
+        recipe: the name of the recipe.
+        model: the section `[model]`.
         shown: the file that errors are attributed to.
-        flags: as after a recipe file.
+        flags: the flags after the recipe file.
 
     Raises:
-        UserError: as `resolve`.
+        UserError: as `resolve` does.
     """
     file = TomlFile(name_shown=shown, text="", data={})
     source = RecipeSource(shown, recipe, file, [(file, {"model": model})])
@@ -157,7 +157,7 @@ def _pop_model(source: RecipeSource) -> dict[str, Any]:
     if not model:
         raise source.recipe_file.error(
             ("recipe",),
-            f"the recipe {source.recipe} needs a section [model], as titan-async import writes one",
+            f"the recipe {source.recipe} needs a section [model], such as titan-async import writes",
         )
     return model
 
@@ -198,7 +198,7 @@ def _looks_like_recipe(name: str, value: object) -> bool:
 
 
 def _import_user_module(module: str) -> Any:
-    """Imports what `--module` names, as torchtitan does: one of its models, a module, or a package whose
+    """Imports the module of `--module`, as torchtitan does: one of its models, a module, or a package whose
     `config_registry` has the recipes."""
     if not all(part.isidentifier() for part in module.split(".")):
         raise UserError(
@@ -214,7 +214,7 @@ def _import_user_module(module: str) -> Any:
         try:
             return importlib.import_module(candidate)
         except ModuleNotFoundError as error:
-            # Another missing module is imported by the candidate, and is the error to report.
+            # If the candidate exists and imports a missing module, that is the error to report.
             if not (candidate == error.name or candidate.startswith(f"{error.name}.")):
                 raise UserError(f"--module {module}: importing {candidate} failed: {error}") from error
     raise UserError(f"--module {module}: there is no such Python module")

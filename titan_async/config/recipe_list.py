@@ -42,8 +42,8 @@ def recipes_folder() -> Path | None:
         spec = None
     if spec is not None and spec.submodule_search_locations:
         return Path(next(iter(spec.submodule_search_locations)))
-    beside_the_package = Path(__file__).resolve().parents[2] / "recipes"
-    return beside_the_package if (beside_the_package / "__init__.py").is_file() else None
+    folder = Path(__file__).resolve().parents[2] / "recipes"  # of a checkout
+    return folder if (folder / "__init__.py").is_file() else None
 
 
 def recipe_files() -> dict[str, Path]:

@@ -1,7 +1,7 @@
 """Reads recipe files: TOML, the files that it includes, and the line of a key.
 
-Nothing here knows what the keys mean; `overrides` does. `tomllib` keeps no positions. The line of a key is
-found only when a message needs it, by parsing prefixes of the text.
+`overrides` interprets the keys. `tomllib` keeps no positions, so the line of a key is found by parsing
+prefixes of the text, only when a message needs it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Path = tuple[str | int, ...]
 """Keys from the root of a configuration to a field; an integer is the index of a list."""
 
 _MAX_BYTES = 2**18
-"""Of a recipe file; those of the project have about a thousand."""
+"""Maximum size of a recipe file; those of the project have about a thousand bytes."""
 
 _MAX_PARSED = 2**23
 """Characters that may be parsed to find a line."""
 
 _MAX_INCLUDES = 32
-"""Files that include each other in a row."""
+"""Maximum length of a chain of includes."""
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -42,7 +42,7 @@ def dotted(path: Sequence[str | int]) -> str:
 
 @dataclass(frozen=True)
 class TomlFile:
-    """A parsed TOML file. Errors about its keys begin with file and line."""
+    """A parsed TOML file. Errors about its keys start with file and line."""
 
     name_shown: str
     text: str
@@ -150,7 +150,7 @@ class RecipeSource:
 def read_recipe_file(path: str) -> RecipeSource:
     """Reads a recipe file and the files that it includes.
 
-    A bare name that is not a file in its folder is that of one of the project's recipe files.
+    If `path` does not exist and is a bare name, it is looked up among the project's recipe files.
 
     Raises:
         UserError: `read_toml` raises, files include each other in a cycle, or `recipe` or `include` is not a
@@ -181,7 +181,7 @@ def _read(path: str, *, including: tuple[str, ...]) -> RecipeSource:
     if os.path.realpath(base_path) in chain:
         problem = f"{include} includes this file again; remove one of the includes"
     elif len(chain) > _MAX_INCLUDES:
-        problem = f"{_MAX_INCLUDES} files include each other in a row; put them into fewer"
+        problem = f"the chain of includes has more than {_MAX_INCLUDES} files; merge some of them"
     elif not os.path.exists(base_path):
         problem = f"the included file {base_path} does not exist"
     if problem:

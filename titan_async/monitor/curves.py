@@ -38,7 +38,7 @@ class Utilization:
     stages: list[tuple[int, ...]]
     """Stages of each rank of the pipeline."""
     first_steps: npt.NDArray[np.int64]
-    """Of each interval."""
+    """The first step of each interval; `last_steps` has the last one."""
     last_steps: npt.NDArray[np.int64]
     busy: Floats
     """[ranks of the pipeline, intervals]: fraction of the steps' time, from 0 to 1."""
@@ -136,16 +136,16 @@ def read_utilization(run_dir: str | Path) -> Utilization | None:
 def _of_run(info: RunInfo, folder: Path) -> dict[tuple[int, int], Floats]:
     """For each interval that all ranks have recorded, the utilization of each rank of the pipeline."""
     pipeline = sorted(set(info.ranks))
-    shares: dict[tuple[int, int], list[list[float]]] = {}
+    fractions: dict[tuple[int, int], list[list[float]]] = {}
     for rank, stages in enumerate(info.ranks):
         rows = RankReader(folder, rank).summaries()
         borders = np.flatnonzero(np.diff(rows["first_step"])) + 1
         for same in np.split(rows, borders) if len(rows) else []:
             interval = int(same["first_step"][0]), int(same["last_step"][0])
-            known = shares.setdefault(interval, [[] for _ in pipeline])
+            known = fractions.setdefault(interval, [[] for _ in pipeline])
             known[pipeline.index(stages)].append(sum(utilization_of(same).values()))
     return {
         interval: np.array([np.mean(replicas) for replicas in known])
-        for interval, known in shares.items()
+        for interval, known in fractions.items()
         if all(known)
     }

@@ -246,7 +246,7 @@ class RankReader:
         except OSError:
             return np.empty(0, RECORD)
         self._read = before.count
-        # The writer may have overwritten some meanwhile.
+        # The writer may have overwritten some of them during the read.
         return records[max(after.count - (CAPACITY - BURST) - first, 0) :]
 
     def summaries(self) -> npt.NDArray[np.void]:

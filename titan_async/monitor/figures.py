@@ -32,7 +32,7 @@ _MAX_NAMED = 8  # ranks in a legend
 
 @contextmanager
 def style() -> Iterator[None]:
-    """The matplotlib settings of all plots: small type, text as text, and reproducible files."""
+    """The matplotlib settings of all plots: small fonts, text as text, and reproducible files."""
     settings: dict[Any, Any] = {
         "svg.fonttype": "none",
         "svg.hashsalt": "titan_async",

@@ -48,10 +48,10 @@ class Box:
         return _mixed(KINDS[self.kind].colour, "#ffffff" if self.tint > 0 else "#000000", abs(self.tint))
 
 
-def _mixed(colour: str, other: str, share: float) -> str:
-    """`colour` mixed with a fraction `share` of `other`."""
+def _mixed(colour: str, other: str, fraction: float) -> str:
+    """`colour` mixed with the given fraction of `other`."""
     pairs = zip(_rgb(colour), _rgb(other), strict=True)
-    return "#" + "".join(f"{round((1 - share) * one + share * two):02x}" for one, two in pairs)
+    return "#" + "".join(f"{round((1 - fraction) * one + fraction * two):02x}" for one, two in pairs)
 
 
 def _rgb(colour: str) -> tuple[int, ...]:
@@ -93,7 +93,7 @@ class Chart:
 def draw_charts(
     figure: Figure | SubFigure, charts: Sequence[Chart], x_label: str, until: float
 ) -> list[Axes]:
-    """Draws charts below each other with a common axis from 0 to `until` and a legend; returns their axes."""
+    """Draws stacked charts with a common axis from 0 to `until` and a legend; returns their axes."""
     heights = [len(chart.rows) for chart in charts]
     panels = list(figure.subplots(len(charts), squeeze=False, sharex=True, height_ratios=heights)[:, 0])
     panels[-1].set(xlim=(0, until), xlabel=x_label)
@@ -127,8 +127,8 @@ def _draw_boxes(axes: Axes, boxes: Sequence[Box]) -> None:
     of_colour: dict[str, list[Box]] = defaultdict(list)
     for box in boxes:
         of_colour[box.colour].append(box)
-    for colour, alike in of_colour.items():
-        path = Path.make_compound_path(*map(_outline, alike))
+    for colour, same in of_colour.items():
+        path = Path.make_compound_path(*map(_outline, same))
         axes.add_patch(PathPatch(path, facecolor=colour, edgecolor="white", linewidth=0.3))
 
 

@@ -12,7 +12,7 @@ __all__ = ["KINDS", "Activity", "KindInfo"]
 
 
 class Activity(IntEnum):
-    """What a cell of the live view's timeline shows."""
+    """The activity in a cell of the live view's timeline."""
 
     WAIT = 0
     """Includes the time of other stages on the same rank."""

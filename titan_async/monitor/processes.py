@@ -1,4 +1,4 @@
-"""Processes of runs on this machine: which are alive, and which runs a launcher has started."""
+"""Processes of runs on this machine: whether they are alive, and the runs that a launcher has started."""
 
 import fcntl
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titan_async.monitor.run_folder import RunInfo, read_info, runs_in
 
-__all__ = ["Launched", "has_gone", "is_alive", "is_here", "is_starting"]
+__all__ = ["Launched", "has_exited", "is_alive", "is_local", "is_starting"]
 
 _RESTART_SECONDS = 5.0  # in which the launcher may restart a failed run
 
@@ -29,14 +29,14 @@ def is_alive(pid: int) -> bool:
     return state not in ("Z", "X")
 
 
-def is_here(info: RunInfo) -> bool:
+def is_local(info: RunInfo) -> bool:
     """Whether a run's rank 0 is on this machine."""
     return info.host == socket.gethostname()
 
 
-def has_gone(info: RunInfo) -> bool:
+def has_exited(info: RunInfo) -> bool:
     """Whether a run's rank 0 was on this machine and has ended."""
-    return is_here(info) and not is_alive(info.pid)
+    return is_local(info) and not is_alive(info.pid)
 
 
 class Launched:
@@ -58,7 +58,7 @@ class Launched:
         return runs[-1] if runs else None
 
     def is_over(self, end: str | None) -> bool:
-        """Whether the launcher will start no further run.
+        """Whether the launcher will not start another run.
 
         Args:
             end: the reason for which the latest run has ended; None if it has not.
@@ -81,7 +81,7 @@ def is_starting(run_dir: str | Path) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:  # launcher and rank 0 share a lock
         runs = runs_in(run_dir)
-        return not runs or has_gone(read_info(runs[-1]))
+        return not runs or has_exited(read_info(runs[-1]))
     except OSError:  # the file system has no locks
         return False
     finally:

@@ -60,13 +60,13 @@ class RunInfo(RunShape):
     """Seconds since the epoch."""
     host: str
     pid: int
-    """Of rank 0, on `host`."""
+    """The process of rank 0, on `host`."""
     ranks: tuple[tuple[int, ...], ...]
     """Indices of the stages of each rank, of all data-parallel replicas of the pipeline."""
     device: str
     """"cpu", or the name of the accelerator."""
     versions: dict[str, str]
-    """Of torch and other packages."""
+    """Versions of torch and other packages."""
 
 
 def events_folder(run_dir: str | Path, run_id: str) -> Path:
@@ -91,7 +91,7 @@ def read_info(folder: Path) -> RunInfo:
         record: Any = {"overlap": False, "synchronous_steps": 0} | read_json(path)
         if record["format"] not in _FORMATS:
             known = f"{_FORMATS[0]} to {_FORMATS[-1]}"
-            raise ValueError(f"its format is {record['format']}, and this version reads {known}")
+            raise ValueError(f"its format is {record['format']}, but this version reads {known}")
         values = {field.name: _of_type(record[field.name], field.type) for field in fields(RunInfo)}
         values["ranks"] = tuple(tuple(map(int, stages)) for stages in values["ranks"])
     except FileNotFoundError:

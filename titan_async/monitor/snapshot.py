@@ -9,7 +9,7 @@ from pathlib import Path
 from titan_async.monitor.events import RankReader, RankState
 from titan_async.monitor.formatting import approximate_duration
 from titan_async.monitor.journal import History, JournalReader
-from titan_async.monitor.processes import has_gone, is_here
+from titan_async.monitor.processes import has_exited, is_local
 from titan_async.monitor.run_folder import RunInfo, read_info
 from titan_async.monitor.stage_stats import (
     RankStats,
@@ -51,7 +51,7 @@ class StageRow:
     doing: Kind | None = None
     """The current span of the first of its ranks."""
     microbatch: int = -1
-    """Of that span; -1 for none."""
+    """The microbatch of that span; -1 for none."""
     neighbour: int = -1
     """The stage that it receives from or sends to; -1 for none."""
     stalled: bool = False
@@ -65,7 +65,7 @@ class Snapshot:
 
     info: RunInfo
     status: str
-    """Of the whole run, such as "running" or "saving"."""
+    """The status of the whole run, such as "running" or "saving"."""
     over: bool
     """Whether the run has ended."""
     step: int
@@ -112,7 +112,7 @@ class RunMonitor:
         self._read = [0] * len(self._readers)  # records, including overwritten ones
         self._last_beat: list[float | None] = [None] * len(self._readers)  # by the clock of this process
         self._since = time.monotonic()
-        self._is_here = is_here(self.info)
+        self._is_local = is_local(self.info)
         self._simulated: tuple[float | None, float | None] = (None, None)  # of the schedule, and of 1F1B
         self._simulated_at = -math.inf
 
@@ -140,8 +140,8 @@ class RunMonitor:
         active = [now for now in ranks if not now.state.closed]
         over = self.history.end is not None or (bool(ranks) and not active)
         no_heartbeat = bool(active) and min(now.heartbeat_age for now in active) > HEARTBEAT_TIMEOUT
-        # Without a check of the heartbeat, a process in another container would be taken for dead.
-        dead = not over and no_heartbeat and has_gone(self.info)
+        # A process in another container is not visible here: its heartbeat shows that it is alive.
+        dead = not over and no_heartbeat and has_exited(self.info)
         stalls = [] if over or dead else find_stalls(active, self.info.stages)
         by_all = min((now.stats.step for now in ranks), default=0)
         step = max(self.history.step, self.info.first_step, by_all)
@@ -180,12 +180,12 @@ class RunMonitor:
             return time.monotonic() - last_beat
         # Heartbeats from before the first poll are compared by the clocks of their hosts.
         latest = max(state.beat for state in self._states if state is not None)
-        old = (latest - beat) / 1e9 + (max(time.time() - latest / 1e9, 0.0) if self._is_here else 0.0)
+        old = (latest - beat) / 1e9 + (max(time.time() - latest / 1e9, 0.0) if self._is_local else 0.0)
         return max(old, time.monotonic() - self._since)
 
     def _status(self, active: Sequence[RankStatus], over: bool, dead: bool, stalled: bool) -> str:
         if over:
-            return self.history.end or "over"
+            return self.history.end or "ended"
         if dead:
             return f"died (process {self.info.pid} does not exist)"
         if not active:
@@ -203,7 +203,7 @@ class RunMonitor:
         return "running" if any(now.stats.step for now in active) else "in its first step"
 
     def _elapsed(self) -> int | None:
-        # By the clock of rank 0 only.
+        # Only by the clock of rank 0.
         state = self._states[0]
         latest = max(self.history.last_time, state.beat / 1e9 if state is not None else 0.0)
         return max(int(latest - self.info.started), 0) if latest else None
@@ -215,8 +215,8 @@ class RunMonitor:
     def _bubble(self) -> float | None:
         busy = []
         for rank in self._stats:
-            shares = [s for stage in rank.stages.values() if (s := stage.average_utilization) is not None]
-            busy += [sum(shares)] if len(shares) == len(rank.stages) else []
+            fractions = [s for stage in rank.stages.values() if (s := stage.average_utilization) is not None]
+            busy += [sum(fractions)] if len(fractions) == len(rank.stages) else []
         return 1 - sum(busy) / len(busy) if busy else None
 
     def _simulate(self, drains: bool) -> tuple[float | None, float | None]:

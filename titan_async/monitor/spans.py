@@ -107,7 +107,7 @@ def _complete_steps(records: npt.NDArray[np.void], overwritten: bool) -> range:
 
 
 def select_steps(run: RunSpans, steps: range, *, include_following: bool = False) -> RunSpans:
-    """Selects the spans of each rank from the begin of the first step to the end of the last one.
+    """Selects the spans of each rank from the start of the first step to the end of the last one.
 
     Args:
         run: a run with these steps.

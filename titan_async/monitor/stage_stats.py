@@ -57,7 +57,7 @@ class StepStats:
     records: npt.NDArray[np.void]
     """The stage's `RECORD`s in it, in order."""
     by_kind: npt.NDArray[np.float64]
-    """Seconds of the stage's spans of each kind, without nested spans."""
+    """Seconds of the stage's spans by kind, without nested spans."""
     most_in_flight: int
     """Peak number of microbatches."""
 
@@ -68,7 +68,7 @@ class StepStats:
 
     @cached_property
     def busy(self) -> float:
-        """Seconds of computing."""
+        """Seconds in which the stage computed."""
         return float(self.by_kind[list(COMPUTE_KINDS)].sum())
 
     def count(self, kinds: Sequence[Kind]) -> int:

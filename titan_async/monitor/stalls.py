@@ -1,4 +1,4 @@
-"""Detection of stalled stages and stragglers: which ranks wait, for what, since when, and because of whom."""
+"""Detection of stalled stages and stragglers: which ranks wait, for what, since when, and for which ranks."""
 
 import time
 from collections.abc import Sequence
@@ -114,7 +114,7 @@ def find_stalls(ranks: Sequence[RankStatus], total_stages: int) -> list[Stall]:
 
 
 def find_stragglers(ranks: Sequence[RankStatus], total_stages: int, seconds: float) -> list[str]:
-    """Describes the ranks for which others have waited in vain, without a full stop.
+    """Describes the ranks for which others have waited until a timeout, without a full stop.
 
     These are the ranks without a heartbeat for that time; otherwise the ranks whose current span took that
     time without waiting for others; otherwise the ranks between two steps, which may be waiting as well.

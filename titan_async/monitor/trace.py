@@ -147,7 +147,7 @@ def _version_lane(replica: int, stage: int, records: _Array, starts: _Array, end
 def _in_flight_counter(
     replica: int, stage: int, records: _Array, starts: _Array, ends: _Array
 ) -> Iterator[Event]:
-    """Counter events: a microbatch is in flight from the begin of its forward to the end of its backward."""
+    """Counter events: a microbatch is in flight from the start of its forward to the end of its backward."""
     forward, releasing = records["kind"] == Kind.FORWARD, np.isin(records["kind"], RELEASING_KINDS)
     started = {(int(r["batch"]), int(r["microbatch"])) for r in records[forward]}
     count = sum((int(r["batch"]), int(r["microbatch"])) not in started for r in records[releasing])

@@ -108,8 +108,8 @@ def curve(
         by_column.setdefault(column, []).append(y)
     places = []
     for column, ys in sorted(by_column.items()):
-        share = (top - sum(ys) / len(ys)) / (top - bottom) if top > bottom else 0.5
-        places.append((column, round(share * (rows - 1))))
+        fraction = (top - sum(ys) / len(ys)) / (top - bottom) if top > bottom else 0.5
+        places.append((column, round(fraction * (rows - 1))))
     dots = {places[0], *(dot for a, b in pairwise(places) for dot in _line(a, b))}
     if ascii_only:
         return tuple("".join("*" if (c, r) in dots else " " for c in range(width)) for r in range(height))

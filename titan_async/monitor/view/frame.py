@@ -36,12 +36,12 @@ _HELP = (
      "pair (P) is an overlapped forward and backward"),
     ("in flight", "microbatches between their forward and their backward, of the peak in the last step"),
     ("weights", "version: the number of updates applied to the weights in use"),
-    ("slowest", "the rank that computes longest, where several hold the stage; fractions are their mean"),
+    ("slowest", "the rank with the most compute time, if several hold the stage; fractions are their mean"),
     ("bubble", "fraction of the time in which ranks do not compute; in parentheses: simulated for this "
      "schedule and for 1F1B with the stages' measured times, without other costs"),
-    ("red, !", "a stage busy with one thing for over 5 s and 5 steps, a straggler, or without heartbeat"),
-    ("Ctrl-C", "in the terminal of the training: it stops after this step and saves; again: at once. "
-     "Elsewhere: as q"),
+    ("red, !", "a stage whose current span exceeds 5 s and 5 steps, or whose rank has sent no heartbeat"),
+    ("Ctrl-C", "in the terminal of the training: stop after this step and save; a second one stops "
+     "immediately. Elsewhere: same as q"),
 )  # fmt: skip
 
 
@@ -153,14 +153,14 @@ def _help() -> Table:
 
 def _progress(run: Snapshot, options: ConsoleOptions) -> RenderableType:
     first, steps = run.info.first_step, max(run.info.steps, 1)
-    share = min(run.step / steps, 1.0)
+    fraction = min(run.step / steps, 1.0)
     left = "" if run.remaining is None else f"{_clock(run.remaining)} left"
     grid = Table.grid(padding=(0, 1), expand=True)
     begin = f" from {first:,}" if first else ""
-    texts = (f"step {run.step:,} of {steps:,}{begin}", f"{share:.0%}", left)
+    texts = (f"step {run.step:,} of {steps:,}{begin}", f"{fraction:.0%}", left)
     for width in (len(texts[0]), None, 4, 13):
         grid.add_column(width=width, ratio=None if width else 1, no_wrap=True)
-    bar = ProgressBar(total=1.0, completed=share, complete_style="green", finished_style="green")
+    bar = ProgressBar(total=1.0, completed=fraction, complete_style="green", finished_style="green")
     grid.add_row(texts[0], bar if options.max_width >= len(texts[0]) + 26 else "", texts[1], texts[2])
     return grid
 

@@ -21,7 +21,7 @@ __all__ = ["draw_stages", "strip"]
 _ACTIVITY = np.array([KINDS[kind].activity for kind in Kind])
 _SAMPLES = 16  # per cell
 
-# Those of plots, unless too dark for a dark terminal; in the order of the legend.
+# The colours of plots, except those too dark for a dark terminal; in the order of the legend.
 _COLOURS = {
     Activity.FORWARD: KINDS[Kind.FORWARD].colour,
     Activity.BACKWARD: KINDS[Kind.BACKWARD].colour,
@@ -36,7 +36,7 @@ class _Column(NamedTuple):
     title: str
     width: int
     min_width: int
-    """Of the terminal, for the column to be shown."""
+    """Minimum width of a terminal that shows the column."""
     justify: str = "left"
 
 
@@ -106,19 +106,19 @@ def _fields(row: StageRow) -> dict[str, str]:
     used, limit = row.memory / 2**30, row.memory_limit / 2**30
     return {
         "stage": f"{'!' if row.stalled else ' '}{row.stage}",
-        "last": _share(row.utilization),
-        "mean": _share(row.average_utilization),
+        "last": _percent(row.utilization),
+        "mean": _percent(row.average_utilization),
         "in flight": f"{row.in_flight} of {row.most_in_flight}",
         "weights": f"v{row.version}" if row.version >= 0 else "-",
-        # Of an accelerator with the total, of a process without.
+        # The memory of an accelerator is shown with its total, that of a process without.
         "memory": f"{used:.1f}/{limit:.0f}G" if row.memory_limit else f"{used:.2f} GiB",
         "now": ("" if row.doing is None else KINDS[row.doing].now) + detail,
         "slowest": f"rank {row.slowest_rank}" if row.slowest_rank is not None else "",
     }
 
 
-def _share(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
+def _percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{fraction:.0%}"
 
 
 def _rest(rows: Sequence[StageRow], by_slowest: bool) -> str:
@@ -175,7 +175,7 @@ def strip(steps: Sequence[StepStats], cells: int) -> tuple[Activity, ...]:
     samples = ((np.arange(cells * _SAMPLES) + 0.5) * (bounds[-1] / (cells * _SAMPLES))).astype(np.int64)
     step = np.searchsorted(bounds, samples, side="right").clip(max=len(steps) - 1)
     times = samples - (bounds - lengths)[step] + starts[step]
-    # Of nested spans the innermost begins last, so that it is assigned last.
+    # The innermost of nested spans starts last, so it is assigned last.
     sampled = np.zeros(len(times), np.int64)
     records = np.concatenate([step.records for step in steps])
     records = records[np.argsort(records["start"], kind="stable")]

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from titan_async.monitor.journal import JournalReader
-from titan_async.monitor.processes import Launched, has_gone
+from titan_async.monitor.processes import Launched, has_exited
 from titan_async.monitor.run_folder import RunInfo, read_info
 from titan_async.monitor.snapshot import RunMonitor, Snapshot
 from titan_async.monitor.view.frame import ViewOptions, clean, render_frame
@@ -25,7 +25,7 @@ __all__ = ["STOPPING", "print_frame", "print_lines", "watch"]
 _PERIOD = 0.25
 _TOGGLES = {"p": "paused", "s": "by_slowest", "?": "help", "h": "help"}
 
-STOPPING = "stopping after this step and saving; Ctrl-C again stops at once"
+STOPPING = "stopping after this step and saving; Ctrl-C again stops immediately"
 
 
 def watch(console: Console, source: Path | Launched) -> int:
@@ -87,7 +87,7 @@ def print_lines(file: TextIO, source: Path | Launched) -> int:
             if isinstance(source, Launched):
                 over = source.is_over(end)
             else:
-                over = end is not None or (info is not None and has_gone(info))
+                over = end is not None or (info is not None and has_exited(info))
             for entry in reader.new_entries() if reader is not None else []:
                 if entry["kind"] in ("log", "warning"):
                     warning = "warning: " if entry["kind"] == "warning" else ""

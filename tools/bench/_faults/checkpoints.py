@@ -137,4 +137,4 @@ def others_checkpoints(
         run = train(folder, *FLAGS, "--parallelism.pipeline_parallel_degree", stages)
         good = run.status == 0 and run.steps == list(range(2 * INTERVAL + 1, STEPS + 1))
         tries.append(Attempt(good, work_lost=0, said=run.out.splitlines()[0] if good else run.err[-300:]))
-    yield summary("checkpoint of other stages", tries)
+    yield summary("checkpoint of another number of stages", tries)

@@ -60,19 +60,22 @@ class Fault:
 
 
 FAULTS = (
-    Fault("a text file is cut in mid-read", _CHANGED.format(file=TEXT), {"after": 1, "cut": TEXT}),
-    Fault("a JSON lines file vanishes", rf"The data file \S*{LINES} can't be read \(No such file or dir",
+    Fault("a text file is truncated while it is read", _CHANGED.format(file=TEXT),
+          {"after": 1, "cut": TEXT}),
+    Fault("a JSON lines file is deleted", rf"The data file \S*{LINES} can't be read \(No such file or dir",
           {"after": 1, "unlink": LINES}),
-    Fault("a line is no JSON", rf"Line 3 of \S*{LINES} is not valid JSON \(.*\): \w+ or remove that line",
+    Fault("a line is not valid JSON",
+          rf"Line 3 of \S*{LINES} is not valid JSON \(.*\): \w+ or remove that line",
           file=LINES, wrong=b'"}}'),
-    Fault("bytes that are no UTF-8", rf"Line 3 of \S*{LINES} is not UTF-8 text \(.*\): convert it to UTF-8",
+    Fault("bytes that are not UTF-8", rf"Line 3 of \S*{LINES} is not UTF-8 text \(.*\): convert it to UTF-8",
           file=LINES, wrong=b"caf\xe9"),
-    Fault("a compressed file is cut", _CHANGED.format(file=COMPRESSED), {"after": 1, "cut": COMPRESSED}),
-    Fault("a parquet file is cut", _CHANGED.format(file=TABLE), {"after": 1, "cut": TABLE}),
+    Fault("a compressed file is truncated", _CHANGED.format(file=COMPRESSED),
+          {"after": 1, "cut": COMPRESSED}),
+    Fault("a parquet file is truncated", _CHANGED.format(file=TABLE), {"after": 1, "cut": TABLE}),
 )  # fmt: skip
 
 TOKEN_FAULTS = (
-    Fault("a token file is cut under the map",
+    Fault("a memory-mapped token file is truncated",
           r"The token file \S*\.safetensors has \d+ bytes instead of \d+: copy",
           {"after": 1, "cut": "tokens-00001.safetensors"}),
     Fault("a loader's process is killed", r"A process that loads data has ended \(.*\): perhaps there was",
@@ -80,7 +83,7 @@ TOKEN_FAULTS = (
 )  # fmt: skip
 
 STREAM_FAULT = Fault(
-    "a stream that breaks at every 100th document",
+    "a stream that breaks off at every 100th document",
     r"The dataset \S+ could not be read to its end: the connection was lost \(.*\); start again",
     {"break_at": 100},
 )

@@ -84,7 +84,7 @@ def plan_kills(rounds: int, run: RunSpans, draw: random.Random) -> list[Kill]:
         fills = (Kind.FORWARD,) if rank == 0 else (Kind.RECEIVE, Kind.FORWARD)
         plan += [
             kill("in steady state", draw.choice((2, 3)), *_MESSAGES, nth=draw.randrange(12)),
-            kill("in the clip's all-reduce", draw.choice((3, 4)), Kind.CLIP),
+            kill("in clip_grad_norm_", draw.choice((3, 4)), Kind.CLIP),
             kill("in an update", 4, Kind.OPTIMIZER),
             kill("in a drain", INTERVAL, nth=draw.randrange(8), draining=True),
             kill("in a save", INTERVAL, Kind.SAVE),

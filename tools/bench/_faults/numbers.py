@@ -124,7 +124,7 @@ def measure(scratch: Path, *, quick: bool) -> Iterator[Result]:
     if not quick:
         yield from _once(scratch / "moe", MOE_RECIPE, MOE, [])
     for name in list(LASTING)[:1] if quick else LASTING:
-        yield summarize("numbers", f"{name}, from then on", [_permanent(scratch / name, *LASTING[name])])
+        yield summarize("numbers", f"{name}, permanently", [_permanent(scratch / name, *LASTING[name])])
 
 
 def _once(
@@ -176,10 +176,8 @@ def _harmless(spoiled: _Ended, same: bool) -> Iterator[Result]:
     usual = figures[EMPTY[0] - 1][0]
     recovered = same and figures[STEPS][0] < usual + 0.5
     empty = figures[EMPTY[0]][0] == 0 == clipped[EMPTY[0] - 1]
-    yield summarize(
-        "numbers", "a batch without any label that counts", [Attempt(same and empty, said=said(EMPTY))]
-    )
-    for name, steps in (("a loss of 1000 times what it is", SCALED), ("random tokens", RANDOM)):
+    yield summarize("numbers", "a batch without labels", [Attempt(same and empty, said=said(EMPTY))])
+    for name, steps in (("a loss scaled by 1000", SCALED), ("random tokens", RANDOM)):
         higher = all(figures[step][0] > usual for step in steps)
         held = all(0 < clipped[step - 1] < 1.01 for step in steps)
         yield summarize(

@@ -61,7 +61,7 @@ def cases(stages: int) -> list[Slowness]:
         Slowness("first rank 3 x slower", factors=slow[0]),
         Slowness("last rank 3 x slower", factors=slow[1]),
         Slowness("jitter of 50 %", jitter=0.5),
-        Slowness("5 ms more for each message", latency=0.005),
+        Slowness("additional 5 ms per message", latency=0.005),
         Slowness("all three", factors=slow[1], jitter=0.5, latency=0.005),
     ]
 

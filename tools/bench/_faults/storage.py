@@ -45,17 +45,17 @@ def measure(scratch: Path, *, quick: bool) -> Iterator[Result]:
     if can_mount():
         sizes = [100] if quick else [75, 100]  # megabytes, of which a checkpoint takes 60
         for mode in ("disabled", "async"):
-            name = "disk full in a save" + ", saving meanwhile" * (mode == "async")
+            name = "disk full during a save" + " (async)" * (mode == "async")
             tries = [_full_at_save(scratch, baseline, mode, size) for size in sizes]
             yield summary(name, tries)
-        yield summary("disk full, files of the record", [_full_record(scratch, baseline)])
+        yield summary("disk full for event files", [_full_record(scratch, baseline)])
         places = ["run", "run/checkpoint"]
         tries = [_read_only_at_start(scratch, place) for place in places]
         yield summary("folder read-only at the start", tries)
-        yield summary("folder read-only from a step on", [_read_only_later(scratch, baseline)])
+        yield summary("folder read-only during training", [_read_only_later(scratch, baseline)])
     else:
         print("no disk can be mounted, so none was full or read-only", file=sys.stderr)
-    yield summary("no room for what the run prints", [_full_output(scratch, baseline)])
+    yield summary("disk full for the run's output", [_full_output(scratch, baseline)])
     for fault, done_to, said in damages(quick):
         tries = [
             try_damaged(scratch, baseline, f"{fault}-{number}", damage, said, repair=number == 0)
