@@ -5,7 +5,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.support.feedback_formulas import DECAY, propose_adamw
+from tests.support.feedback_formulas import DECAY, propose_adamw, propose_lion
 from tests.support.host_waits import HostWaits
 from tests.support.muon_rule import muon_displacement
 from tests.support.processes import Pools, WorkerPool
@@ -67,12 +67,6 @@ def give_gradients(params, batch, bad=None):
         param.grad = values(param.shape, batch, i).to(param.dtype)
         if bad is not None:
             param.grad.view(-1)[::3] = bad
-
-
-def propose_lion(x, g, lr, memory):
-    m = memory.get("m", torch.zeros_like(x))
-    memory["m"] = 0.99 * m + 0.01 * g
-    return -lr * DECAY * x - lr * (0.9 * m + 0.1 * g).sign()
 
 
 def propose_muon(x, g, lr, memory):

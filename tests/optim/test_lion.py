@@ -298,28 +298,6 @@ def test_module_may_be_moved_or_converted_after_construction():
     assert (layer.weight == 0.75).all()
 
 
-@pytest.mark.parametrize("level", ["update", "gradient"])
-def test_error_feedback_around_lion_follows_the_formulas(level):
-    """D' = D + (D - D_prev), or g' = g + (g - g_prev), with Lion's update written out."""
-    params = parameters(shapes=[(4, 3)])
-    optimizer = ErrorFeedback(Lion(params, weight_decay=0.1), level=level)
-    train(params, optimizer, range(6))
-
-    weight, momentum = parameters(shapes=[(4, 3)])[0].detach().clone(), torch.zeros(4, 3).double()
-    previous = None
-    for batch, lr in enumerate(RATES):
-        grad = gradient(batch, 0, weight)
-        used = grad if level == "update" or previous is None else 2 * grad - previous
-        displacement = -lr * (torch.sign(0.9 * momentum + 0.1 * used) + 0.1 * weight)
-        momentum = 0.99 * momentum + 0.01 * used
-        if level == "gradient":
-            weight, previous = weight + displacement, grad
-        else:
-            change = displacement if previous is None else 2 * displacement - previous
-            weight, previous = weight + change, displacement
-    torch.testing.assert_close(params[0].detach(), weight, rtol=1e-12, atol=1e-12)
-
-
 PLACEMENTS = {"rows": [Shard(0)], "columns": [Shard(1)], "replicated": [Replicate()]}
 
 

@@ -47,18 +47,6 @@ def test_stages_are_those_of_torchtitan(schedule, pp, layers, each, first, last)
     assert split_of(parallelism, layers) == tuple(map(tuple, wanted))
 
 
-@pytest.fixture(scope="module")
-def config():
-    made = debug()
-    return dataclasses.replace(
-        made,
-        training=dataclasses.replace(made.training, mixed_precision_param="bfloat16"),
-        optimizer=dataclasses.replace(
-            made.optimizer, muon=dataclasses.replace(made.optimizer.muon, compute_dtype="bfloat16")
-        ),
-    )
-
-
 def interleaved(d, each, m, **changes):
     stages = d * each
     return make_layout(stages, pp=d, stages_of=stages, microbatches=m, schedule="Interleaved1F1B", **changes)

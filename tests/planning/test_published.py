@@ -18,7 +18,6 @@ from titan_async.planning.hardware import (
 )
 from titan_async.planning.network import Group, Network
 from titan_async.planning.step_time import stage_costs
-from titan_async.recipes.debug import debug
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 
@@ -30,13 +29,6 @@ SLOW_MEMORY = dataclasses.replace(
     ROUND, accelerator=dataclasses.replace(ROUND.accelerator, memory_bandwidth=1e12 / ACHIEVABLE_BANDWIDTH)
 )
 """Memory reaches 1 TB/s."""
-
-
-@pytest.fixture(scope="module")
-def config():
-    made = debug()
-    training = dataclasses.replace(made.training, mixed_precision_param="bfloat16")
-    return dataclasses.replace(made, training=training)
 
 
 def cost_of(config, parts, cluster=ROUND, **layout):

@@ -16,20 +16,10 @@ from titan_async.planning.network import Network
 from titan_async.planning.optimizer_cost import update_cost
 from titan_async.planning.stage_cost import message_bytes, stage_cost
 from titan_async.planning.step_time import seconds_by_receives, stage_costs, step_time, timing_of
-from titan_async.recipes.debug import debug
 
 EACH = 0.01
 """Seconds of the forward of a part of 1 TFLOP, and of each half of its backward."""
 IDLE_NETWORK = dataclasses.replace(ROUND, link_bandwidth=1e30, network_bandwidth=1e30)
-
-
-@pytest.fixture(scope="module")
-def config():
-    made = debug()
-    training = dataclasses.replace(made.training, mixed_precision_param="bfloat16")
-    muon = dataclasses.replace(made.optimizer.muon, compute_dtype="bfloat16")
-    optimizer = dataclasses.replace(made.optimizer, muon=muon)
-    return dataclasses.replace(made, training=training, optimizer=optimizer)
 
 
 def time_of(config, layout, parts, cluster=IDLE_NETWORK):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.planning import FREE, ROUND, config_of, light, make_parts
+from tests.support.planning import FREE, ROUND, config_of, heavy, light, make_parts
 from titan_async.config.recipe_file import resolve
 from titan_async.errors import UserError
 from titan_async.planning.config_variants import (
@@ -22,13 +22,6 @@ from titan_async.planning.plan import Planner
 from titan_async.planning.report import _suggestion
 from titan_async.planning.step_time import step_time
 from titan_async.planning.suggest import LEAST_GAIN, Searcher
-
-
-def heavy(config):
-    """Six layers of 67 M weights each, which are expensive to gather and cheap to orthogonalize."""
-    tflops = config.parallelism.pipeline_parallel_microbatch_size / 2
-    return make_parts(6, tflops=tflops, shape=(65_536, 1024))
-
 
 SPREAD = (
     *("debug_moe_cpu.toml", "--parallelism.data_parallel_shard_degree", "2"),

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tests.support.planning import FREE, ROUND, config_of, light, make_parts
+from tests.support.planning import FREE, HEAVY, ROUND, config_of, heavy, light, make_parts
 from titan_async.errors import UserError
 from titan_async.planning.config_variants import world_size_of
 from titan_async.planning.layout import layout_of
@@ -15,13 +15,6 @@ from titan_async.planning.verdict import verdict_of
 
 EACH = 0.02
 """Seconds of 1 TFLOP in float32."""
-
-SHAPE = (65_536, 1024)
-
-
-def heavy(config):
-    """Six layers of 67 M weights each."""
-    return make_parts(6, tflops=config.parallelism.pipeline_parallel_microbatch_size / 2, shape=SHAPE)
 
 
 def evenly(config):
@@ -136,7 +129,7 @@ def test_verdict_of_one_stage_includes_async2bw():
 def test_second_version_is_that_of_a_stage():
     """Three layers and the embedding, in float32; the last stage has none."""
     verdict = judge(config_of(2, 1, sequences=4), parts_of=heavy, fits=under("1F1B"))
-    assert verdict.second_version == 4 * (3 * SHAPE[0] * SHAPE[1] + 64 * 64)
+    assert verdict.second_version == 4 * (3 * HEAVY[0] * HEAVY[1] + 64 * 64)
     assert "up to 0.8 GB per rank for a second weight version" in verdict.sentence
 
 
