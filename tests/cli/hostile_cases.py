@@ -312,13 +312,13 @@ FLAGS = [
     Case(
         "plan-calibration-pipe",
         "plan RECIPE --calibration x.json",
-        ["x.json", "pipe or a device", "calibrate anew"],
+        ["x.json", "pipe or a device", "repeat titan-async calibrate"],
         fifo("x.json"),
     ),
     Case(
         "plan-calibration-escape-code",
         "plan RECIPE --calibration x.json",
-        ["x.json", "\\x1b[31m", "calibrate anew"],
+        ["x.json", "\\x1b[31m", "repeat titan-async calibrate"],
         written("x.json", '{"format": "titan-async calibration", "version": "\\u001b[31m"}'),
     ),
     Case("calibrate-word", "calibrate h100.json", ["takes only options, not h100.json", "--help"]),

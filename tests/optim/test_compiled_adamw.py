@@ -21,7 +21,7 @@ from titan_async.optim import ErrorFeedback, compiled_adamw
 @pytest.mark.parametrize("backend", ["traced", pytest.param("compiled", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("gradient", [noisy_gradient, gaps])
 def test_compiled_updates_follow_the_formulas(monkeypatch, gradient, backend):
-    """With one graph for all rates, strengths, shapes and numbers of elements."""
+    """One graph serves all learning rates, strengths and shapes."""
     graphs = []
 
     def as_traced(graph, inputs):
@@ -40,8 +40,8 @@ def test_compiled_updates_follow_the_formulas(monkeypatch, gradient, backend):
         params = [torch.nn.Parameter(x.clone()) for x in start]
         inner = OPTIMIZERS["adamw_fused"][0](params)
         optimizer = ErrorFeedback(inner, strength=strength, compile=True)
-        rates_of_inner = []  # of steps that are not compiled
-        inner.register_step_pre_hook(lambda o, *_, to=rates_of_inner: to.append(o.param_groups[0]["lr"]))
+        eager_rates = []  # of steps that are not compiled
+        inner.register_step_pre_hook(lambda o, *_, to=eager_rates: to.append(o.param_groups[0]["lr"]))
         expected = reference(propose_adamw, "update", strength, start, gradient, rates)
         for batch, weights in enumerate(expected):
             give_gradients(params, batch, gradient)
@@ -49,7 +49,7 @@ def test_compiled_updates_follow_the_formulas(monkeypatch, gradient, backend):
             optimizer.step()
             for param, weight in zip(params, weights, strict=True):
                 torch.testing.assert_close(param.detach(), weight, rtol=1e-12, atol=1e-12)
-        assert rates_of_inner == [rates[i] for i in ((0, 1, 5) if gradient is gaps else (0,))]
+        assert eager_rates == [rates[i] for i in ((0, 1, 5) if gradient is gaps else (0,))]
         assert inner.state[params[0]]["step"] == len(rates)
     assert len(graphs) == (backend == "traced")
 
@@ -106,7 +106,7 @@ def test_updates_that_cannot_be_compiled(monkeypatch, dtype, options, strength):
     assert not passes
 
 
-def test_a_missing_compiler_raises_before_anything_changes(monkeypatch):
+def test_missing_compiler_raises_without_changes(monkeypatch):
     def fails(*_):
         raise RuntimeError("no compiler")
 

@@ -1,4 +1,4 @@
-"""`DelayedGradients` against loops of the recurrence that know nothing of it, bit by bit."""
+"""`DelayedGradients` against independent loops of the recurrence, bitwise."""
 
 import copy
 import inspect
@@ -44,7 +44,7 @@ def test_follows_the_recurrence(name, delay, max_norm):
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_delay_0_is_bitwise_the_plain_loop(name):
+def test_delay_0_is_bitwise_equal_to_the_plain_loop(name):
     plain, module = model(), model()
     optimizer = OPTIMIZERS[name](plain)
     inputs, targets = build_data(BATCHES, MICROBATCHES)
@@ -59,15 +59,15 @@ def test_delay_0_is_bitwise_the_plain_loop(name):
 
 
 def test_agrees_with_the_oracle_of_the_schedule():
-    """The oracle of `ScheduleAsync2BW`, which sums gradients in another order."""
+    """The oracle of `ScheduleAsync2BW` sums gradients in another order."""
     module = model()
     train(module, DelayedGradients(module, 1), PLAIN["adamw"](module), range(BATCHES))
     weights, _ = run_recurrence(DEPTH, MICROBATCHES, BATCHES, PLAIN["adamw"])
     assert difference(module, weights) < 1e-12
 
 
-def test_a_scalar_quadratic_follows_its_recurrence():
-    """w[b+1] = w[b] - lr a w[max(b-k, 0)], in Python's floats."""
+def test_scalar_quadratic_follows_its_recurrence():
+    """w[b+1] = w[b] - lr a w[max(b-k, 0)], in Python floats."""
     for delay in range(4):
         weight = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
         holder = nn.ParameterList([weight])
@@ -84,7 +84,7 @@ def test_a_scalar_quadratic_follows_its_recurrence():
 
 @pytest.mark.parametrize("name", ["sgd", "muon", "adamw with feedback"])
 def test_one_delay_per_parameter(name):
-    """PipeDream's delays, and delays of no pipeline."""
+    """PipeDream's delays, and delays that no pipeline has."""
     module = model()
     by_depth = pipedream_delays(list(module))
     mixed = {param: i % 4 for i, param in enumerate(module.parameters())}
@@ -104,8 +104,8 @@ def test_one_delay_per_parameter(name):
 def test_pipedream_delays_fall_to_zero_at_the_last_stage():
     module = model(3)
     delays = pipedream_delays([module[0], list(module[1].parameters()), module[2]])
-    for depth, wanted in enumerate((2, 1, 0)):
-        assert {delays[param] for param in module[depth].parameters()} == {wanted}
+    for depth, expected in enumerate((2, 1, 0)):
+        assert {delays[param] for param in module[depth].parameters()} == {expected}
     assert len(delays) == len(list(module.parameters()))
     with pytest.raises(ValueError, match=r"shape \[8\] is in the stages 0 and 2"):
         pipedream_delays([[module[0].scale], [], [module[0].scale]])
@@ -121,7 +121,7 @@ def mixed_versions(module, delayed, optimizer, batches):
         with delayed.batch():
             loss = sum(loss_fn(module(x), y) for x, y in zip(inputs[b], targets[b], strict=True))
             for param, value in zip(module.parameters(), newest, strict=True):
-                param.data = value  # which autograd does not notice
+                param.data = value  # autograd does not detect this
             (loss / MICROBATCHES).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -144,7 +144,7 @@ def test_recomputation_reads_the_weights_of_its_forward(recompute):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
-def test_a_compiled_model_is_not_compiled_again(backend):
+def test_compiled_model_is_not_recompiled(backend):
     torch._dynamo.reset()
     module = model(2)
     compiled = torch.compile(module, backend=backend)
@@ -161,7 +161,7 @@ def test_a_compiled_model_is_not_compiled_again(backend):
 
 
 def test_buffers_are_not_delayed():
-    """The statistics of batch normalization are those of all batches so far."""
+    """The statistics of batch normalization include all batches so far."""
 
     def build():
         torch.manual_seed(0)
@@ -192,7 +192,7 @@ def test_weights_are_old_inside_a_batch_and_newest_between_batches():
     module = model()
     delayed, optimizer = DelayedGradients(module, 2), PLAIN["sgd"](module)
     inputs, targets = build_data(BATCHES, MICROBATCHES)
-    places = [param.data_ptr() for param in module.parameters()]
+    addresses = [param.data_ptr() for param in module.parameters()]
     history = []
     for b in range(BATCHES):
         history.append(copy.deepcopy(module.state_dict()))
@@ -205,7 +205,7 @@ def test_weights_are_old_inside_a_batch_and_newest_between_batches():
         optimizer.step()
         optimizer.zero_grad()
         assert difference(module, history[b]) > 0
-    assert [param.data_ptr() for param in module.parameters()] == places
+    assert [param.data_ptr() for param in module.parameters()] == addresses
 
 
 def test_tied_and_frozen_weights():
@@ -238,11 +238,11 @@ def test_tied_and_frozen_weights():
     assert list(delayed.state_dict()["weights"]) == list(delayed.delays)
 
 
-def test_the_example_of_the_docstring_learns():
+def test_docstring_example_learns():
     _, _, block = inspect.getdoc(DelayedGradients).partition("delay:\n\n")
     lines = block.splitlines()
     end = next(i for i, line in enumerate(lines) if line and not line.startswith("    "))
-    space = {}
-    exec(textwrap.dedent("\n".join(lines[:end])), space)
-    assert space["delayed"].delays == {"weight": 1, "bias": 1}
-    assert space["loss"].item() < 0.05  # without having learned, about 8
+    namespace = {}
+    exec(textwrap.dedent("\n".join(lines[:end])), namespace)
+    assert namespace["delayed"].delays == {"weight": 1, "bias": 1}
+    assert namespace["loss"].item() < 0.05  # about 8 before training

@@ -1,4 +1,4 @@
-"""`DelayedGradients` on one process against `ScheduleAsync2BW` over real ones, and under `fully_shard`."""
+"""`DelayedGradients` in one process against `ScheduleAsync2BW` on several, and under `fully_shard`."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ TOLERANCE = 1e-12
 
 
 def simulate(num_stages, n_microbatches, name, delay=1):
-    """Weights and losses of one process that trains all stages as one model."""
+    """Train all stages as one model in one process; returns weights and losses."""
     module = nn.Sequential(*build_blocks(num_stages))
     if delay == "pipedream":
         delay = pipedream_delays(list(module))
@@ -40,7 +40,7 @@ def simulate(num_stages, n_microbatches, name, delay=1):
 
 
 def pipeline(rank, group, n_microbatches, name):
-    """Weights of this rank's stage and the losses, trained by the schedule."""
+    """Train this rank's stage by the schedule; returns its weights and the losses."""
     module = nn.Sequential()
     module.add_module(str(rank), build_blocks(group.size())[rank])
     stage = PipelineStage(module, rank, group.size(), torch.device("cpu"), group=group)
@@ -62,7 +62,7 @@ def pipeline(rank, group, n_microbatches, name):
 
 
 def difference(results, expected):
-    """The largest difference of a weight of any stage, and of a loss of the last stage."""
+    """The largest difference of any weight of the stages, or loss of the last stage."""
     weights = {name: value for stage, _ in results for name, value in stage.items()}
     assert set(weights) == set(expected[0])
     worst = [float((value - expected[0][name]).abs().max()) for name, value in weights.items()]
@@ -78,7 +78,7 @@ def pool(pools: Pools) -> WorkerPool:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_delay_one_is_the_schedule(pool, name, num_stages):
+def test_delay_one_equals_the_schedule(pool, name, num_stages):
     results = pool.run(num_stages, pipeline, num_stages + 1, name)
     assert difference(results, simulate(num_stages, num_stages + 1, name)) < TOLERANCE
     wrong = [0, 2] if num_stages < 3 else [0, 2, "pipedream"]
@@ -87,7 +87,7 @@ def test_delay_one_is_the_schedule(pool, name, num_stages):
 
 
 def train_sharded(rank, group, sharded):
-    """Three batches of delay, on shards or whole; the whole weights after each."""
+    """Train with or without `fully_shard`; returns the full weights after each batch."""
     module = nn.Sequential(*build_blocks(3))
     if sharded:
         mesh = init_device_mesh("cpu", (group.size(),))
@@ -106,15 +106,15 @@ def train_sharded(rank, group, sharded):
         assert all(isinstance(p, DTensor) == sharded for p in module.parameters())
         optimizer.step()
         optimizer.zero_grad()
-        whole = [p.full_tensor() if sharded else p for p in module.parameters()]
-        trajectory.append(torch.cat([p.detach().flatten() for p in whole]))
+        full = [p.full_tensor() if sharded else p for p in module.parameters()]
+        trajectory.append(torch.cat([p.detach().flatten() for p in full]))
     versions = delayed.state_dict()["weights"]["0.up.weight"]
     assert [isinstance(version, DTensor) for version in versions] == [sharded] * 2
     return torch.stack(trajectory)
 
 
-def test_the_delay_of_shards_equals_that_of_whole_parameters(pool):
-    """All ranks have the same batch, so that the mean over ranks is the gradient of one process."""
+def test_sharded_parameters_equal_unsharded_ones(pool):
+    """All ranks have the same batch, so the mean over ranks equals the gradient of one process."""
     expected = train_sharded(0, None, False)
     for trajectory in pool.run(2, train_sharded, True):
         assert float((trajectory - expected).abs().max()) < TOLERANCE

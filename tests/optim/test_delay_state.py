@@ -1,4 +1,4 @@
-"""Saving, failing and misusing `DelayedGradients`."""
+"""State, failures and invalid uses of `DelayedGradients`."""
 
 import copy
 import io
@@ -39,7 +39,7 @@ def test_resuming_is_bitwise_exact(name, delay, saved_after):
     saved = torch.load(file, weights_only=True)
     resumed = model()
     again, other = DelayedGradients(resumed, delay), OPTIMIZERS[name](resumed)
-    # What was there before must leave no trace.
+    # Earlier state must have no effect.
     train(resumed, again, other, range(6, 8))
     other = OPTIMIZERS[name](resumed)
     for each, state in zip((resumed, other, again), saved, strict=True):
@@ -83,7 +83,7 @@ def test_keeps_as_many_copies_as_the_delay():
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 2, 3, 5])
-def test_a_batch_that_raises_is_not_counted(fails_at):
+def test_batch_that_raises_is_not_counted(fails_at):
     module = model()
     delayed, optimizer = DelayedGradients(module, 2), PLAIN["adamw"](module)
     train(module, delayed, optimizer, range(fails_at))
@@ -97,7 +97,7 @@ def test_a_batch_that_raises_is_not_counted(fails_at):
 
 
 @pytest.mark.parametrize("batches", [0, 1, 3])
-def test_a_backward_after_the_batch_raises(batches):
+def test_backward_after_the_batch_raises(batches):
     module = model()
     delayed, optimizer = DelayedGradients(module, 1), PLAIN["sgd"](module)
     train(module, delayed, optimizer, range(batches))
@@ -110,7 +110,7 @@ def test_a_backward_after_the_batch_raises(batches):
 
 @pytest.mark.parametrize("name", ["sgd", "fused_adamw", "muon with feedback"])
 @pytest.mark.parametrize("delay", [0, 2])
-def test_a_step_inside_a_batch_raises_and_the_newest_weights_are_restored(name, delay):
+def test_step_inside_a_batch_raises_and_restores_the_newest_weights(name, delay):
     module, other = model(), model()
     delayed, optimizer = DelayedGradients(module, delay), OPTIMIZERS[name](module)
     train(module, delayed, optimizer, range(3))
@@ -131,14 +131,16 @@ def test_calls_inside_a_batch_raise():
     delayed = DelayedGradients(module)
     with delayed.batch():
         for call in (delayed.batch().__enter__, delayed.state_dict, lambda: delayed.load_state_dict({})):
-            with pytest.raises(RuntimeError, match=r"old weights inside batch\(\): leave it first"):
+            with pytest.raises(
+                RuntimeError, match=r"old weights inside batch\(\): exit the with block first"
+            ):
                 call()
     with delayed.batch():
         pass
 
 
 @pytest.mark.parametrize("delay", [-1, 1.0, True, None, "1"])
-def test_an_invalid_delay_raises(delay):
+def test_invalid_delay_raises(delay):
     with pytest.raises(ValueError, match="must be an integer, 0 or more"):
         DelayedGradients(model(), delay)
     module = model()
@@ -146,13 +148,13 @@ def test_an_invalid_delay_raises(delay):
         DelayedGradients(module, dict.fromkeys(module.parameters(), delay))
 
 
-def test_delays_must_be_of_all_parameters_of_the_model_and_no_others():
+def test_delays_must_match_the_parameters_of_the_model():
     module, other = model(), model(1)
     delays = pipedream_delays(list(module))
-    with pytest.raises(ValueError, match=r"shape \[8\], which is not one of the model's|one of the model's"):
+    with pytest.raises(ValueError, match=r"shape \[\d+(, \d+)?\], which is not in the model"):
         DelayedGradients(module, delays | pipedream_delays([other]))
     del delays[module[1].up.bias]
-    with pytest.raises(ValueError, match=r"no delay for parameter '1.up.bias' of shape \[16\].*0 for none"):
+    with pytest.raises(ValueError, match=r"no delay is given for parameter '1.up.bias' of shape \[16\]"):
         DelayedGradients(module, delays)
     module[1].up.bias.requires_grad_(False)
     assert "1.up.bias" not in DelayedGradients(module, delays).delays
@@ -186,7 +188,7 @@ def test_changed_parameters_raise(change):
         pass
 
 
-def test_state_that_does_not_fit_raises_before_anything_changes():
+def test_state_that_does_not_match_raises_without_changes():
     module = model()
     delayed = DelayedGradients(module, 2)
     train(module, delayed, PLAIN["sgd"](module), range(4))

@@ -1,4 +1,4 @@
-"""Error feedback, around optimizers and in Muon, against its formulas in float64."""
+"""Error feedback around optimizers and in Muon, against its formulas in float64."""
 
 import copy
 import warnings
@@ -30,7 +30,7 @@ from titan_async.planning.storage_tracker import StorageTracker
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", [*OPTIMIZERS, IN_MUON])
 def test_follows_the_formulas(name, level, strength, gradient):
-    """Seven updates with changing learning rates, the first of which is 0 as in a warm-up."""
+    """Seven updates with changing learning rates; the first one is 0, as in a warm-up."""
     factors = [0.0, 0.5, 0.0 if gradient is zero_in_batch_2 else 1.0, 0.7, 1.3, 0.2, 0.1, 0.4]
     params = parameters()
     optimizer = with_feedback(name, params, level, strength)
@@ -48,7 +48,7 @@ def test_follows_the_formulas(name, level, strength, gradient):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_strength_zero_is_bitwise_the_wrapped_optimizer(name, level, dtype):
+def test_strength_zero_is_bitwise_equal_to_the_wrapped_optimizer(name, level, dtype):
     build, _ = OPTIMIZERS[name]
     params, plain_params = parameters(dtype), parameters(dtype)
     optimizer, plain = ErrorFeedback(build(params), strength=0.0, level=level), build(plain_params)
@@ -64,8 +64,8 @@ def test_strength_zero_is_bitwise_the_wrapped_optimizer(name, level, dtype):
 @pytest.mark.parametrize("paused", [(0, 1, 2), (2, 3), (6,)], ids=str)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", ["momentum", "adamw_fused", "muon", IN_MUON])
-def test_a_pause_clears_the_history(name, level, paused):
-    """Also in the state, which another optimizer loads."""
+def test_pause_clears_the_history(name, level, paused):
+    """Also in the saved state."""
     params = parameters()
     optimizer = with_feedback(name, params, level)
     expected = reference(proposal(name), level, 1.0, start_weights(), noisy_gradient, [0.1] * 7, paused)
@@ -84,8 +84,8 @@ def test_a_pause_clears_the_history(name, level, paused):
 
 
 @pytest.mark.parametrize("name", ["sgd", IN_MUON])
-def test_a_pause_clears_a_loaded_history(name):
-    """Even if all its steps are skipped. Copies are paused too."""
+def test_pause_clears_a_loaded_history(name):
+    """Even if all its steps are skipped. Copies are also paused."""
     params = parameters()
     optimizer = with_feedback(name, params)
     give_gradients(params, 0)
@@ -102,7 +102,7 @@ def test_a_pause_clears_a_loaded_history(name):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", ["sgd", IN_MUON])
 def test_strength_may_change_between_steps(name, level):
-    """Also from 0: the history is kept whether or not it is used."""
+    """Also from 0: the history is kept even if it is not used."""
     strengths = [0.5, 0.0, 0.0, 1.0, 0.25]
     params = parameters()
     optimizer = with_feedback(name, params, level)
@@ -188,7 +188,7 @@ def test_gradients_are_restored_if_the_wrapped_optimizer_fails(monkeypatch, leve
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_history_of_low_precision_is_float32(level):
-    """So that displacements are exact also if a weight changes its order of magnitude."""
+    """Displacements are then exact even if a weight's order of magnitude changes."""
     params = parameters(torch.bfloat16)
     optimizer = ErrorFeedback(torch.optim.SGD(params, 0.1), level=level)
     for batch in range(2):
@@ -222,7 +222,7 @@ def test_groups_and_defaults_are_those_of_the_wrapped_optimizer():
     assert second.grad is None
 
 
-def test_the_first_update_of_a_group_added_later_is_uncorrected():
+def test_first_update_of_an_added_group_is_uncorrected():
     first, second = parameters()
     optimizer = ErrorFeedback(torch.optim.SGD([first], 0.1))
     give_gradients([first], 0)
@@ -320,7 +320,7 @@ def test_sparse_gradients_need_level_update():
         optimizer.step()
 
 
-def test_a_step_without_any_gradient():
+def test_step_without_gradients():
     for level in LEVELS:
         params = parameters()
         optimizer = ErrorFeedback(torch.optim.SGD(params, 0.1), level=level)

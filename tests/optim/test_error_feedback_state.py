@@ -1,4 +1,4 @@
-"""Saving and loading error feedback: torch's state dicts, distributed checkpoints, torchtitan's functions."""
+"""State of error feedback: torch's state dicts, distributed checkpoints, torchtitan's functions."""
 
 import copy
 
@@ -71,7 +71,7 @@ def test_resuming_is_bitwise_exact(name, level, dtype, saved_after):
 
     resumed_layers = model(dtype)
     resumed = wrapped(resumed_layers, name, level)
-    # Replaced by what is loaded.
+    # Loading replaces this state.
     train(resumed_layers, resumed, range(20, 22))
     resumed_layers.load_state_dict(saved_weights)
     resumed.load_state_dict(saved)
@@ -79,7 +79,7 @@ def test_resuming_is_bitwise_exact(name, level, dtype, saved_after):
     assert_equal_weights(layers, resumed_layers)
 
 
-def test_float32_history_of_bfloat16_parameters_keeps_its_bits():
+def test_float32_history_of_bfloat16_parameters_is_loaded_exactly():
     """torch.optim.Optimizer.load_state_dict casts every floating-point state to the parameter's dtype."""
     layers = model(torch.bfloat16)
     optimizer = wrapped(layers, "sgd", "update")
@@ -128,7 +128,7 @@ def test_state_is_complete_without_every_gradient(level):
 
 
 def test_state_of_the_plain_optimizer_loads_with_an_empty_history():
-    """So that a synchronous run can be continued with a delay and error feedback."""
+    """A synchronous run can be continued with a delay and error feedback."""
     layers = model()
     plain = BUILD["adamw"](layers.named_parameters())
     train(layers, plain, range(2))
@@ -155,7 +155,7 @@ def test_history_of_the_other_level_is_not_loaded():
     assert set(other.optimizer.state[next(other_layers.parameters())]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
-def test_history_of_another_shape_raises_before_anything_changes():
+def test_history_of_another_shape_raises_without_changes():
     layers = model()
     optimizer = wrapped(layers, "adamw", "update")
     train(layers, optimizer, range(1))
@@ -216,7 +216,7 @@ def test_distributed_checkpoint_functions_of_torch(name, level):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_first_step_of_a_warm_up_is_an_update(level):
-    """Its learning rate is 0, but not its gradients: the history is a displacement of 0."""
+    """Its learning rate is 0, but its gradients are not: the history is a displacement of 0."""
     layers = model()
     optimizer = wrapped(layers, "sgd", level)
     optimizer.param_groups[0]["lr"] = 0.0

@@ -1,11 +1,11 @@
-"""Steps that are conditional on the device: skipped ones keep every bit, without a synchronization."""
+"""Steps that are conditional on the device: skipped ones keep all bits, without synchronization."""
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.support.feedback_formulas import DECAY, propose_adamw
+from tests.support.feedback_formulas import DECAY, propose_adamw, propose_lion
 from tests.support.host_waits import HostWaits
 from tests.support.muon_rule import muon_displacement
 from tests.support.processes import Pools, WorkerPool
@@ -26,7 +26,7 @@ def lion(params):
 
 
 OPTIMIZERS = {
-    "adamw": adamw,  # the example: torch's own
+    "adamw": adamw,  # torch's own, as the reference for the protocol
     "adamw in feedback": lambda params: ErrorFeedback(adamw(params)),
     "adamw in one pass with feedback": lambda params: ErrorFeedback(adamw(params), compile=True),
     "adamw in feedback of gradients": lambda params: ErrorFeedback(adamw(params), level="gradient"),
@@ -58,7 +58,7 @@ def values(shape, *seed):
 def parameters(dtype=torch.float64):
     params = [torch.nn.Parameter(values(shape, 9, i).to(dtype)) for i, shape in enumerate(SHAPES)]
     with torch.no_grad():
-        params[0][0, :2] = torch.tensor([0.0, -0.0])  # which a multiplication by 0 would not preserve
+        params[0][0, :2] = torch.tensor([0.0, -0.0])  # a multiplication by 0 would not preserve these
     return params
 
 
@@ -67,12 +67,6 @@ def give_gradients(params, batch, bad=None):
         param.grad = values(param.shape, batch, i).to(param.dtype)
         if bad is not None:
             param.grad.view(-1)[::3] = bad
-
-
-def propose_lion(x, g, lr, memory):
-    m = memory.get("m", torch.zeros_like(x))
-    memory["m"] = 0.99 * m + 0.01 * g
-    return -lr * DECAY * x - lr * (0.9 * m + 0.1 * g).sign()
 
 
 def propose_muon(x, g, lr, memory):
@@ -93,7 +87,7 @@ def propose_muon(x, g, lr, memory):
         ("muon in feedback", propose_muon, 1.0),
     ],
 )
-def test_a_run_with_skipped_steps_is_the_run_without_their_batches(name, propose, strength):
+def test_run_with_skipped_steps_equals_a_run_without_their_batches(name, propose, strength):
     params = parameters()
     optimizer = OPTIMIZERS[name](params)
     found_inf = torch.zeros(())
@@ -132,7 +126,7 @@ def bits(params, optimizer):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_skipped_step_changes_no_bit_and_others_are_ordinary_steps(name, dtype):
+def test_skipped_steps_keep_all_bits_and_others_are_ordinary_steps(name, dtype):
     params, twins = parameters(dtype), parameters(dtype)
     optimizer, twin = OPTIMIZERS[name](params), OPTIMIZERS[name](twins)
     found_inf = torch.zeros(())
@@ -155,8 +149,8 @@ def test_a_skipped_step_changes_no_bit_and_others_are_ordinary_steps(name, dtype
 
 
 @pytest.mark.parametrize("name", ["muon with feedback", "muon in feedback", "adamw in feedback"])
-def test_a_skipped_step_neither_starts_nor_clears_a_history(name):
-    """Although its flag is on the host."""
+def test_skipped_step_neither_starts_nor_clears_a_history(name):
+    """Although the history's flag is on the host."""
     params = parameters()
     optimizer = OPTIMIZERS[name](params)
     found_inf = torch.ones(())
@@ -179,7 +173,7 @@ def test_a_skipped_step_neither_starts_nor_clears_a_history(name):
 def test_supported_optimizers():
     params = parameters()
     flag = torch.zeros(())
-    for build, honoured in (
+    for build, supported in (
         (torch.optim.AdamW, False),
         (torch.optim.Adamax, False),
         (lambda ps: torch.optim.Adam(ps, fused=True), True),
@@ -188,9 +182,9 @@ def test_supported_optimizers():
         (Lion, True),
     ):
         for optimizer in (build(params), ErrorFeedback(build(params))):
-            assert set_found_inf(optimizer, flag) == honoured
-            assert (getattr(optimizer, "found_inf", None) is flag) == honoured
-            assert set_found_inf(optimizer, None) == honoured
+            assert set_found_inf(optimizer, flag) == supported
+            assert (getattr(optimizer, "found_inf", None) is flag) == supported
+            assert set_found_inf(optimizer, None) == supported
             assert getattr(optimizer, "found_inf", None) is None
 
 
@@ -204,8 +198,8 @@ def test_sgd_with_momentum_is_supported_after_its_first_step():
     assert set_found_inf(sgd, torch.ones(()))
 
 
-def on_meta(optimizer, params):
-    """Move everything but the flags of error feedback to the meta device; returns those flags."""
+def move_to_meta(optimizer, params):
+    """Move parameters and state to the meta device, except error feedback's flags; returns these."""
     flags = []
     for param in params:
         for key, value in optimizer.state[param].items():
@@ -232,13 +226,13 @@ def test_no_synchronization_with_the_device(name, paused):
     optimizer.step()
     optimizer.zero_grad()
     give_gradients(params, 1)
-    flags = on_meta(optimizer, params)
+    flags = move_to_meta(optimizer, params)
     set_found_inf(optimizer, torch.zeros((), device="meta"))
     with HostWaits(*flags) as host:
         for _ in range(2):
             optimizer.step()
     assert not host.waits
-    if "muon" in name:  # which checks its gradients otherwise
+    if "muon" in name:  # without found_inf Muon checks its gradients
         set_found_inf(optimizer, None)
         with pytest.raises((RuntimeError, NotImplementedError)):
             optimizer.step()
@@ -279,15 +273,15 @@ def pool(pools: Pools) -> WorkerPool:
 
 
 def train_sharded(rank, group, feedback):
-    """Weights of a run without the skipped batches and of one with them, and the waits of the last step."""
+    """Weights of runs without and with the skipped batches, and host waits of the last step."""
     runs = []
     for conditional in (False, True):
         mesh = meshes["all"]
-        places = [[Shard(0)], [Shard(0)], [Shard(1)], [Replicate()]]
+        placements = [[Shard(0)], [Shard(0)], [Shard(1)], [Replicate()]]
         shapes = [(6, 4), (3, 5), (2, 4, 4), (4, 4)]
         params = [
-            torch.nn.Parameter(distribute_tensor(values(shape, 5, i), mesh, place, src_data_rank=None))
-            for i, (shape, place) in enumerate(zip(shapes, places, strict=True))
+            torch.nn.Parameter(distribute_tensor(values(shape, 5, i), mesh, each, src_data_rank=None))
+            for i, (shape, each) in enumerate(zip(shapes, placements, strict=True))
         ]
         optimizer = Muon(params, **MUON, error_feedback=feedback)
         found_inf = torch.zeros(())
@@ -297,10 +291,10 @@ def train_sharded(rank, group, feedback):
             skipped = batch in (1, 3)
             if skipped and not conditional:
                 continue
-            for i, (param, place) in enumerate(zip(params, places, strict=True)):
+            for i, (param, each) in enumerate(zip(params, placements, strict=True)):
                 grad = values(param.shape, batch, i)
-                param.grad = distribute_tensor(grad, mesh, place, src_data_rank=None)
-                if skipped and rank:  # found by one rank, known to all
+                param.grad = distribute_tensor(grad, mesh, each, src_data_rank=None)
+                if skipped and rank:  # on one rank; found_inf is set on all
                     local_part(param.grad).fill_(torch.nan)
             found_inf.fill_(skipped)
             flags = [
@@ -313,7 +307,7 @@ def train_sharded(rank, group, feedback):
 
 
 @pytest.mark.parametrize("feedback", [0.0, 1.0])
-def test_sharded_matrices_need_no_agreement_among_ranks(pool, feedback):
+def test_ranks_do_not_communicate_to_agree(pool, feedback):
     for (plain, conditional), waits, collectives in pool.run(2, train_sharded, feedback):
         assert plain == conditional
         assert not waits

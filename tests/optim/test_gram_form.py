@@ -1,4 +1,4 @@
-"""The two forms of the iteration, symmetric products, and stacks."""
+"""The standard and the Gram form of the iteration, symmetric products, and stacks."""
 
 import sys
 import types
@@ -54,7 +54,7 @@ def error(result: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", ["standard", "polar_express"])
 @pytest.mark.parametrize("steps", [1, 2, 5, 9])
 @pytest.mark.parametrize("shape", [(16, 16), (12, 50), (50, 12), (1, 7), (7, 1)])
-def test_every_form_applies_the_polynomials_to_the_singular_values(shape, steps, name, form):
+def test_forms_apply_the_polynomials_to_the_singular_values(shape, steps, name, form):
     torch.manual_seed(1)
     matrix = torch.randn(shape, dtype=torch.float64)
     triples = resolve_coefficients(name, steps)
@@ -77,7 +77,7 @@ def test_large_matrices_with_blocked_symmetric_products(shape, form):
 @pytest.mark.parametrize("spectrum", spectra(48))
 @pytest.mark.parametrize("name", ["standard", "polar_express"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_gram_form_rounds_like_the_standard_one(dtype, name, spectrum):
+def test_gram_form_has_rounding_errors_like_the_standard_form(dtype, name, spectrum):
     matrix = with_spectrum(48, 160, spectra(48)[spectrum]).to(dtype)
     triples = resolve_coefficients(name, 5)
     expected = by_singular_values(matrix, triples)
@@ -88,8 +88,8 @@ def test_the_gram_form_rounds_like_the_standard_one(dtype, name, spectrum):
     assert gram <= max(10 * standard, 20 * torch.finfo(dtype).eps)
 
 
-def test_without_restarts_rounding_errors_grow(monkeypatch):
-    """The reason for restarts; it shows that the test above can fail."""
+def test_rounding_errors_grow_without_restarts(monkeypatch):
+    """The reason for restarts, and a check that the test above can fail."""
     matrix = with_spectrum(256, 512, spectra(256)["1/k2"]).bfloat16()
     triples = resolve_coefficients("polar_express", 5)
     expected = by_singular_values(matrix, triples)
@@ -106,8 +106,8 @@ def test_restart_intervals_keep_the_iterations_in_order():
     ]:
         triples = resolve_coefficients(name, steps)
         found = restart_intervals(triples)
-        assert [len(stretch) for stretch in found] == lengths
-        assert tuple(triple for stretch in found for triple in stretch) == triples
+        assert [len(interval) for interval in found] == lengths
+        assert tuple(triple for interval in found for triple in interval) == triples
 
 
 def flops(matrix: torch.Tensor, form: str) -> int:
@@ -119,7 +119,7 @@ def flops(matrix: torch.Tensor, form: str) -> int:
 @pytest.mark.parametrize(
     ("shape", "cheaper"), [((64, 64), "standard"), ((64, 256), "gram"), ((512, 64), "gram")]
 )
-def test_auto_takes_the_form_of_fewer_operations(shape, cheaper):
+def test_auto_uses_the_form_with_fewer_operations(shape, cheaper):
     matrix = torch.randn(shape)
     counts = {form: flops(matrix, form) for form in ("standard", "gram", "auto")}
     assert counts["auto"] == counts[cheaper] == min(counts.values())
@@ -128,8 +128,8 @@ def test_auto_takes_the_form_of_fewer_operations(shape, cheaper):
         assert orthogonalization_cost(*shape, triples, form) == count
 
 
-def test_the_gram_form_halves_the_operations_of_wide_matrices():
-    """At four columns per row 60 m^3 operations with one restart, where the standard form takes 90 m^3."""
+def test_gram_form_needs_fewer_operations_for_wide_matrices():
+    """At four columns per row it takes 60 m^3 operations with one restart, the standard form 90 m^3."""
     matrix = torch.randn(32, 128)
     assert flops(matrix, "gram") == 60 * 32**3
     assert flops(matrix, "standard") == 90 * 32**3
@@ -150,7 +150,7 @@ def test_symmetric_products(size):
     torch.testing.assert_close(result, -0.5 * gram + 0.25 * gram @ gram, rtol=1e-11, atol=1e-11)
     if size >= 384:
         lower = symmetric_mm(x, x.mT)
-        # Not only up to rounding, outside of the panels' own squares.
+        # Exactly, outside the diagonal blocks.
         assert torch.equal(lower[size // 2 :, : size // 2], lower[: size // 2, size // 2 :].mT)
 
 
@@ -181,7 +181,7 @@ def test_kernels_are_used_only_where_supported(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [8, 400])
-def test_batched_matrices_equal_single_ones(size):
+def test_batched_matrices_equal_single_matrices(size):
     torch.manual_seed(4)
     matrices = [torch.randn(size, size + 3, dtype=torch.float64) * 10.0**k for k in (-6, 0, 6)]
     matrices.append(torch.randn(2, size, size + 3, dtype=torch.float64))

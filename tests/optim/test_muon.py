@@ -1,4 +1,4 @@
-"""Muon's update rule and options: against torch.optim.Muon, against formulas, and part by part."""
+"""Muon's update rule and options, against torch.optim.Muon, formulas, and separate parts."""
 
 import copy
 import math
@@ -81,14 +81,14 @@ def test_follows_the_formulas_in_float64(nesterov, adjust_lr, shape):
 )
 @pytest.mark.parametrize("shape", SHAPES)
 def test_experts_are_updated_like_matrices(adjust_lr, compute_dtype, tolerance, shape):
-    """A learning-rate scale from the first two dimensions, experts and rows, would fail."""
+    """Fails if the learning-rate scale uses the first two dimensions, experts and rows."""
     torch.manual_seed(2)
     stack = parameter(5, *shape, dtype=torch.float64)
     matrices = [torch.nn.Parameter(matrix.clone()) for matrix in stack.detach()]
     options = {"lr": 0.1, "adjust_lr": adjust_lr, "compute_dtype": compute_dtype}
     together, apart = Muon([stack], **options), Muon(matrices, **options)
     for _ in range(3):
-        # Gradients of different magnitudes, and one that is zero.
+        # Gradients of different magnitudes, and a zero gradient.
         stack.grad = torch.randn(5, *shape, dtype=torch.float64) * torch.tensor([1e-6, 1, 10, 0, 1]).view(
             5, 1, 1
         )
@@ -105,7 +105,7 @@ def test_experts_are_updated_like_matrices(adjust_lr, compute_dtype, tolerance, 
 @pytest.mark.parametrize("coefficients", ["standard", "polar_express"])
 @pytest.mark.parametrize("scale", [1e-12, 1e20])
 def test_singular_values_at_extreme_gradients(scale, coefficients, form, dtype):
-    """A spectrum from 0.3 to 1, which the exact iteration maps into [0.65, 1.17]."""
+    """The exact iteration maps a spectrum from 0.3 to 1 into [0.65, 1.17]."""
     spectrum = torch.linspace(0.3, 1, 32, dtype=torch.float64)
     exact = spectrum / spectrum.norm()
     triples = STANDARD if coefficients == "standard" else POLAR_EXPRESS_COEFFICIENTS[:5]
@@ -134,10 +134,10 @@ def test_singular_values_at_extreme_gradients(scale, coefficients, form, dtype):
 )
 @pytest.mark.parametrize("shape", [(256, 64), (64, 256), (128, 128), (3, 64, 128), (2, 200, 50)])
 def test_root_mean_square_of_updates(shape, coefficients, low, high):
-    """0.2 within 10 %, like AdamW's, for Gaussian gradients and their sums, with Polar Express.
+    """With Polar Express 0.2 within 10 %, like AdamW's, for Gaussian gradients and their sums.
 
     The exact polar factor gives 0.2 for any gradient of full rank. The standard coefficients give singular
-    values between 0.7 and 1.2, mostly below 1, so that the update is smaller by 5 to 18 %.
+    values between 0.7 and 1.2, mostly below 1, so the update is smaller by 5 to 18 %.
     """
     torch.manual_seed(0)
     param = torch.nn.Parameter(torch.zeros(shape))
@@ -151,7 +151,7 @@ def test_root_mean_square_of_updates(shape, coefficients, low, high):
 
 
 def fused_and_separate(dim, adjust_lr, input_dim=-1):
-    """Three updates of a fused weight, and of its four parts, concatenated."""
+    """A fused weight after three updates, and its four parts, updated separately and concatenated."""
     sizes, other = (8, 8, 2, 2), 6
     torch.manual_seed(0)
     shape = (20, other) if dim == -2 else (other, 20)
@@ -172,7 +172,7 @@ def fused_and_separate(dim, adjust_lr, input_dim=-1):
 @pytest.mark.parametrize("adjust_lr", ["original", "spectral", "match_rms_adamw"])
 @pytest.mark.parametrize("dim", [-2, -1])
 @pytest.mark.parametrize("input_dim", [-2, -1])
-def test_a_fused_weight_is_updated_like_its_parts(dim, adjust_lr, input_dim):
+def test_fused_weight_is_updated_like_its_parts(dim, adjust_lr, input_dim):
     fused, separate = fused_and_separate(dim, adjust_lr, input_dim)
     torch.testing.assert_close(fused, separate, rtol=0, atol=1e-12)
 
@@ -182,15 +182,15 @@ def test_a_fused_weight_is_updated_like_its_parts(dim, adjust_lr, input_dim):
 def test_input_dim(shape, adjust_lr):
     torch.manual_seed(0)
     usual = torch.nn.Parameter(torch.randn(shape, dtype=torch.float64))
-    turned = torch.nn.Parameter(usual.detach().mT.contiguous())
+    transposed = torch.nn.Parameter(usual.detach().mT.contiguous())
     options = {"adjust_lr": adjust_lr, "compute_dtype": "float64"}
-    optimizers = Muon([usual], 0.1, **options), Muon([turned], 0.1, input_dim=-2, **options)
+    optimizers = Muon([usual], 0.1, **options), Muon([transposed], 0.1, input_dim=-2, **options)
     for _ in range(3):
         usual.grad = torch.randn(shape, dtype=torch.float64)
-        turned.grad = usual.grad.mT.contiguous()
+        transposed.grad = usual.grad.mT.contiguous()
         for optimizer in optimizers:
             optimizer.step()
-    torch.testing.assert_close(usual.detach(), turned.detach().mT, rtol=0, atol=1e-12)
+    torch.testing.assert_close(usual.detach(), transposed.detach().mT, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
@@ -229,7 +229,7 @@ def test_schedulers(schedule, lr):
 @pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw", "spectral_unclamped"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_adjust_lr_fn(shape, adjust_lr_fn):
-    """As an argument, by position too, and in a group, which overrides the argument."""
+    """As a keyword or positional argument, and in a group, which overrides the argument."""
     torch.manual_seed(10)
     start, grad = torch.randn(shape), torch.randn(shape)
     theirs, *ours = (torch.nn.Parameter(start.clone()) for _ in range(4))
@@ -283,7 +283,6 @@ def test_adjust_lr_and_adjust_lr_fn_must_not_differ():
         ({"split_sizes": 5}, "split_sizes"),
         ({"lr": "fast"}, "lr must be a number"),
         ({"momentum": "0.9"}, "momentum must be a number"),
-        ({"split_sizes": (1, 2)}, "split_sizes.*add up to 3"),
         ({"split_dim": 0}, "split_dim"),
         ({"input_dim": 1}, "input_dim"),
     ],
@@ -334,9 +333,9 @@ def test_group_values_are_serializable():
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 def test_duplicate_parameters_raise(name, build):
     one, two = parameter(2, 3), parameter(4, 4)
-    with pytest.raises(ValueError, match=rf"{name} was given a parameter of shape \[2, 3\] twice"):
+    with pytest.raises(ValueError, match=rf"{name} got a parameter of shape \[2, 3\] twice"):
         build([one, two, one])
-    with pytest.raises(ValueError, match=rf"{name} was given parameter 'tied' of shape \[2, 3\] twice"):
+    with pytest.raises(ValueError, match=rf"{name} got parameter 'tied' of shape \[2, 3\] twice"):
         build([("first", one), ("tied", one)])
     optimizer = build(iter([one]))
     before = copy.deepcopy(optimizer.state_dict())
@@ -357,7 +356,7 @@ def test_duplicate_parameters_in_two_groups_raise():
             build([param, param])
 
 
-def test_invalid_parameters_raise_and_change_nothing():
+def test_invalid_parameters_raise_without_changes():
     [fine] = parameters([(3, 4)])
     optimizer = Muon([fine], error_feedback=1.0)
     groups, state = len(optimizer.param_groups), len(optimizer.state)

@@ -1,5 +1,4 @@
-"""Checkpoints of sharded Muon: distributed ones over other numbers of ranks, with feedback in it or around
-it."""
+"""Distributed checkpoints of sharded Muon on other numbers of ranks, with feedback in or around it."""
 
 import copy
 
@@ -58,7 +57,7 @@ def whole(tensor):
 
 
 def full(model, optimizer):
-    """All weights and all state, whole, by name."""
+    """All weights and all state, unsharded, by name."""
     found = {}
     for name, param in model.named_parameters():
         for key, value in {"weight": param, **optimizer.state[param]}.items():
@@ -68,7 +67,7 @@ def full(model, optimizer):
 
 
 def resume(rank, group, ranks, steps, load, save, where, level, dtype):
-    """Load a checkpoint or start, train, and save; returns weights and state after loading and at the end."""
+    """Load a checkpoint, if any, train, and save; returns weights and state before and after training."""
     mesh = DeviceMesh("cpu", torch.arange(ranks))
     if rank >= ranks:
         return None
@@ -80,7 +79,7 @@ def resume(rank, group, ranks, steps, load, save, where, level, dtype):
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     process_group = mesh.get_group()
     if load:
-        train(model, optimizer, place, range(50, 51))  # replaced by what is loaded
+        train(model, optimizer, place, range(50, 51))  # replaced by loading
         saved = {
             "model": model.state_dict(),
             "optimizer": get_optimizer_state_dict(model, optimizer, options=flat),
@@ -113,9 +112,9 @@ def assert_same_bits(found, expected):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("where", ["inside", "around", "changing"])
 def test_checkpoints_of_two_three_and_one_ranks(pool, tmp_path, where, level, dtype):
-    """Loading keeps every bit, and a run in float32 has the bits of one in one process.
+    """Loading keeps all bits, and runs in float32 are bitwise equal to a run in one process.
 
-    In bfloat16 the rounding of an addition depends on the position in the tensor, on the CPU.
+    On the CPU, the rounding of bfloat16 additions depends on the position in the tensor.
     """
     kinds = ["inside", "around", "inside"] if where == "changing" else [where] * 3
     folders = [None, *(str(tmp_path / name) for name in ("two", "three", "one"))]
@@ -171,7 +170,7 @@ def test_full_state_dicts(pool, full_state):
 
 
 def through_full_state(rank, group, full_state):
-    """Saved whole on every rank, or sharded, and loaded."""
+    """Save a full or a sharded state dict, load it, and continue."""
     mesh = DeviceMesh("cpu", torch.arange(3))
 
     def place(tensor):

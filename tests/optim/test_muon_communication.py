@@ -1,4 +1,4 @@
-"""What sharded Muon sends, and when: elements on the wire, and the overlap with computation."""
+"""Communication of sharded Muon: elements sent, and overlap with computation."""
 
 from types import SimpleNamespace
 
@@ -81,7 +81,7 @@ def watch(rank, group, layout, shapes, dtype, **options):
     ids=str,
 )
 def test_elements_sent(four_ranks, layout, width, copies, dtype):
-    """Parts that the owner does not hold, each way, and updates to each further replica; in bfloat16."""
+    """In bfloat16: parts that the owner lacks, in both directions, and updates to each further replica."""
     shapes = [(16, 8), (8, 8), (8, 24)]
     results = four_ranks.run(4, watch, layout, shapes, dtype)
     elements = sum(rows * cols for rows, cols in shapes)
@@ -91,7 +91,7 @@ def test_elements_sent(four_ranks, layout, width, copies, dtype):
         assert dtypes == ["torch.bfloat16"]
 
 
-def test_uneven_shards_send_at_most_the_matrix_each_way(four_ranks):
+def test_uneven_shards_send_at_most_the_matrix_per_direction(four_ranks):
     results = four_ranks.run(4, watch, ((4,), [S0]), [(3, 16), (5, 8)], torch.float32)
     assert sum(sum(sent) for _, sent, _ in results) < 2 * (3 * 16 + 5 * 8)
 
@@ -111,7 +111,7 @@ def test_experts_on_replicas_are_orthogonalized_once(four_ranks):
 
 
 def test_buckets_overlap(four_ranks):
-    """Each is a pair of all-to-alls; communication of its neighbours overlaps its computation."""
+    """A bucket has a pair of all-to-alls; its computation overlaps with those of its neighbours."""
     shapes = [(16, 16)] * 16
     # Four matrices per bucket, one for each rank.
     results = four_ranks.run(4, watch, ((4,), [S0]), shapes, torch.float32, bucket_mb=4 * 16 * 16 * 2 / 2**20)

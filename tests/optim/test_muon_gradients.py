@@ -25,8 +25,8 @@ SHAPES = [(6, 4), (3, 5), (2, 4, 3)]
 
 @pytest.mark.parametrize("where", WITH_FEEDBACK)
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_parameter_without_a_gradient_is_skipped_and_its_history_cleared(level, where):
-    """The next update is that of an optimizer with this momentum and no history."""
+def test_parameter_without_a_gradient_is_skipped_and_its_history_cleared(level, where):
+    """The next update equals that of an optimizer with this momentum and no history."""
     params = parameters(SHAPES)
     optimizer = WITH_FEEDBACK[where](params, level, lr=0.1, weight_decay=0.3)
     for step in range(3):
@@ -78,8 +78,8 @@ def test_zero_gradients_are_exactly_weight_decay(options, dtype):
     ],
     ids=["plain", *map(" ".join, itertools.product(WITH_FEEDBACK, LEVELS))],
 )
-def test_a_non_finite_gradient_changes_nothing(make, value):
-    """The next step is that of a run without it."""
+def test_non_finite_gradient_changes_nothing(make, value):
+    """The next step equals that of a run without it."""
     params, others = parameters(SHAPES), parameters(SHAPES)
     optimizer, other = make(params), make(others)
     for step in range(5):
@@ -97,7 +97,7 @@ def test_a_non_finite_gradient_changes_nothing(make, value):
 
 
 @pytest.mark.parametrize("where", WITH_FEEDBACK)
-def test_a_correction_that_overflows_skips_the_step(where):
+def test_correction_that_overflows_skips_the_step(where):
     """In float16, 40000 + (40000 - -40000) is infinite, although both gradients are finite."""
     param = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.float16))
     optimizer = WITH_FEEDBACK[where]([param], "gradient", lr=0.1)
@@ -115,7 +115,7 @@ def test_a_correction_that_overflows_skips_the_step(where):
 
 @pytest.mark.parametrize("bucket_mb", [1e-4, math.inf])
 def test_every_subset_of_gradients(bucket_mb):
-    """Of five parameters, against each parameter in an optimizer of its own."""
+    """Five parameters in one optimizer, against each in a separate one."""
     shapes = [(6, 4), (4, 4), (3, 5), (2, 4, 3), (7, 2)]
     together, apart = parameters(shapes, torch.float64), parameters(shapes, torch.float64)
     optimizer = inside(together, "update", lr=0.1, compute_dtype="float64", bucket_mb=bucket_mb)
@@ -131,7 +131,7 @@ def test_every_subset_of_gradients(bucket_mb):
 
 
 def test_bfloat16_gradients_of_float32_parameters():
-    """Which torch allows with `Tensor.grad_dtype`."""
+    """torch allows these with `Tensor.grad_dtype`."""
     [param] = parameters([(6, 4)])
     if not hasattr(param, "grad_dtype"):
         pytest.skip("gradients have the dtype of their parameters")
@@ -149,7 +149,7 @@ def test_weights_that_are_not_contiguous():
     start = torch.randn(8, 12, dtype=torch.float64)
     views = {
         "plain": start.clone(),
-        "turned": start.mT.contiguous().mT,
+        "transposed": start.mT.contiguous().mT,
         "strided": start.repeat(2, 2)[::2, :12],
     }
     views["strided"].copy_(start)
@@ -167,17 +167,17 @@ def test_weights_that_are_not_contiguous():
 
 
 def test_gradient_scaler():
-    """It skips the step and lowers the scale."""
+    """The scaler skips the step and lowers the scale."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 6, bias=False)
-    optimizer = inside(model.parameters(SHAPES), "update", lr=0.1)
+    optimizer = inside(model.parameters(), "update", lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for step in range(3):
         before = model.weight.detach().clone()
         inputs = torch.full((2, 4), math.inf if step == 1 else 1.0)
         scaler.scale(model(inputs).square().mean()).backward()
         scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(SHAPES), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -188,7 +188,7 @@ def test_gradient_scaler():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("strength", [1.0, 0.3])
-def test_feedback_in_muon_is_bitwise_feedback_around_muon(strength, level, dtype):
+def test_feedback_in_muon_is_bitwise_equal_to_feedback_around_muon(strength, level, dtype):
     """With missing gradients, skipped steps, weight decay, and learning rates of zero."""
     runs = []
     for make in (inside, around):
@@ -210,10 +210,10 @@ def test_feedback_in_muon_is_bitwise_feedback_around_muon(strength, level, dtype
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_correction_with_a_bfloat16_history(level):
+def test_correction_with_a_bfloat16_history(level):
     """It is within 1 % of that with a float32 history, in each of 50 steps from the same state.
 
-    A correction that is missing or doubled would be off by 100 %.
+    A missing or doubled correction has an error of 100 %.
     """
     params = parameters([(32, 24)])
     optimizer = inside(params, level, lr=0.02, compute_dtype="float64")

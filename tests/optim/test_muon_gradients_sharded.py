@@ -1,4 +1,4 @@
-"""Gradients of sharded Muon: missing or non-finite on some ranks, zero, partial, with other placements."""
+"""Gradients of sharded Muon: missing or not finite on some ranks, zero, partial, with other placements."""
 
 import math
 
@@ -51,7 +51,7 @@ def train_with_gaps(rank, group, name, layout, on=None):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MUONS)
-def test_a_gradient_that_is_missing_on_some_ranks_is_missing_on_all(four_ranks, name, layout):
+def test_gradient_that_is_missing_on_some_ranks_is_missing_on_all(four_ranks, name, layout):
     expected, report = train_with_gaps(None, None, name, None)
     assert all(report)
     results = four_ranks.run(4, train_with_gaps, name, layout)
@@ -86,14 +86,14 @@ def train_with_a_non_finite_gradient(rank, group, name, layout, value, bad_rank)
     ("value", "layout", "bad_rank"), [(math.nan, "rows", 1), (math.inf, "hsdp", 3), (-math.inf, "blocks", 0)]
 )
 @pytest.mark.parametrize("name", MUONS)
-def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(four_ranks, name, value, layout, bad_rank):
+def test_non_finite_gradient_on_one_rank_skips_the_step_on_all(four_ranks, name, value, layout, bad_rank):
     for report in four_ranks.run(4, train_with_a_non_finite_gradient, name, layout, value, bad_rank):
         assert len(report) == 19
         assert all(report)
 
 
 def warm_up(rank, group, name, sharded):
-    """The first learning rate is zero, and the gradients of most shards are."""
+    """In the first step, the learning rate and the gradients of most shards are zero."""
     place = placed(LAYOUTS["rows"]) if sharded else whole
     params = parameters([(8, 4), (4, 4)], torch.float64, place)
     build = {**MUONS, "around adamw": lambda params, **_: ErrorFeedback(torch.optim.AdamW(params, 0.1))}
@@ -113,8 +113,8 @@ def warm_up(rank, group, name, sharded):
 
 
 @pytest.mark.parametrize("name", [*MUONS, "around adamw"])
-def test_a_warm_up_whose_gradients_are_zero_on_some_ranks(four_ranks, name):
-    """It is an update on all ranks, not the step that only creates state."""
+def test_warm_up_with_zero_gradients_on_some_ranks(four_ranks, name):
+    """It is an update on all ranks, not a step that only creates state."""
     expected, flags = warm_up(None, None, name, False)
     for found, their_flags in four_ranks.run(4, warm_up, name, True):
         assert their_flags == flags
@@ -172,14 +172,14 @@ def train_with_other_gradients(rank, group, layout, gradient, name):
 @pytest.mark.parametrize("gradient", ["partial", R, S1], ids=str)
 @pytest.mark.parametrize("layout", [((4,), [S0]), ((2, 2), [R, S0]), ((2, 2), [S1, S0])], ids=str)
 def test_gradients_with_other_placements_than_their_parameters(four_ranks, layout, gradient, name):
-    """As tensor parallelism may produce them."""
+    """Tensor parallelism may produce such gradients."""
     params, _ = updated([(8, 4), (6, 10), (4, 8, 4)], make=MUONS[name], compute_dtype="float64")
     for found in four_ranks.run(4, train_with_other_gradients, layout, gradient, name):
         assert_close(found, full(params))
 
 
 def train_with_sums_that_overflow(rank, group, layout, name):
-    """One of two parameters has partial gradients; in step 2 these are finite, but not their sum."""
+    """One of two parameters has partial gradients; in step 2 these are finite, but their sum is not."""
     place, mesh = placed(layout), mesh_of(layout)
     params = parameters([(8, 4), (6, 10)], torch.float32, place)
     optimizer = MUONS[name](params, lr=0.1)

@@ -1,8 +1,8 @@
 """Muon on models that torch has sharded: FSDP2, HSDP, replicas, tensor and expert parallelism.
 
-Forward and backward on four gloo processes, each with its share of a batch, against one process with the
-whole batch. Weights are compared shard by shard, with shards by `torch.chunk`, because `full_tensor` of
-uneven strided shards is unreliable.
+Forward and backward on four gloo processes, each with its share of a batch, are compared with one process
+and the whole batch. Weights are compared shard by shard, using `torch.chunk`, because `full_tensor` of uneven
+strided shards is unreliable.
 """
 
 import pytest
@@ -159,7 +159,7 @@ def experts(count, rows, cols):
 
 
 def train_experts(rank, group, sizes, dim):
-    """Expert parallelism over the inner dimension, FSDP2 of dimension `dim` over the outer one."""
+    """Expert parallelism over the inner mesh dimension, and FSDP2 along `dim` over the outer one."""
     mesh = meshes["grid"]
     data_rank, expert_rank = mesh.get_coordinate()
     model = experts(*sizes)

@@ -1,6 +1,6 @@
-"""Muon with gradients from zero to the largest number: finite, with the direction of the gradient at scale 1.
+"""Muon with gradients from zero to the largest number: finite, and independent of the gradient's scale.
 
-In one process and over ranks, for every dtype of parameters and iterations, form and placement.
+In one process and on several ranks, for all dtypes of parameters and iterations, forms and placements.
 """
 
 import functools
@@ -24,7 +24,7 @@ LR = 0.5
 
 @functools.cache
 def gradient(shape, seed=0):
-    """With singular values from 0.4 to 1, so that rounding does not change its direction."""
+    """A matrix with singular values from 0.4 to 1, so that rounding does not change its direction."""
     generator = torch.Generator().manual_seed(seed)
     u, s, vh = torch.linalg.svd(
         torch.randn(shape, dtype=torch.float64, generator=generator), full_matrices=False
@@ -42,12 +42,12 @@ def direction(grad):
 
 
 def representable(dtype, magnitude):
-    """Whether a gradient of this magnitude keeps its direction in a dtype."""
+    """Whether a dtype preserves the direction of a gradient of this magnitude."""
     return 100 * torch.finfo(dtype).tiny < magnitude < torch.finfo(dtype).max / 10
 
 
 def distance(weight, grad):
-    """Largest difference of an entry of an update from zero from the correct one."""
+    """The largest error of an entry after an update of zero weights."""
     rows, cols = grad.shape[-2:]
     expected = -LR * math.sqrt(max(1, rows / cols)) * direction(grad)
     return (weight.double() - expected).abs().max().item()
@@ -69,7 +69,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("compute_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_magnitude_gives_the_same_direction(dtype, compute_dtype):
+def test_direction_does_not_depend_on_the_magnitude(dtype, compute_dtype):
     """Matrices, a stack with an expert whose gradient is zero, and a fused weight of two."""
     tolerance = max(TOLERANCE[dtype], TOLERANCE[compute_dtype])
     for name, magnitude in [("auto", each) for each in MAGNITUDES] + [*itertools.product(OPTIONS, FEW)]:
@@ -114,7 +114,7 @@ def alternate(optimizer, params, gradients):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("momentum_dtype", [None, "bfloat16", "float32"])
 def test_sequences_of_the_largest_numbers_stay_finite(dtype, momentum_dtype):
-    """With any signs, with error feedback too; a correction that overflows skips the step."""
+    """With any signs, and with error feedback; a correction that overflows skips the step."""
     most = torch.finfo(dtype).max
     signs = [1, 1, -1, -1, 1, 0.01, -0.01, -1]
     for compute_dtype, feedback in itertools.product(
@@ -129,12 +129,12 @@ def test_sequences_of_the_largest_numbers_stay_finite(dtype, momentum_dtype):
         options = {"momentum": 0.9, "compute_dtype": compute_dtype, "momentum_dtype": momentum_dtype}
         optimizer = Muon(params, 0.1, **options, **feedback)
         pattern = torch.sign(gradient((4, 6))).to(dtype)
-        # The other is small.
+        # The second parameter's gradients are small.
         alternate(optimizer, params, [(sign * most * pattern, 1e-4 * sign * pattern) for sign in signs])
         assert params[1].any()
 
 
-def test_huge_float32_gradients_beside_half_precision():
+def test_huge_float32_gradients_next_to_half_precision():
     params = [torch.nn.Parameter(torch.zeros(4, 4, dtype=dtype)) for dtype in (torch.float32, torch.float16)]
     optimizer = Muon(params, 0.1, error_feedback=1.0, error_feedback_level="gradient")
     grads = [3e38 * torch.eye(4), torch.eye(4, dtype=torch.float16)]
@@ -144,7 +144,7 @@ def test_huge_float32_gradients_beside_half_precision():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_orthogonalize(dtype):
-    """Of matrices in half precision too, as parts that were sent are."""
+    """Also of matrices in half precision, like received parts."""
     triples = resolve_coefficients("standard", 5)
     for compute_dtype, magnitude, eps in itertools.product(DTYPES, MAGNITUDES, [1e-7, 1e-30]):
         matrix = (magnitude * gradient((2, 8, 12))).to(dtype)
@@ -157,7 +157,7 @@ def test_orthogonalize(dtype):
 
 
 def test_norms_of_half_precision_do_not_overflow():
-    """The sum of the squares of 80 000 entries overflows in float16. The singular value becomes p(1)."""
+    """The sum of squares of 80 000 entries overflows in float16. The singular value becomes p(1)."""
     matrix = torch.full((200, 400), 0.99)
     for each in (matrix, matrix.expand(2, -1, -1)):
         result = orthogonalize(each, resolve_coefficients("standard", 1), compute_dtype=torch.float16)
@@ -197,7 +197,7 @@ LAYOUTS = {
 
 
 def update_sharded(rank, group, dtype):
-    """The failures among parameters of every magnitude, placement and compute dtype, updated together."""
+    """Update parameters of all magnitudes, placements and compute dtypes; returns the failures."""
     wrong = []
     for compute_dtype in DTYPES:
         cases = [
@@ -244,7 +244,7 @@ def update_uneven_parts(rank, group):
         param.grad = distribute(grad, meshes["line"], [S0])
         Muon([param], 1.0, 0.0, compute_dtype=compute_dtype).step()
         whole = param.detach().full_tensor()
-        # Of the largest part only.
+        # Only the largest part.
         rows = grad.abs().amax(1) >= sizes.max() / 100
         norm = torch.linalg.matrix_norm(whole[rows].double(), ord=2).item()
         found.append((bool(whole.isfinite().all()), 0.6 < norm < 1.3, str((compute_dtype, dtype, largest))))

@@ -1,4 +1,4 @@
-"""Muon's state: creation, loading, groups that change, copies and hooks."""
+"""Muon's state: creation, loading, changing groups, copies and hooks."""
 
 import copy
 import pickle
@@ -26,7 +26,7 @@ SHAPES = [(6, 4), (3, 5), (2, 4, 3)]
 @pytest.mark.parametrize("declared", [None, "bfloat16", "float32", "float64", torch.float32])
 @pytest.mark.parametrize("level", LEVELS)
 def test_state_is_created_in_the_given_dtype_and_keeps_it_when_loaded(level, declared, dtype):
-    """torch.optim.Optimizer.load_state_dict would cast all of it to the dtype of the parameters."""
+    """torch.optim.Optimizer.load_state_dict would cast it to the dtype of the parameters."""
     name = str(declared).removeprefix("torch.")
     expected = torch.promote_types(dtype, torch.float32) if declared is None else getattr(torch, name)
     options = {"momentum_dtype": declared, "error_feedback_dtype": declared, "error_feedback": 0.5}
@@ -75,7 +75,7 @@ def test_loading_state_of_a_frozen_parameter():
     assert same_bits(state_bits(params, optimizer), state_bits(third, last))
 
 
-def test_state_that_does_not_fit_raises_before_anything_changes():
+def test_state_that_does_not_match_raises_without_changes():
     params = parameters(SHAPES)
     optimizer = inside(params, "update", lr=0.1)
     give_gradients(params, 0)
@@ -179,7 +179,7 @@ CREATED = {
 def create_by_hand(model, optimizer):
     """The step by which torch and torchtitan create state."""
     rates = [group["lr"] for group in optimizer.param_groups]
-    for param in model.parameters(SHAPES):
+    for param in model.parameters():
         param.grad = torch.zeros_like(param)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -198,12 +198,12 @@ def create_by_torchtitan(model, optimizer):
 )
 @pytest.mark.parametrize("name", CREATED)
 def test_creating_state_is_not_an_update(name, create):
-    """Else the first update would be corrected by a displacement of zero, that is, doubled."""
+    """Otherwise the first update would be corrected by a displacement of zero, that is, doubled."""
 
     def build():
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(4, 6, bias=False), torch.nn.Linear(6, 3, bias=False))
-        return model, list(model.parameters(SHAPES))
+        return model, list(model.parameters())
 
     model, params = build()
     optimizer = CREATED[name](params)
@@ -254,7 +254,7 @@ def test_parameters_without_elements():
     assert params[4].isfinite().all()
 
 
-def test_a_group_added_later_has_state():
+def test_added_group_has_state():
     params = parameters(SHAPES)
     optimizer = inside(params[:1], "update")
     give_gradients(params, 0)
@@ -274,7 +274,7 @@ def test_a_group_added_later_has_state():
 
 
 def test_replacing_a_group():
-    """The plan for a parameter is not used for another shape or another split."""
+    """The plan of a parameter is not used for another shape or another split."""
     for shape, options in (((4, 7), {}), ((6, 4), {"split_sizes": (2, 4)})):
         first, second = *parameters([(6, 4)]), *parameters([shape])
         optimizer = Muon([{"params": [first]}], 0.1)
@@ -305,10 +305,10 @@ def test_freezing_and_unfreezing(level):
     give_gradients(params, 1)
     optimizer.step()
     assert not torch.equal(params[1], weight)
-    # A gradient from before the freezing counts, as for torch's optimizers.
+    # Gradients from before freezing are used, as in torch's optimizers.
     params[2].requires_grad_(False)
     optimizer.step()
-    # So does one of a parameter that never was trainable.
+    # So are gradients of parameters that were never trainable.
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3, 3), requires_grad=False)]})
     late = optimizer.param_groups[1]["params"][0]
     late.grad = torch.ones(3, 3)
@@ -354,7 +354,7 @@ def test_hooks():
     assert calls == ["before", "after", *["before saving", 1, "after loading"] * 2]
 
 
-def test_a_hook_may_replace_the_loaded_state():
+def test_hook_may_replace_the_loaded_state():
     params = parameters(SHAPES)
     optimizer = inside(params, "update")
     saved = copy.deepcopy(optimizer.state_dict())
@@ -390,13 +390,13 @@ def test_closures(make):
 
 
 def test_compiled_model():
-    """With a backend without code generation, which is fast."""
+    """With a fast backend, without code generation."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 6, bias=False), torch.nn.Tanh())
     compiled = torch.compile(model, backend="aot_eager")
     plain = copy.deepcopy(model)
     for run in (compiled, plain):
-        optimizer = Muon(run.parameters(SHAPES), 0.1, compute_dtype="float32")
+        optimizer = Muon(run.parameters(), 0.1, compute_dtype="float32")
         for step in range(3):
             run(torch.full((2, 4), step + 1.0)).square().mean().backward()
             optimizer.step()

@@ -15,8 +15,8 @@ from titan_async.optim.orthogonalization import orthogonalize
 SHAPES = [(24, 24), (40, 16), (16, 40)]
 CUBIC = (1.5, -0.5, 0.0)
 
-# As printed in Algorithm 1 of arXiv 2505.16932, with its safety margin applied as it is there: to the
-# matrix once, and to every polynomial but the last.
+# Algorithm 1 of arXiv 2505.16932, with its safety margin applied as in the paper: to the matrix once, and to
+# every polynomial but the last.
 PAPER_TRIPLES = [
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -30,7 +30,7 @@ PAPER_TRIPLES = [
 
 
 def by_singular_values(matrix: torch.Tensor, triples, margin: float = 1.0) -> torch.Tensor:
-    """The same polynomials, applied to the singular values one by one."""
+    """The same polynomials, applied to the singular values."""
     u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
     s = s / matrix.norm() / margin
     for a, b, c in triples:
@@ -40,7 +40,7 @@ def by_singular_values(matrix: torch.Tensor, triples, margin: float = 1.0) -> to
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("coefficients", ["standard", CUBIC, (CUBIC, STANDARD_COEFFICIENTS, CUBIC)])
-def test_equals_the_polynomials_of_the_singular_values(shape, coefficients):
+def test_applies_the_polynomials_to_the_singular_values(shape, coefficients):
     torch.manual_seed(1)
     matrix = torch.randn(shape, dtype=torch.float64)
     steps = 3
@@ -50,7 +50,7 @@ def test_equals_the_polynomials_of_the_singular_values(shape, coefficients):
 
 
 @pytest.mark.parametrize("steps", [1, 5, 8, 10])
-def test_polar_express_is_the_papers_algorithm(steps):
+def test_polar_express_equals_the_papers_algorithm(steps):
     torch.manual_seed(2)
     matrix = torch.randn(20, 30, dtype=torch.float64)
     expected = [(a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in PAPER_TRIPLES[:-1]] + PAPER_TRIPLES[
@@ -74,7 +74,7 @@ def test_polar_express_converges_to_the_polar_factor():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("scale", [1e-38, 1e-12, 1.0, 1e20, 3e37])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_singular_values_lie_near_one_at_every_scale(coefficients, dtype, scale, shape):
+def test_singular_values_are_near_one_at_every_scale(coefficients, dtype, scale, shape):
     torch.manual_seed(4)
     # Well conditioned, so that five iterations reach every singular value.
     u, _, vh = torch.linalg.svd(torch.randn(shape), full_matrices=False)
@@ -86,7 +86,7 @@ def test_singular_values_lie_near_one_at_every_scale(coefficients, dtype, scale,
 
 
 @pytest.mark.parametrize("scale", [2.0**-110, 2.0**-40, 2.0**67, 2.0**120])
-def test_the_scale_changes_no_bit(scale):
+def test_result_is_bitwise_independent_of_the_scale(scale):
     torch.manual_seed(5)
     matrix = torch.randn(12, 20)
     triples = resolve_coefficients("standard", 5)
@@ -94,7 +94,7 @@ def test_the_scale_changes_no_bit(scale):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_zero_gives_zero_and_the_input_is_not_modified(dtype):
+def test_zero_matrix_gives_zeros_and_the_input_is_not_modified(dtype):
     triples = resolve_coefficients("standard", 5)
     assert torch.equal(orthogonalize(torch.zeros(4, 6, dtype=dtype), triples).float(), torch.zeros(4, 6))
     matrix = torch.randn(6, 4).to(dtype)
@@ -104,16 +104,16 @@ def test_zero_gives_zero_and_the_input_is_not_modified(dtype):
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_a_non_finite_entry_gives_nan(bad):
+def test_non_finite_entry_gives_nan(bad):
     matrix = torch.randn(4, 6)
     matrix[1, 2] = bad
     assert orthogonalize(matrix, resolve_coefficients("standard", 5)).isnan().any()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_stack_equals_its_matrices(shape):
+def test_stack_equals_its_matrices(shape):
     torch.manual_seed(6)
-    # Scales far apart: each matrix must be normalized by its own norm.
+    # Very different scales: each matrix must be normalized by its own norm.
     stack = (
         torch.randn(3, *shape, dtype=torch.float64) * torch.tensor([1e-9, 1.0, 1e9]).view(3, 1, 1).double()
     )
@@ -160,7 +160,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("shape", [(24, 24), (40, 16), (3, 16, 40)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_iterations_are_in_float32_where_half_precision_is_slow(monkeypatch, dtype, shape):
+def test_iterations_use_float32_if_half_precision_is_slow(monkeypatch, dtype, shape):
     torch.manual_seed(0)
     matrices = torch.randn(shape)
     triples = resolve_coefficients("standard", 5)
@@ -171,7 +171,7 @@ def test_iterations_are_in_float32_where_half_precision_is_slow(monkeypatch, dty
         ("AVX2", "standard", dtype),
         ("AVX2", "gram", dtype),
         ("AVX512", "auto", dtype),
-        ("DEFAULT", "auto", dtype),  # of ARM
+        ("DEFAULT", "auto", dtype),  # ARM
     ):
         monkeypatch.setattr(orthogonalization, "get_cpu_capability", lambda capability=capability: capability)
         with Products() as products:

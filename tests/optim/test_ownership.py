@@ -1,4 +1,4 @@
-"""Muon's ownership plan: every matrix has one owner, balanced by cost, with sources from its replica."""
+"""Muon's ownership plan: each matrix has one owner, balanced by cost, and sources in the owner's replica."""
 
 from collections import Counter
 from itertools import product
@@ -64,7 +64,7 @@ def fused(shape):
 @pytest.mark.parametrize("bucket_numel", [1, 50, 10**9])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_entry_has_one_owner_and_is_sent_to_all_holders(layout, bucket_numel, matrices):
-    """Counts entries of tasks, of their sources, and of the targets on each rank."""
+    """Counts the entries of tasks, of their sources, and of the targets on each rank."""
     buckets, loads, params = plan(SHAPES, LAYOUTS[layout], bucket_numel, matrices=matrices)
     shapes = {param.number: param.shape for param in params}
     computed = {number: torch.zeros(shape) for number, shape in shapes.items()}
@@ -106,20 +106,20 @@ def region_on(params, number, rank):
 @pytest.mark.parametrize("layout", ["rows", "columns", "replicas", "hsdp", "fsdp and tp"])
 @pytest.mark.parametrize("order", ["as given", "reversed"])
 def test_loads_are_balanced_by_cost(layout, order):
-    """Two large matrices among many small ones, which round-robin would assign to one rank."""
+    """Round-robin would assign the two large matrices to one rank."""
     shapes = [(64, 64), *[(16, 16)] * 3, (64, 64), *[(16, 16)] * 3, (48, 48), *[(16, 16)] * 120]
     buckets, loads, _ = plan(shapes if order == "as given" else shapes[::-1], LAYOUTS[layout])
     largest, total = cubic(64, 64), sum(cubic(*shape) for shape in shapes)
     assert sum(loads) == pytest.approx(total)
     best = max(largest, total / 4)
-    # Round-robin is worse, so that the bound below is a claim.
+    # Round-robin is worse, so the bound below is not trivial.
     round_robin = [sum(cubic(*shape) for shape in shapes[rank::4]) for rank in range(4)]
     assert max(round_robin) > 1.5 * best
     assert max(loads) <= best + cubic(16, 16)
 
 
 def test_loads_are_balanced_over_buckets():
-    """The load of a bucket counts in the next."""
+    """Loads of a bucket count in the next one."""
     shapes = [(32, 32), (16, 16), (16, 16), (16, 16)] * 6
     _, loads, _ = plan(shapes, LAYOUTS["rows"], bucket_numel=4 * 16 * 16)
     assert max(loads) - min(loads) <= cubic(32, 32)
@@ -148,7 +148,7 @@ def test_experts_on_replicas_are_divided_among_them():
 
 
 def test_sources_are_in_the_replica_of_the_owner():
-    """The network between replicas is slowest, and the updates have to be sent over it anyway."""
+    """The network between replicas is slowest, and already carries the updates."""
     mesh_shape, _ = LAYOUTS["hsdp"]
     coordinates = list(product(*map(range, mesh_shape)))
     [bucket], _, _ = plan([(8, 8)] * 8, LAYOUTS["hsdp"])
@@ -161,6 +161,6 @@ def test_sources_are_in_the_replica_of_the_owner():
 @pytest.mark.parametrize(
     ("numel", "count"), [(1, 6), (64, 6), (65, 3), (200, 2), (10**9, 1), (float("inf"), 1)]
 )
-def test_buckets_close_when_they_are_full(numel, count):
+def test_buckets_are_closed_when_full(numel, count):
     buckets, _, _ = plan([(8, 8)] * 6, LAYOUTS["rows"], numel)
     assert len(buckets) == count

@@ -43,7 +43,7 @@ def test_logits_of_each_head_scale_by_its_own_factor(heads, key_heads):
     query, key = tensors((heads * HEAD, INPUTS), (key_heads * HEAD, INPUTS))
     query[:HEAD] *= 5
     if heads > 1:
-        query[-HEAD:] *= 0.01  # no head to be clipped, though it shares its key with one that is
+        query[-HEAD:] *= 0.01  # not clipped, but shares its key head with a clipped head
     before = logits(query, key, heads, key_heads)
     maxima = before.amax(dim=(1, 2))
     factors = (TAU / maxima).clamp(max=1)
@@ -54,7 +54,7 @@ def test_logits_of_each_head_scale_by_its_own_factor(heads, key_heads):
     assert after.amax() <= TAU * (1 + 1e-12)
 
 
-def test_without_grouping_queries_and_keys_are_scaled_by_the_root():
+def test_queries_and_keys_without_grouping_are_scaled_by_the_root():
     query, key = tensors((2 * HEAD, INPUTS), (2 * HEAD, INPUTS))
     old_query, old_key = query.clone(), key.clone()
     clip(QueryKey(query, key, 2), torch.tensor([4 * TAU, TAU], dtype=torch.float64))
@@ -62,7 +62,7 @@ def test_without_grouping_queries_and_keys_are_scaled_by_the_root():
     assert torch.equal(query[HEAD:], old_query[HEAD:]) and torch.equal(key[HEAD:], old_key[HEAD:])
 
 
-def test_a_shared_key_head_is_scaled_by_the_root_of_the_smallest_factor():
+def test_shared_key_head_is_scaled_by_the_root_of_the_smallest_factor():
     query, key = tensors((3 * HEAD, INPUTS), (HEAD, INPUTS))
     old_query, old_key = query.clone(), key.clone()
     clip(QueryKey(query, key, 3, 1), torch.tensor([4 * TAU, TAU, 2 * TAU], dtype=torch.float64))
@@ -103,7 +103,7 @@ def test_fused_projections():
 
 
 @pytest.mark.parametrize("odd", [float("inf"), float("nan"), -float("inf"), -2.0, 0.0, TAU])
-def test_heads_below_the_threshold_keep_every_bit(odd):
+def test_heads_below_the_threshold_do_not_change(odd):
     query, key = tensors((2 * HEAD, INPUTS), (HEAD, INPUTS), dtype=torch.bfloat16)
     old = query.clone(), key.clone()
     clip(QueryKey(query, key, 2, 1), torch.tensor([odd, 1.0]))
@@ -112,12 +112,13 @@ def test_heads_below_the_threshold_keep_every_bit(odd):
 
 def test_bfloat16_weights_and_float32_factors():
     query, key = tensors((2 * HEAD, INPUTS), (2 * HEAD, INPUTS), dtype=torch.bfloat16)
-    # 0.7 is none of the factors that bfloat16 has: rounded to the nearest of these, it gives other products.
+    # bfloat16 cannot represent 0.7; the rounded factor gives other products.
     factor, rounded = torch.tensor(0.7), torch.tensor(0.7).bfloat16()
-    wanted, other = (query[:HEAD].float() * factor).bfloat16(), query[:HEAD] * rounded
+    expected, other = (query[:HEAD].float() * factor).bfloat16(), query[:HEAD] * rounded
     clip(QueryKey(query, key, 2), torch.tensor([TAU / 0.49, 1.0]))
     assert query.dtype == torch.bfloat16
-    assert (query[:HEAD] != wanted).sum() <= 1 < (query[:HEAD] != other).sum()  # the root may round otherwise
+    # The square root may round differently.
+    assert (query[:HEAD] != expected).sum() <= 1 < (query[:HEAD] != other).sum()
 
 
 def parameters():
@@ -131,8 +132,9 @@ def step(optimizer, params, seed):
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_a_clip_is_not_in_the_history_of_updates(inside):
-    # The same updates with and without a clip: the history, and so the correction, is the same.
+def test_clip_is_not_in_the_history_of_updates(inside):
+    """Updates are the same with and without clipping, because the history, and so the correction, is."""
+
     def build(params):
         options = {"lr": 0.1, "weight_decay": 0.0, "compute_dtype": "float64"}
         if inside:
@@ -154,7 +156,7 @@ def test_a_clip_is_not_in_the_history_of_updates(inside):
             torch.testing.assert_close(clipped[index].detach(), expected[index], rtol=0, atol=1e-12)
 
 
-def test_a_skipped_step_changes_nothing():
+def test_skipped_step_changes_nothing():
     params = parameters()
     old = [param.detach().clone() for param in params]
     maxima = torch.full((2,), 2 * TAU)
@@ -167,33 +169,33 @@ def test_a_skipped_step_changes_nothing():
         assert all(torch.equal(param, before) for param, before in zip(params, old, strict=True))
 
 
-MISTAKES = [
+INVALID = [
     ({"heads": 3}, "8 rows of the query are not divisible by 3: give query_rows"),
     ({"heads": 4, "key_heads": 3}, "key_heads must divide the 4 heads, but is 3"),
     ({"heads": 0}, "key_heads must divide the 0 heads"),
     ({"heads": 2, "query_rows": [(0, 4)]}, "query_rows must be one range for each of the 2 heads, not 1"),
     ({"heads": 2, "key_rows": [(0, 4), (4, 9)]}, "key_rows 4 to 9 are out of range for a key of 8 rows"),
-    ({"heads": 2, "query_rows": [(0, 4), (3, 8)]}, "query_rows 3 to 8 belong to another head too"),
+    ({"heads": 2, "query_rows": [(0, 4), (3, 8)]}, "query_rows 3 to 8 overlap with those of another head"),
 ]
 
 
-@pytest.mark.parametrize(("options", "sentence"), MISTAKES)
-def test_layers_that_do_not_fit_raise(options, sentence):
+@pytest.mark.parametrize(("options", "sentence"), INVALID)
+def test_invalid_layers_raise(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         QueryKey(*parameters(), **options)
 
 
 def test_fused_projections_without_rows_raise():
     (fused,) = tensors((8, INPUTS))
-    with pytest.raises(ValueError, match="key_rows 0 to 4 belong to another head too"):
+    with pytest.raises(ValueError, match="key_rows 0 to 4 overlap with those of another head"):
         QueryKey(fused, fused, 2)
 
 
-def test_logits_that_do_not_fit_raise():
+def test_invalid_logits_raise():
     layer = QueryKey(*parameters(), 2)
-    with pytest.raises(ValueError, match="max_logits gave 2 tensors for 1 layers"):
+    with pytest.raises(ValueError, match="max_logits returned 2 tensors for 1 layers"):
         QKClip([layer], lambda: [torch.ones(2)] * 2).clip()
-    with pytest.raises(ValueError, match=r"shape \[3\] for layer 0, which has 2 heads"):
+    with pytest.raises(ValueError, match=r"shape \[3\] for layer 0 of 2 heads"):
         QKClip([layer], lambda: [torch.ones(3)]).clip()
     for tau in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="tau must be a finite number above zero"):
@@ -222,7 +224,7 @@ def clip_sharded(rank, group, shape, placements, of_bias):
     weight = distribute_tensor(fused, mesh, placements)
     bias = distribute_tensor(bias, mesh, of_bias)
     one_dim = [Shard(0), *[Replicate()] * (mesh.ndim - 1)]
-    few = distribute_tensor(tensors((3, INPUTS), seed=3)[0], mesh, one_dim)  # of 4 ranks, empty on the last
+    few = distribute_tensor(tensors((3, INPUTS), seed=3)[0], mesh, one_dim)  # empty on the last of 4 ranks
     maxima = largest(*unfused(fused), 4, 2)
     clip(QueryKey((weight, bias), (weight, bias), 4, 2, **INTERLEAVED), maxima)
     clip(QueryKey(few, few, 1, query_rows=[(0, 2)], key_rows=[(2, 3)]), torch.tensor([4 * TAU]))
@@ -230,14 +232,14 @@ def clip_sharded(rank, group, shape, placements, of_bias):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_shards_are_scaled_like_whole_weights(pool, layout):
+def test_sharded_weights_equal_unsharded_ones(pool, layout):
     fused, bias = tensors((32, INPUTS), (32,))
     (few,) = tensors((3, INPUTS), seed=3)
     maxima = largest(*unfused(fused), 4, 2)
     before = fused.clone()
     clip(QueryKey((fused, bias), (fused, bias), 4, 2, **INTERLEAVED), maxima)
     assert not torch.equal(fused, before)
-    for weight, bias_there, few_there in pool.run(4, clip_sharded, *LAYOUTS[layout]):
-        assert torch.equal(torch.from_numpy(weight), fused)
-        assert torch.equal(torch.from_numpy(bias_there), bias)
-        torch.testing.assert_close(torch.from_numpy(few_there), few / 2)
+    for found_weight, found_bias, found_few in pool.run(4, clip_sharded, *LAYOUTS[layout]):
+        assert torch.equal(torch.from_numpy(found_weight), fused)
+        assert torch.equal(torch.from_numpy(found_bias), bias)
+        torch.testing.assert_close(torch.from_numpy(found_few), few / 2)

@@ -15,7 +15,7 @@ PARTS = [1, 2, 3, 4]
 
 
 def chunk(indices, parts, part, dim=0):
-    """Chunk ``part`` of ``parts``, as FSDP, DTensor and tensor parallelism split: the last may be empty."""
+    """Chunk ``part`` of ``parts``, split as by FSDP and tensor parallelism; the last may be empty."""
     pieces = list(indices.chunk(parts, dim)) if indices.shape[dim] else []
     return pieces[part] if part < len(pieces) else indices.narrow(dim, 0, 0)
 
@@ -65,10 +65,10 @@ def test_two_mesh_dimensions(outer, inner):
 
 @pytest.mark.parametrize(("data", "model"), list(product([2, 3, 4], [2, 3, 4])))
 def test_fsdp_over_tensor_parallelism(data, model):
-    """FSDP2 shards the local shards of tensor or expert parallelism, also uneven ones.
+    """FSDP2 shards the local shards of tensor or expert parallelism, including uneven ones.
 
     torch's DTensor splits the dimension into `split_factor` pieces instead, which differs for 7 rows on 3 x 2
-    ranks: tensor parallelism splits them into 4 + 3, and FSDP these into 2 + 2 + 0 and 1 + 1 + 1.
+    ranks: tensor parallelism splits these into 4 + 3, and FSDP those into 2 + 2 + 0 and 1 + 1 + 1.
     """
     placements = [_StridedShard(0, split_factor=model), Shard(0)]
     for size in SIZES:

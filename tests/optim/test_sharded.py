@@ -1,4 +1,4 @@
-"""Optimizers on DTensor parameters, which torchtitan uses for one rank too: gloo, one process and two."""
+"""Optimizers on DTensor parameters, which torchtitan also uses on one rank: gloo, one and two processes."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def mesh():
 @pytest.mark.parametrize("level", ["none", "update", "gradient"])
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()])
 @pytest.mark.parametrize("name", BUILD)
-def test_a_mesh_of_one_rank_equals_a_plain_parameter(mesh, name, placement, level, shape):
+def test_mesh_of_one_rank_equals_a_plain_parameter(mesh, name, placement, level, shape):
     torch.manual_seed(0)
     start, grads = torch.randn(shape), [torch.randn(shape) for _ in range(4)]
     plain = torch.nn.Parameter(start.clone())
@@ -83,7 +83,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def build_model(mesh, level):
-    """Five rows on two ranks, in shards of different sizes, or without a mesh in one process."""
+    """A layer with five rows, in uneven shards on two ranks, or without a mesh in one process."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(3, 5, dtype=torch.float64)
     if mesh is not None:
@@ -104,7 +104,7 @@ def train(layer, optimizer, mesh, batches):
 
 
 def train_sharded(rank, group, level, folder):
-    """The whole weights after six updates, without and with a checkpoint after the third."""
+    """The full weights after six updates, without and with a checkpoint after the third."""
     mesh = init_device_mesh("cpu", (group.size(),))
     layer, optimizer = build_model(mesh, level)
     train(layer, optimizer, mesh, range(3))
@@ -132,7 +132,7 @@ def pool(pools: Pools) -> WorkerPool:
 
 
 @pytest.mark.parametrize("level", ["update", "gradient"])
-def test_error_feedback_of_shards_equals_that_of_whole_parameters(pool, level, tmp_path):
+def test_error_feedback_of_sharded_parameters_equals_that_of_unsharded_ones(pool, level, tmp_path):
     layer, optimizer = build_model(None, level)
     train(layer, optimizer, None, range(6))
     for straight, resumed in pool.run(2, train_sharded, level, str(tmp_path)):

@@ -59,7 +59,7 @@ STACK_SHAPES = [(8, 4, 4), (3, 6, 10), (5, 9, 2), (1, 4, 8)]
 
 
 def train_sharded(rank, group, layout, shapes, **options):
-    """The whole weights, and this rank's."""
+    """The full weights, and this rank's shards."""
     params, optimizer = updated(shapes, placed(layout), **options)
     for param in params:
         buffer = optimizer.state[param]["momentum_buffer"]
@@ -121,7 +121,7 @@ SPLIT = (8, 8, 2, 2)
 @pytest.mark.parametrize("layout", [((4,), [S0]), ((4,), [S1]), ((2, 2), [S1, S0]), ((2, 2), [R, S0])])
 @pytest.mark.parametrize(("dim", "shape"), [(-2, (20, 6)), (-1, (6, 20)), (-2, (3, 20, 6)), (-1, (3, 6, 20))])
 def test_fused_weights_with_shards_across_their_parts(four_ranks, dim, shape, layout, adjust_lr):
-    """Against a stack of experts for each part, whose updates do not know of the others."""
+    """Compared with a separate parameter for each part."""
     [start] = parameters([shape], torch.float64)
     parts = [torch.nn.Parameter(part.clone()) for part in start.detach().split(SPLIT, dim)]
     options = {"adjust_lr": adjust_lr, "compute_dtype": "float64"}
@@ -136,19 +136,19 @@ def test_fused_weights_with_shards_across_their_parts(four_ranks, dim, shape, la
 
 
 def place_on_several_meshes():
-    """A different way for each parameter: rows, blocks, replicas, an inner or transposed mesh, or plain."""
-    line, grid, turned = (meshes[name] for name in ("line", "grid", "turned"))
-    ways = [
+    """A layout for each parameter: rows, blocks, replicas, an inner or transposed mesh, or plain."""
+    line, grid, transposed = (meshes[name] for name in ("line", "grid", "turned"))
+    layouts = [
         (line, [S0]),
         (grid, [S0, S1]),
         (grid["inner"], [S1]),
-        (turned, [R, S0]),
+        (transposed, [R, S0]),
         None,
         (grid["outer"], [S0]),
-        (turned, [S1, S0]),
+        (transposed, [S1, S0]),
         (line, [R]),
     ]
-    return [whole if way is None else lambda t, way=way: distribute(t, *way) for way in ways]
+    return [whole if each is None else lambda t, each=each: distribute(t, *each) for each in layouts]
 
 
 MIXED = [(8, 4), (6, 10), (12, 5), (7, 7), (3, 5), (9, 4), (4, 12), (5, 6)]
@@ -216,7 +216,7 @@ def test_pipeline_stages_are_independent(four_ranks):
 
 
 def train_on_strided_shards(rank, group):
-    """Local shards of parameters and gradients that are not contiguous."""
+    """Train with local shards of parameters and gradients that are not contiguous."""
     mesh = meshes["line"]
 
     def place(tensor):
@@ -235,7 +235,7 @@ def test_shards_that_are_not_contiguous(four_ranks):
 
 
 def freeze(rank, group):
-    """The kinds of state after each step, with a parameter that is frozen at first."""
+    """The layout of the state after each step, with a parameter that is initially frozen."""
     place = placed(LAYOUTS["rows"])
     params = parameters(SHAPES, torch.float64, place)
     params[1].requires_grad_(False)
@@ -256,8 +256,8 @@ def freeze(rank, group):
     return kinds
 
 
-def test_all_ranks_have_the_same_kinds_of_state(four_ranks):
-    """Also those with empty shards."""
+def test_all_ranks_have_the_same_layout_of_state(four_ranks):
+    """Including ranks with empty shards."""
     kinds = four_ranks.run(4, freeze)
     assert all(kind == kinds[0] for kind in kinds)
     assert [len(each) for each in kinds[0]] == [21, 24, 24]

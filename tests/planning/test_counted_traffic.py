@@ -1,5 +1,5 @@
-"""What plans say that FSDP sends, against the collectives of training runs, byte for byte; and what error
-feedback moves, against the operations of its correction."""
+"""Planned FSDP traffic against the collectives of training runs, byte by byte, and planned memory traffic of
+error feedback against its operations."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -48,14 +48,14 @@ SYNCHRONOUS = (P + "pipeline_parallel_schedule", "1F1B", *SHARDS)
         slow("debug_in_chunks", 4, 8, SYNCHRONOUS, id="a loss in chunks on two stages"),
         slow("small", 4, 16, SYNCHRONOUS, id="two passes of two stages"),
         slow("small", 4, 8, SHARDS, id="Async2BW"),
-        slow("debug_cpu", 4, 8, (*EIGHT_STAGES, *SHARDS), id="four stages a rank"),
+        slow("debug_cpu", 4, 8, (*EIGHT_STAGES, *SHARDS), id="four stages per rank"),
     ],
 )
-def test_fsdp_sends_what_is_planned(
+def test_fsdp_sends_the_planned_bytes(
     pools: Pools, tmp_path: Path, recipe: str, ranks: int, batch: int, flags: tuple[object, ...]
 ) -> None:
-    """Two microbatches of a rank, or in two passes four. A gather or a reduction of n bytes over two ranks
-    sends n / 2 of each, an all-reduce n."""
+    """Two microbatches per rank, or four in two passes. A gather or reduction of n bytes over two ranks sends
+    n / 2 from each rank, an all-reduce n."""
     argv = [str(ROOT / "toml_configs" / "debug_cpu.toml")]
     if recipe != "debug_cpu":
         argv = [str(ROOT / "tests" / "support" / f"{recipe}.toml"), "--module", "tests.support.recipes"]
@@ -75,7 +75,7 @@ def test_fsdp_sends_what_is_planned(
 
 
 class Moved(TorchDispatchMode):
-    """Adds up the bytes that operators read and write."""
+    """Counts the bytes that operators read and write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,10 +117,10 @@ def correct_a_gradient(grad: Tensor, history: Tensor, skip: Tensor) -> None:
 @pytest.mark.parametrize(
     ("level", "correct"), [("update", correct_an_update), ("gradient", correct_a_gradient)]
 )
-def test_feedback_moves_what_its_operations_read_and_write(
+def test_feedback_moves_the_planned_bytes(
     level: str, correct: Callable[[Tensor, Tensor, Tensor], None], dtype: str
 ) -> None:
-    """Of a run that skips updates on the device."""
+    """In a run that skips updates on the device."""
     flags = ["--optimizer.error_feedback.level", level, "--optimizer.error_feedback.dtype", dtype]
     config = resolve([str(ROOT / "toml_configs" / "debug_cpu.toml"), *flags])
     size, skip = 2**12, torch.tensor(False)  # one tile
@@ -131,8 +131,8 @@ def test_feedback_moves_what_its_operations_read_and_write(
     assert round(moved.bytes / size) == _feedback_bytes(config, "AdamW") == _feedback_bytes(config, "Muon")
 
 
-def test_compiled_feedback_adds_its_history_to_adamw() -> None:
-    """To the pass that has the weights anyway; of the other optimizers it is not compiled."""
+def test_compiled_feedback_moves_only_its_history() -> None:
+    """Within AdamW's own pass; for other optimizers feedback is not compiled."""
     flags = ["--optimizer.error_feedback.compile"]
     plain, compiled = (resolve([str(ROOT / "toml_configs" / "debug_cpu.toml"), *f]) for f in ([], flags))
     assert _feedback_bytes(compiled, "AdamW") == 4 + 4

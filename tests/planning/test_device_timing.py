@@ -1,4 +1,4 @@
-"""What a device reaches is found on machines of known speed, whose clocks go by the work that they do."""
+"""Measured rates of simulated devices with known rates, whose clocks advance with the work done."""
 
 import json
 import os
@@ -28,8 +28,8 @@ LINK = Link(latency=1e-4, bandwidth=1e9, messages=[MessageTiming(size=8, seconds
 
 
 class Machine:
-    """Stands in for `torch.nn.functional` and for the clock. Its products reach 1 GFLOP/s and 200 MB/s, its
-    attention 500 MFLOP/s over long sequences and half of that over 40 tokens."""
+    """Replaces `torch.nn.functional` and the clock. Its products reach 1 GFLOP/s and 200 MB/s, its attention
+    500 MFLOP/s over long sequences and half of that over 40 tokens."""
 
     def __init__(self):
         self.now = 5.0
@@ -63,9 +63,9 @@ def machine(monkeypatch):
     return machine
 
 
-def test_a_machine_of_known_speed_is_found_to_have_it(machine):
-    threads, told = torch.get_num_threads(), []
-    profile = device_timing.profile_device("cpu", told.append)
+def test_known_rates_are_recovered(machine):
+    threads, lines = torch.get_num_threads(), []
+    profile = device_timing.profile_device("cpu", lines.append)
     for found in (profile.float32, profile.bfloat16):
         rates = found.rates
         assert (rates.products, rates.operands) == pytest.approx((1e9, 200e6), rel=1e-4)
@@ -75,15 +75,15 @@ def test_a_machine_of_known_speed_is_found_to_have_it(machine):
         )
         assert [(t.m, t.groups) for t in found.products] == [(8, 1), (64, 1), (64, 1), (128, 1), (8, 4)]
         assert all(t.fitted_seconds == pytest.approx(t.seconds) for t in (*found.products, *found.attention))
-    # Of float32 128 x 128 x 128 is the fastest.
+    # In float32 128 x 128 x 128 is the fastest.
     seconds = 2 * 128**3 / 1e9 + 4 * 3 * 128**2 / 200e6
     assert profile.float32.fastest_product == pytest.approx(2 * 128**3 / seconds)
     assert profile.device.kind == "cpu" and profile.device.name and profile.device.memory > 2**30
     assert profile.device.processors <= os.cpu_count() and profile.link == LINK
-    assert torch.get_num_threads() == threads and len(told) == 4
+    assert torch.get_num_threads() == threads and len(lines) == 4
 
 
-def test_shapes_that_would_take_too_long_are_left_out(machine, monkeypatch):
+def test_shapes_that_would_take_too_long_are_skipped(machine, monkeypatch):
     monkeypatch.setattr(device_timing, "_LONGEST", 1e-3)  # 128 x 128 x 128 takes 4 ms and more
     found = device_timing._profile_dtype(torch.device("cpu"), torch.bfloat16, SMALL)
     assert [t.m for t in found.products] == [8, 64, 64, 8] and [t.seq_len for t in found.attention] == [
@@ -92,7 +92,7 @@ def test_shapes_that_would_take_too_long_are_left_out(machine, monkeypatch):
     ]
 
 
-def test_events_of_a_gpu_are_read_in_seconds_and_waited_for(monkeypatch):
+def test_cuda_events_are_synchronized_and_converted_to_seconds(monkeypatch):
     calls = []
 
     class Event:
@@ -114,7 +114,7 @@ def test_events_of_a_gpu_are_read_in_seconds_and_waited_for(monkeypatch):
     assert calls == ["record", 0, 1, "record", "synchronize"]
 
 
-def test_a_gpu_is_described_by_its_driver(monkeypatch):
+def test_gpu_is_described_by_its_driver(monkeypatch):
     found = types.SimpleNamespace(name="NVIDIA Some", total_memory=24 * 2**30, multi_processor_count=80)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     device = device_timing._describe(torch.device("cuda"))
@@ -126,13 +126,13 @@ def test_a_gpu_is_described_by_its_driver(monkeypatch):
     )
 
 
-def test_grouped_products_are_those_of_a_loop():
+def test_grouped_products_equal_a_loop():
     x, weights = torch.randn(12, 16, dtype=torch.bfloat16), torch.randn(3, 8, 16, dtype=torch.bfloat16)
     loop = torch.cat([x[4 * e : 4 * e + 4] @ weights[e].T for e in range(3)])
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     assert torch.allclose(device_timing._grouped(gpu, x.dtype, x, weights)(0), loop, atol=0.1)
     assert torch.allclose(torch.cat(device_timing._grouped(cpu, x.dtype, x, weights)(0)), loop, atol=0.1)
-    # torch has no kernel of float32 there.
+    # torch has no float32 kernel for GPUs.
     assert device_timing._grouped(gpu, torch.float32, x.float(), weights.float()) is None
 
 
@@ -142,31 +142,31 @@ def test_an_out_of_memory_error_is_one_sentence(monkeypatch):
 
     monkeypatch.setattr(device_timing, "_warm_up", full)
     monkeypatch.setattr(device_timing, "_describe", lambda device: types.SimpleNamespace(name="NVIDIA Some"))
-    with pytest.raises(UserError, match="NVIDIA Some has too little memory left to calibrate: end what else"):
+    with pytest.raises(UserError, match="NVIDIA Some has too little free memory to calibrate: end other"):
         device_timing.profile_device("cuda")
 
 
-def test_elementwise_operations_of_a_layer_leave_what_products_and_they_make(monkeypatch):
+def test_saved_bytes_of_a_layers_elementwise_operations(monkeypatch):
     monkeypatch.setattr(device_timing, "_REPEATS", 1)
     monkeypatch.setattr(device_timing, "_SAMPLE", 0)
-    forward, backward, left = device_timing._time_layer(tokens=6, width=12)
+    forward, backward, saved = device_timing._time_layer(tokens=6, width=12)
     assert forward > 0 and backward > 0
-    # Products have made four tensors of the width and two of 32. Made here are two sums, two norms, two
-    # rotations, a SiLU and what it is multiplied to; what norms keep beside is torch's affair.
+    # Products made four tensors of the width and two of 32. Elementwise operations add two sums, two norms,
+    # two rotations, a SiLU and its product; norms save further tensors, depending on torch.
     made = 4 * 6 * (4 * 12 + 2 * 32 + 6 * 12 + 2 * 32)
-    assert made < left < made + 2 * 4 * 6 * (3 * 12)
+    assert made < saved < made + 2 * 4 * 6 * (3 * 12)
 
 
 def seconds_of_a_message(rank, group):
     return message_timing._seconds(rank, 2**10)
 
 
-def test_messages_are_timed_there_and_back(pools):
+def test_round_trips_are_timed(pools):
     assert all(0 < seconds < 10 for seconds in pools(2).run(2, seconds_of_a_message))
 
 
 class Rank:
-    """Stands in for one of the two processes."""
+    """Replaces one of the two processes."""
 
     def __init__(self, out="", err="", returncode=0):
         self.answer, self.returncode, self.killed = (out, err), returncode, False
@@ -180,28 +180,28 @@ class Rank:
         self.killed = True
 
 
-def test_messages_have_a_latency_and_a_bandwidth(monkeypatch):
+def test_latency_and_bandwidth_of_messages_are_recovered(monkeypatch):
     sizes = message_timing.SIZES
     ranks = [Rank(json.dumps([40e-6 + size / 3e9 for size in sizes])), Rank()]
-    left = iter(ranks)
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: next(left))
+    processes = iter(ranks)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: next(processes))
     link = message_timing.time_messages()
     assert (link.latency, link.bandwidth) == pytest.approx((40e-6, 3e9), rel=1e-4)
     assert [message.size for message in link.messages] == list(sizes)
     assert all(rank.killed for rank in ranks)
 
 
-@pytest.mark.parametrize("reason", ["no answer in 120 seconds", "RuntimeError: no interface"])
+@pytest.mark.parametrize("reason", ["timed out after 120 seconds", "RuntimeError: no interface"])
 def test_failed_messages_are_one_sentence(reason, monkeypatch):
     failed = Rank(err=f"Traceback\n{reason}\n", returncode=1)
-    if reason.startswith("no answer"):
+    if reason.startswith("timed out"):
         failed.answer = None
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: failed)
-    with pytest.raises(UserError, match=rf"over gloo \({reason}\): GLOO_SOCKET_IFNAME chooses"):
+    with pytest.raises(UserError, match=rf"over gloo \({reason}\): set GLOO_SOCKET_IFNAME"):
         message_timing.time_messages()
 
 
 @pytest.mark.slow
-def test_two_processes_of_this_machine_answer():
+def test_messages_between_real_processes_are_timed():
     link = message_timing.time_messages()
     assert 0 < link.latency < 1 and link.bandwidth > 1e6

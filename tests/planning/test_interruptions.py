@@ -1,4 +1,4 @@
-"""Days of a run with saves and failures: by hand, and against failures that are drawn."""
+"""Days of a run with saves and failures: by hand, and against simulated failures."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ SAVE, RESTART, MTBF = 120.0, 600.0, 10 * HOUR
 
 
 def found(async_mode: str, hours: float = 10) -> Interruptions:
-    """480 GB by two nodes; a replica of 16 ranks writes, and another one not."""
+    """One replica of 16 ranks on two nodes saves 480 GB; the other replica saves nothing."""
     config = debug()
     checkpoint = dataclasses.replace(config.checkpoint, enable=True, interval=INTERVAL, async_mode=async_mode)
     values = {field.name: 0.0 for field in dataclasses.fields(StepTime)}
@@ -42,8 +42,8 @@ def test_asynchronous_saves_by_hand() -> None:
 
 
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
-def test_days_are_those_of_drawn_failures(async_mode: str) -> None:
-    """Failures at random moments; after each the run goes on from the last complete save."""
+def test_days_match_simulated_failures(async_mode: str) -> None:
+    """After each failure, at a random time, the run resumes from the last complete save."""
     draw = random.Random(0)
     clock = trained = 0.0
     runs = 100
@@ -57,15 +57,13 @@ def test_days_are_those_of_drawn_failures(async_mode: str) -> None:
     assert found(async_mode).days == pytest.approx(clock / runs / 86_400, rel=0.01)
 
 
-def test_without_failures_only_saves_are_added() -> None:
+def test_rare_failures_add_only_saves() -> None:
     assert found("disabled", hours=1e12).days == pytest.approx((1_000_000 + 278 * 120) / 86_400)
     assert found("async", hours=1e12).days == pytest.approx(1_000_000 / 86_400)
 
 
-def test_impossible_numbers_are_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"--mtbf 0.5 a failure costs more \(0.68 hours\).*checkpoint.interval"
-    ):
+def test_impossible_numbers_are_rejected() -> None:
+    with pytest.raises(UserError, match=r"--mtbf 0.5 a failure costs 0.68 hours.*lower checkpoint.interval"):
         found("disabled", hours=0.5)
     config = debug()
     config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, enable=False))

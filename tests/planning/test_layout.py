@@ -1,4 +1,4 @@
-"""Stages of a layout against torchtitan's own, and schedules of more than two stages a rank."""
+"""Stages of a layout against torchtitan's, and schedules with more than two stages per rank."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ EACH = 0.01
     first=st.integers(0, 2),
     last=st.integers(0, 2),
 )
-def test_the_stages_are_those_of_torchtitan(schedule, pp, layers, each, first, last):
+def test_stages_are_those_of_torchtitan(schedule, pp, layers, each, first, last):
     parallelism = dataclasses.replace(
         debug().parallelism,
         pipeline_parallel_degree=pp,
@@ -41,22 +41,10 @@ def test_the_stages_are_those_of_torchtitan(schedule, pp, layers, each, first, l
     try:
         numbers = titan._get_pipeline_metadata(SimpleNamespace(pp=pp), parallelism, model)
         modules = titan._generate_llm_fqn_per_model_part(*numbers)
-    except ValueError:  # which the plan refuses by `check_layout`
+    except ValueError:  # rejected by `check_layout` in a plan
         return
     wanted = [[name.replace("lm_head", "head") for name in stage if name != "norm"] for stage in modules]
     assert split_of(parallelism, layers) == tuple(map(tuple, wanted))
-
-
-@pytest.fixture(scope="module")
-def config():
-    made = debug()
-    return dataclasses.replace(
-        made,
-        training=dataclasses.replace(made.training, mixed_precision_param="bfloat16"),
-        optimizer=dataclasses.replace(
-            made.optimizer, muon=dataclasses.replace(made.optimizer.muon, compute_dtype="bfloat16")
-        ),
-    )
 
 
 def interleaved(d, each, m, **changes):
@@ -65,7 +53,7 @@ def interleaved(d, each, m, **changes):
 
 
 @pytest.mark.parametrize("each", [2, 3, 4])
-def test_more_stages_a_rank_divide_the_bubble(config, each):
+def test_more_stages_per_rank_divide_the_bubble(config, each):
     d, m = 4, 8
     layout = interleaved(d, each, m)
     assert [layout.stages_of(rank) for rank in (0, 3)] == [
@@ -79,8 +67,8 @@ def test_more_stages_a_rank_divide_the_bubble(config, each):
 
 
 @pytest.mark.parametrize(("each", "gathered"), [(2, 2), (3, 3), (4, 3)])
-def test_torch_gathers_three_of_a_ranks_stages(config, each, gathered):
-    """Its own order of gathering and freeing never has more; all layers here are alike."""
+def test_torch_keeps_three_stages_of_a_rank_gathered(config, each, gathered):
+    """Compared with torch's own order of gathers and frees; all layers are equal."""
     layout = interleaved(2, each, 4, dp_shard=2)
     parts = make_parts(2 * each, shape=(1024, 1024))
     memory = memory_of(config, layout, parts, 1, on_cpu=True)
@@ -103,8 +91,8 @@ def test_torch_gathers_three_of_a_ranks_stages(config, each, gathered):
 _NAMES = {"F": "FORWARD", "B": "FULL_BACKWARD"}
 
 
-def test_another_schedule_takes_a_split_of_its_own(config):
-    """Four stages a rank are for interleaved schedules: 1F1B beside them has one, ZBV two."""
+def test_split_is_adapted_to_another_schedule(config):
+    """Only interleaved schedules take four stages per rank; 1F1B has one, ZBV two."""
     parallelism = dataclasses.replace(
         config.parallelism,
         pipeline_parallel_schedule="Interleaved1F1B",

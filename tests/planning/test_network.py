@@ -1,4 +1,4 @@
-"""Hardware by name; groups of ranks and the time of collectives, worked out by hand."""
+"""Hardware by name; process groups and times of collectives, calculated by hand."""
 
 import dataclasses
 
@@ -11,14 +11,14 @@ from titan_async.planning.hardware import ACHIEVABLE_BANDWIDTH, CLUSTERS, P2P_BL
 from titan_async.planning.network import Group, Network, buffer_bytes
 
 
-def test_hardware_is_found_by_name():
+def test_hardware_by_name():
     assert cluster_of("H100-80GB") is CLUSTERS["h100-80gb"]
     with pytest.raises(UserError, match=r'--gpu is "h100", which is none of .*; did you mean h100-80gb\?'):
         cluster_of("h100")
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_figures_are_in_the_units_they_claim(name):
+def test_figures_are_in_plausible_ranges(name):
     cluster, gpu = CLUSTERS[name], CLUSTERS[name].accelerator
     assert 24e9 <= gpu.memory <= 180e9 and str(gpu.memory // 10**9) in name
     assert 100e12 < gpu.matrix_peak < 3000e12 and 10e12 < gpu.float32_peak < gpu.matrix_peak
@@ -30,7 +30,7 @@ def test_figures_are_in_the_units_they_claim(name):
 
 
 def test_groups_follow_the_order_of_ranks():
-    # 4 stages of 2 replicas of 4 shards of 2: 16 ranks a stage, so that a node holds half a stage.
+    # 4 stages x 2 replicas x 4 shards x 2 tensor-parallel ranks: a node has half of a stage's 16 ranks.
     layout = make_layout(4, dp_replicate=2, dp_shard=4, tp=2, ep=4)
     groups = Network(ROUND, layout).groups
     assert groups.tensor == Group(2, 2)
@@ -43,23 +43,23 @@ def test_groups_follow_the_order_of_ranks():
     assert groups.holders == Group(16, 8) and groups.expert_holders == Group(4, 2)
 
 
-def test_collectives_take_what_their_slowest_link_takes():
+def test_collectives_are_limited_by_their_slowest_link():
     network = Network(ROUND, make_layout(1, pp=1, dp_shard=16))
     inside, across, alone = Group(8, 8), Group(16, 8), Group(16, 1)
     gb = 10**9
     assert network.gather_seconds(inside, 8 * gb) == pytest.approx(7 * gb / 80e9)
-    # Of 16 ranks each node's 8 network cards work side by side, at 8 GB/s each: 64 of the links' 80.
+    # The 8 network cards of a node work in parallel, at 8 GB/s each: 64 GB/s, below the links' 80.
     assert network.gather_seconds(across, 16 * gb) == pytest.approx(15 * gb / 64e9)
     assert network.gather_seconds(alone, 16 * gb) == pytest.approx(15 * gb / 8e9)
     assert network.all_reduce_seconds(inside, 8 * gb) == pytest.approx(14 * gb / 80e9)
-    # Of 16 GB a rank keeps 1, sends 7 inside its node at 80 GB/s and 8 to the other one at 8, side by side.
+    # Of 16 GB a rank keeps 1 and in parallel sends 7 within its node, at 80 GB/s, and 8 to the other, at 8.
     assert network.all_to_all_seconds(across, 16 * gb) == pytest.approx(1.0)
     assert network.all_to_all_seconds(inside, 8 * gb) == pytest.approx(7 * gb / 80e9)
     assert network.exchange_seconds(inside, 7 * gb) == pytest.approx(7 * gb / 80e9)
     assert network.exchange_seconds(Group(1, 1), 0.0) == network.gather_seconds(Group(1, 1), gb) == 0.0
 
 
-def test_latency_counts_once_for_each_doubling():
+def test_latency_counts_once_per_doubling():
     cluster = CLUSTERS["h100-80gb"]
     network = Network(cluster, make_layout(1, pp=1, dp_shard=64))
     expected = 3 * cluster.link_latency + 3 * cluster.network_latency
@@ -67,29 +67,30 @@ def test_latency_counts_once_for_each_doubling():
     assert network.norm_seconds() == pytest.approx(2 * expected)
 
 
-def test_messages_know_whether_they_leave_the_node():
+def test_messages_between_nodes_are_slower():
     size = 10**9
-    two_a_node = Network(ROUND, make_layout(4, dp_shard=4))  # stages 0 and 1 on node 0
+    two_per_node = Network(ROUND, make_layout(4, dp_shard=4))  # stages 0 and 1 on node 0
     slow, fast = size / (10e9 * ACHIEVABLE_BANDWIDTH), size / (100e9 * ACHIEVABLE_BANDWIDTH)
-    times = [two_a_node.message_seconds(rank, rank + 1, size) for rank in range(3)]
+    times = [two_per_node.message_seconds(rank, rank + 1, size) for rank in range(3)]
     assert times == pytest.approx([fast, slow, fast])
-    assert two_a_node.message_seconds(3, 0, size) == pytest.approx(slow)
-    one_each = Network(ROUND, make_layout(2, dp_shard=8))
-    assert one_each.message_seconds(0, 1, size) == pytest.approx(slow)
+    assert two_per_node.message_seconds(3, 0, size) == pytest.approx(slow)
+    one_per_node = Network(ROUND, make_layout(2, dp_shard=8))
+    assert one_per_node.message_seconds(0, 1, size) == pytest.approx(slow)
 
 
-def test_processors_and_memory_of_messages_by_hand():
+def test_processors_and_memory_of_messages():
     cluster = dataclasses.replace(ROUND, per_node=4, link_blocks=5, network_blocks=3)
-    network = Network(cluster, make_layout(4, dp_shard=2))  # two stages a node
+    network = Network(cluster, make_layout(4, dp_shard=2))  # two stages per node
     assert [network.message_share(rank, rank + 1) for rank in range(3)] == [0.05, 0.03, 0.05]
     assert P2P_BLOCKS == MAX_CTAS == 4
-    # 4.19, 4.92 and 0.52 MB a channel. The norm of the pipeline, and shards; four channels there and back.
+    # 4.19, 4.92 and 0.52 MB per channel. Groups for the gradient norm and the shards, and four channels per
+    # direction.
     channel = 4_194_304 + 4_915_200 + 524_288
     delayed = make_layout(4, dp_shard=2, schedule="Async2BW")
     assert [buffer_bytes(delayed, rank) // channel for rank in range(4)] == [32 + 8, 48, 48, 40]
     assert buffer_bytes(delayed, 1) % channel == 0
-    assert buffer_bytes(make_layout(4), 0) == (16 + 16) * channel  # one group of torch's for both ways
+    assert buffer_bytes(make_layout(4), 0) == (16 + 16) * channel  # torch has one group for both directions
     alone = {"dp_shard": 4, "dp_replicate": 2, "tp": 2}
-    # Shards, replicas, tensor; and with experts theirs, and their shards.
+    # Shards, replicas, tensor parallelism; with expert parallelism also experts and their shards.
     for ep, groups in ((1, 3), (2, 5), (8, 4)):
         assert buffer_bytes(make_layout(1, pp=1, ep=ep, **alone), 0) == groups * 16 * channel

@@ -1,4 +1,4 @@
-"""`titan-async plan`: every recipe file, the JSON, and what users do wrong."""
+"""`titan-async plan`: every recipe file, the JSON, and user errors."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.name for path in (ROOT / "toml_configs").glob("*.toml"))
 RECIPE = "debug_cpu.toml"
 LARGE = ("dense_360m", "dense_1b", "moe_2b", "moe_10b_200b", "smollm2")
-"""What others hold in small, and takes long to trace."""
+"""Larger variants of other recipes, which take long to trace."""
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def _at_the_root(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _traced_once(monkeypatch, request):
-    """Twins have the same parts, and tracing them takes seconds."""
+    """Traces each model once: tracing takes seconds, and twins have the same parts."""
     known = request.config.stash.setdefault(_TRACED, {})
     trace = plan.trace_parts
 
@@ -60,7 +60,7 @@ def run(capsys):
     return run_it
 
 
-def mistake(run, *argv):
+def error_of(run, *argv):
     status, out, err = run(*argv)
     assert (status, out) == (2, "")
     assert err.endswith("\n") and err.count("\n") == 1 and "Traceback" not in err
@@ -87,19 +87,19 @@ def test_every_recipe_file_has_a_plan(run, name):
 @pytest.mark.parametrize(
     "name", ["dense_135m", *(slow(name) for name in ("dense_360m", "dense_1b", "moe_2b", "moe_10b_200b"))]
 )
-def test_no_pipeline_is_faster_than_that_of_a_recipe(name):
+def test_no_pipeline_is_faster_than_a_recipes(name):
     planner = plan.Planner(cluster_of("h100-80gb"))
     config = on_own_ranks(resolve([f"toml_configs/{name}.toml"]), planner.cluster.per_node)
     own = planner.time(config)
     searcher = dataclasses.replace(planner.searcher, fits=lambda *run: run[1].pp > 1 and planner._fits(*run))
     found = searcher.suggest(config, own)
-    if found is not None:  # by the times of a microbatch of another size, in proportion
+    if found is not None:  # with parts scaled from another microbatch size: trace, and search again
         planner.parts_of(found.config)
         found = searcher.suggest(config, own)
     assert found is None, found.changes
 
 
-def test_a_tied_model_has_a_plan_under_async2bw_alone(run, tmp_path):
+def test_tied_model_has_a_plan_under_async2bw_only(run, tmp_path):
     (tmp_path / "x.toml").write_text('recipe = "tied_llama"\n')
     status, out, err = run(f"{tmp_path}/x.toml", "--module", "tests.support.recipes", "--json")
     assert (status, err) == (0, "")
@@ -116,8 +116,8 @@ def test_a_tied_model_has_a_plan_under_async2bw_alone(run, tmp_path):
     assert alone["verdict"]["outcome"] == "only Async2BW" and alone["verdict"]["synchronous"] is None
 
 
-def test_a_plan_simulates_each_layout_once(run, monkeypatch):
-    """Its own layout, the compared schedules, and the other choice of overlap, as the verdict."""
+def test_plan_simulates_each_layout_once(run, monkeypatch):
+    """Its own layout, the compared schedules, and the other choice of overlap."""
     layouts, step_time = [], plan.step_time
 
     def counted(config, layout, *args, **kwargs):
@@ -136,7 +136,7 @@ def test_a_plan_simulates_each_layout_once(run, monkeypatch):
     assert len(layouts) == len(set(layouts))
 
 
-def test_the_json_has_all_figures(run):
+def test_json_has_all_figures(run):
     _, out, _ = run(f"toml_configs/{RECIPE}", "--json")
     record = json.loads(out)
     keys = (
@@ -145,7 +145,7 @@ def test_the_json_has_all_figures(run):
     )
     assert list(record) == keys.split()
     assert record["model"]["tokens"] == 300 * record["model"]["tokens_per_step"]
-    # An open shard degree fills one node, as it would in training: two stages of four.
+    # A shard degree of -1 fills one node, as in training: two stages of four.
     assert record["layout"]["world_size"] == 8
     assert record["model"]["tokens_per_step"] == 4 * 8 * 256
     assert [stage["parts"][0] for stage in record["stages"]] == ["tok_embeddings", "layers.3"]
@@ -164,30 +164,30 @@ def test_the_json_has_all_figures(run):
     assert names == ["Async2BW", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
 
 
-def test_it_is_printed_as_tables_or_written_to_a_file(run, tmp_path):
+def test_plan_is_printed_as_tables_and_written_to_a_file(run, tmp_path):
     file = tmp_path / "plan.json"
     status, out, _ = run(f"toml_configs/{RECIPE}", "--gpu", "a100-40gb", "--json", str(file), "--no-suggest")
     assert status == 0 and json.loads(file.read_text())["hardware"]["accelerator"]["name"] in out
     for words in (
         "tokens/s",
         "Stages",
-        "Gigabytes of a rank at its fullest",
+        "Peak memory per rank in GB",
         "Schedules",
         "ZBVZeroBubble",
         "activations",
-        "receives: posted late inside a node (4 of 108 SMs while one waits)",
+        "receives: posted late within a node (4 of 108 SMs while pending)",
         "--pipeline.early_receives: a step takes",
         "NCCL's buffers",
     ):
         assert words in out
 
 
-def test_a_plan_ends_in_whether_async2bw_pays(run, tmp_path):
+def test_plan_ends_in_its_verdict(run, tmp_path):
     file = tmp_path / "plan.json"
     _, out, _ = run(f"toml_configs/{RECIPE}", "--json", str(file), "--no-suggest")
     record = json.loads(file.read_text())
     verdict, schedules = record["verdict"], record["schedules"]
-    assert " ".join(out.split()).endswith(verdict["sentence"])  # lines end where the terminal does
+    assert " ".join(out.split()).endswith(verdict["sentence"])  # rich wraps lines
     assert verdict["asynchronous"]["step_seconds"] == schedules[0]["step_seconds"]
     best = min(entry["step_seconds"] for entry in schedules[1:])
     assert verdict["synchronous"]["step_seconds"] == best
@@ -200,7 +200,7 @@ def test_a_plan_ends_in_whether_async2bw_pays(run, tmp_path):
     assert searched["verdict"]["synchronous"]["step_seconds"] == suggested
 
 
-def test_nodes_take_more_shards_and_the_same_batch(run):
+def test_nodes_change_the_shards_and_not_the_batch(run):
     flags = ("--training.global_batch_size", "64", "--json", "--no-suggest", "--nodes")
     plans = [json.loads(run(f"toml_configs/{RECIPE}", *flags, nodes)[1]) for nodes in ("1", "2")]
     assert [p["layout"]["world_size"] for p in plans] == [8, 16]
@@ -211,19 +211,19 @@ def test_nodes_take_more_shards_and_the_same_batch(run):
 def test_failures_add_days(run):
     flags = (f"toml_configs/{RECIPE}", "--no-suggest", "--training.steps", "300000")
     _, out, _ = run(*flags)
-    assert "days are those of training alone: --mtbf HOURS adds" in out
-    out = " ".join(run(*flags, "--mtbf", "12")[1].split())  # lines end where the terminal does
+    assert "days exclude saves and failures: --mtbf HOURS includes them" in out
+    out = " ".join(run(*flags, "--mtbf", "12")[1].split())  # rich wraps lines
     assert "with a failure every 12 hours" in out and "3,000 saves of" in out and "10 to restart" in out
     record = json.loads(run(*flags, "--mtbf", "12", "--json")[1])
     found, items = record["interruptions"], [entry["items"] for entry in record["memory"]]
     assert found["days"] > record["schedules"][0]["days"]
-    # Of two stages of four shards, on one node: weights of the first stage's two versions, and all state.
+    # Two stages of four shards on one node save both versions of the first stage's weights, and all state.
     state = ("weights", "momentum", "AdamW moments", "error feedback")
     written = 4 * (sum(of[name] for of in items for name in state) + items[0]["weights"])
     assert found["save_seconds"] == pytest.approx(written / 2e9)
 
 
-def test_a_synchronous_start_adds_days(run):
+def test_synchronous_start_adds_days(run):
     def plan_of(*flags):
         command = (f"toml_configs/{RECIPE}", "--no-suggest", "--mtbf", "1e9", "--json")
         record = json.loads(run(*command, *flags)[1])
@@ -242,7 +242,7 @@ def test_a_synchronous_start_adds_days(run):
     assert "are synchronous" not in run(f"toml_configs/{RECIPE}", *flags, "--schedule", "1F1B")[1]
 
 
-def test_flags_come_before_the_file(run):
+def test_flags_override_the_file(run):
     _, out, _ = run(
         f"toml_configs/{RECIPE}", "--schedule=1F1B", "--achievable", "0.25", "--json", "--no-suggest"
     )
@@ -251,11 +251,11 @@ def test_flags_come_before_the_file(run):
     assert record["hardware"]["accelerator"]["achievable"] == 0.25
     _, out, _ = run(f"toml_configs/{RECIPE}", "--schedule", "1F1B", "--json", "--no-suggest")
     once = json.loads(out)["stages"][1]["seconds"]["forward"]
-    # Products take more than twice as long, what moves through memory as long as before.
+    # Products take more than twice as long, memory traffic as long as before.
     assert 1.3 * once < record["stages"][1]["seconds"]["forward"] < 0.63 / 0.25 * once
 
 
-def test_measured_times_take_the_place_of_assumed_ones(run, tmp_path):
+def test_measured_times_scale_the_plan(run, tmp_path):
     _, out, _ = run(f"toml_configs/{RECIPE}", "--json", "--no-suggest")
     assumed = json.loads(out)
     stages = [
@@ -267,7 +267,7 @@ def test_measured_times_take_the_place_of_assumed_ones(run, tmp_path):
         }
         for stage in assumed["stages"]
     ]
-    numbers = {key: assumed["layout"][key] for key in measured_times._NUMBERS}
+    numbers = {key: assumed["layout"][key] for key in measured_times._LAYOUT_FIELDS}
     (tmp_path / "measured.json").write_text(json.dumps({**numbers, "schedule": "Async2BW", "stages": stages}))
     _, out, _ = run(f"toml_configs/{RECIPE}", "--json", "--no-suggest", "--measured", str(tmp_path))
     calibrated = json.loads(out)
@@ -280,9 +280,9 @@ def test_measured_times_take_the_place_of_assumed_ones(run, tmp_path):
         assert after["seconds"]["update"] == pytest.approx(before["seconds"]["update"])
     del stages[1]
     (tmp_path / "measured.json").write_text(json.dumps({**numbers, "schedule": "Async2BW", "stages": stages}))
-    assert "another model" in mistake(run, f"toml_configs/{RECIPE}", "--measured", str(tmp_path))
+    assert "another model" in error_of(run, f"toml_configs/{RECIPE}", "--measured", str(tmp_path))
     (tmp_path / "measured.json").write_text("{}")
-    assert "run anew" in mistake(run, f"toml_configs/{RECIPE}", "--measured", str(tmp_path))
+    assert "repeat the run" in error_of(run, f"toml_configs/{RECIPE}", "--measured", str(tmp_path))
 
 
 def calibrated(run, tmp_path, device, *flags, faster=1.0):
@@ -295,7 +295,7 @@ def calibrated(run, tmp_path, device, *flags, faster=1.0):
     return json.loads(out)
 
 
-def test_a_device_of_twice_the_rates_takes_half_the_time(run, tmp_path):
+def test_twice_the_rates_take_half_the_time(run, tmp_path):
     once, twice = (calibrated(run, tmp_path, H100, faster=faster) for faster in (1.0, 2.0))
     for slow_stage, fast_stage in zip(once["stages"], twice["stages"], strict=True):
         for kind in ("forward", "input_gradient", "weight_gradient", "update"):
@@ -306,27 +306,27 @@ def test_a_device_of_twice_the_rates_takes_half_the_time(run, tmp_path):
     assert hardware["link_bandwidth"] == 450e9
 
 
-def test_a_plan_for_cores_counts_what_runs_on_them(run, tmp_path):
-    """The whole of attention's scores and no NCCL; ranks without GPUs have no open shards."""
+def test_plan_for_cpu_cores(run, tmp_path):
+    """It counts all of attention's scores and no NCCL; a shard degree of -1 is 1."""
     record = calibrated(run, tmp_path, CORES)
     assert record["layout"]["world_size"] == 2 and record["hardware"]["nodes"] == 1
     assert not any("NCCL's buffers" in entry["items"] for entry in record["memory"])
     assert record["memory"][0]["items"]["attention masks"] > 0
-    assert record["receives"]["step_seconds"] == {}  # messages take no processors
+    assert record["receives"]["step_seconds"] == {}  # messages occupy no processors
     on_gpu = calibrated(run, tmp_path, H100)
     flops = [each["model"]["forward_flops_per_token"] for each in (record, on_gpu)]
-    assert flops[0] > 1.02 * flops[1]  # on GPUs half of the scores counts
+    assert flops[0] > 1.02 * flops[1]  # GPUs compute half of the scores
     alone = calibrated(run, tmp_path, CORES, "--parallelism.pipeline_parallel_degree", "1")
     assert alone["layout"]["world_size"] == 1
 
 
-def test_a_calibration_is_named_and_goes_together_with_measured_times(run, tmp_path):
+def test_calibration_and_measured_times_combine(run, tmp_path):
     record = calibrated(run, tmp_path, H100)
     stages = [
         {"stage": s["stage"], "parts": s["parts"], "forward": 2 * s["seconds"]["forward"], "backward": 1.0}
         for s in record["stages"]
     ]
-    numbers = {key: record["layout"][key] for key in measured_times._NUMBERS}
+    numbers = {key: record["layout"][key] for key in measured_times._LAYOUT_FIELDS}
     (tmp_path / "measured.json").write_text(json.dumps({**numbers, "schedule": "1F1B", "stages": stages}))
     both = calibrated(run, tmp_path, H100, "--measured", str(tmp_path))
     assert both["hardware"]["calibration"]["forward"] == pytest.approx(2)
@@ -353,10 +353,11 @@ def test_a_calibration_is_named_and_goes_together_with_measured_times(run, tmp_p
         ),
     ],
 )
-def test_a_calibration_that_does_not_fit_is_a_mistake(run, tmp_path, device, flags, words):
+def test_calibrations_that_do_not_match_are_rejected(run, tmp_path, device, flags, words):
     file = tmp_path / "device.json"
     write_profile(file, make_profile(device))
-    assert words in mistake(run, f"toml_configs/{RECIPE}", "--calibration", str(file), "--no-suggest", *flags)
+    argv = ("--calibration", str(file), "--no-suggest", *flags)
+    assert words in error_of(run, f"toml_configs/{RECIPE}", *argv)
 
 
 @pytest.mark.parametrize(
@@ -378,7 +379,7 @@ def test_a_calibration_that_does_not_fit_is_a_mistake(run, tmp_path, device, fla
         ((f"toml_configs/{RECIPE}", "--mtbf", "0"), "--mtbf: must be a number of hours above 0, not 0"),
         ((f"toml_configs/{RECIPE}", "--node", "2"), "unknown flag --node; did you mean --nodes?"),
         ((f"toml_configs/{RECIPE}", "--schedule", "1F2B"), "did you mean 1F1B?"),
-        ((f"toml_configs/{RECIPE}", "--measured", "nowhere"), "holds no measured.json"),
+        ((f"toml_configs/{RECIPE}", "--measured", "nowhere"), "contains no measured.json"),
         ((f"toml_configs/{RECIPE}", "--training.stepz", "3"), "did you mean --training.steps"),
         (
             (f"toml_configs/{RECIPE}", "--parallelism.pipeline_parallel_degree", "8"),
@@ -390,12 +391,12 @@ def test_a_calibration_that_does_not_fit_is_a_mistake(run, tmp_path, device, fla
         ),
         (
             (f"toml_configs/{RECIPE}", "--parallelism.context_parallel_degree", "2"),
-            "context_parallel_degree is 2, and plans do not know",
+            "context_parallel_degree is 2, but plans do not model",
         ),
         ((f"toml_configs/{RECIPE}", "--json", "/dev/null/plan.json", "--no-suggest"), "cannot write"),
     ],
 )
-def test_an_invalid_plan_is_one_line_with_its_fix(capsys, argv, words):
+def test_errors_are_one_line_with_the_fix(capsys, argv, words):
     status = main.main(["plan", *argv])
     err = capsys.readouterr().err
     assert status == 2 and words in err and err.count("\n") == 1 and "Traceback" not in err

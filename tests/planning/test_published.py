@@ -1,5 +1,4 @@
-"""What a product, attention and a collective are planned to take, by hand; and the comparison with published
-runs."""
+"""Planned times of products, attention and collectives by hand, and the comparison with published runs."""
 
 import dataclasses
 import sys
@@ -19,7 +18,6 @@ from titan_async.planning.hardware import (
 )
 from titan_async.planning.network import Group, Network
 from titan_async.planning.step_time import stage_costs
-from titan_async.recipes.debug import debug
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 
@@ -30,23 +28,16 @@ H100 = CLUSTERS["h100-80gb"].accelerator
 SLOW_MEMORY = dataclasses.replace(
     ROUND, accelerator=dataclasses.replace(ROUND.accelerator, memory_bandwidth=1e12 / ACHIEVABLE_BANDWIDTH)
 )
-"""One TB/s is reached."""
-
-
-@pytest.fixture(scope="module")
-def config():
-    made = debug()
-    training = dataclasses.replace(made.training, mixed_precision_param="bfloat16")
-    return dataclasses.replace(made, training=training)
+"""Memory reaches 1 TB/s."""
 
 
 def cost_of(config, parts, cluster=ROUND, **layout):
     return stage_costs(config, make_layout(1, pp=1, microbatches=1, **layout), parts, cluster)[0]
 
 
-def test_ends_of_the_curve_of_products():
+def test_product_share_of_large_and_small_products():
     assert H100.product_share("bfloat16", 2**20, 2**20, 2**20) == pytest.approx(H100.achievable, rel=1e-3)
-    # A vector times a matrix takes what reading the matrix takes.
+    # A matrix-vector product takes the time of reading the matrix.
     n = 8192
     share = H100.product_share("bfloat16", 1, n, n)
     seconds = 2 * n * n / (share * H100.matrix_peak)
@@ -56,12 +47,12 @@ def test_ends_of_the_curve_of_products():
     assert H100.product_share("bfloat16", n, n, 64) == H100.product_share("bfloat16", 64, n, n)
 
 
-def test_attention_needs_long_sequences():
+def test_attention_share_grows_with_the_sequence():
     assert H100.attention_share(ATTENTION_RAMP) == pytest.approx(H100.attention / 2)
     assert H100.attention_share(2**20) == pytest.approx(H100.attention, rel=1e-3)
 
 
-def test_half_the_clock_takes_an_eighth_of_the_power():
+def test_power_limit_scales_the_clock_by_its_cube_root():
     limited = H100.limited_to(H100.watts / 8)
     assert limited.achievable == pytest.approx(H100.achievable / 2)
     assert limited.attention == pytest.approx(H100.attention / 2)
@@ -69,9 +60,8 @@ def test_half_the_clock_takes_an_eighth_of_the_power():
 
 
 def test_a_dense_layer_by_hand(config):
-    """1024 tokens, a matrix of 512 by 256: 268 MFLOP, of which the layer claims a thousand times as many, at
-    100 TFLOP/s; 2.4 MB of operands at 1 TB/s, a thousand times too; attention at a quarter of 200 TFLOP/s,
-    less for short sequences; and 3 GB that its elementwise operations leave behind."""
+    """1024 tokens, a thousand products by a matrix of 512 x 256 at 100 TFLOP/s, their operands at 1 TB/s;
+    attention at a quarter of 200 TFLOP/s, less for short sequences; 3 GB saved by elementwise operations."""
     operations = 2 * 1024 * 512 * 256 * 1000
     part = make_part(
         "layers.0",
@@ -94,7 +84,7 @@ def test_a_dense_layer_by_hand(config):
     )
     summed = 512 * 256 * (2 + 8) / 1e12
     assert cost.weight_gradient == pytest.approx(products + summed, rel=1e-3)
-    # Checkpointing that keeps nothing computes all of it again.
+    # Full activation checkpointing recomputes all of it.
     again = dataclasses.replace(part, recompute_flops=operations + 1e12, saved_bytes=0)
     repeated = cost_of(config, parts | {"layers.0": again}, SLOW_MEMORY)
     assert repeated.input_gradient - cost.input_gradient == pytest.approx(
@@ -103,7 +93,7 @@ def test_a_dense_layer_by_hand(config):
 
 
 def test_experts_by_hand(config):
-    """Eight experts over eight ranks, two of them for each token: each rank's one gets 8 x 1024 x 2 / 8."""
+    """Eight experts over eight ranks, two per token: each rank's expert receives 8 x 1024 x 2 / 8 tokens."""
     part = make_part(
         "layers.0",
         tflops=1.0,
@@ -123,37 +113,36 @@ def test_experts_by_hand(config):
     )
     even = cost_of(balanced, parts, SLOW_MEMORY, dp_shard=8, ep=8)
     assert even.forward == pytest.approx(expected / EXPERT_IMBALANCE, rel=1e-3)
-    # Where each rank has all experts none waits for another, and an expert gets fewer tokens.
+    # If each rank has all experts, no rank waits for another, and an expert receives fewer tokens.
     together = cost_of(config, parts, SLOW_MEMORY, dp_shard=8)
     fewer = SLOW_MEMORY.accelerator.product_share("bfloat16", 256, 64, 128)
     assert together.forward == pytest.approx(1e12 / 200e12 / fewer, rel=1e-3)
 
 
-def test_a_token_is_sent_once_to_a_rank_and_to_a_node():
+def test_token_is_sent_once_per_rank_and_once_per_node():
     network = Network(ROUND, make_layout(1, pp=1, dp_shard=16, ep=16))
     inside, across = Group(8, 8), Group(16, 8)
-    # Of two random choices among eight ranks 15/8 differ, and of those a rank keeps an eighth.
+    # Two random choices among eight ranks are 15/8 distinct ranks, of which 1/8 is the rank itself.
     once = network.dispatch_seconds(inside, 2e9, 2, once=True)
     assert once == pytest.approx(1e9 * 15 / 8 * 7 / 8 / 80e9)
-    # The other of two nodes is among two choices three times of four.
+    # Two choices include the other of two nodes with probability 3/4.
     assert network.dispatch_seconds(across, 2e9, 2, once=True) == pytest.approx(1e9 * 3 / 4 / 8e9)
     assert network.dispatch_seconds(across, 2e9, 2, once=False) == network.all_to_all_seconds(across, 2e9)
 
 
-def test_tensor_parallel_ranks_gather_whole_hidden_states(config):
+def test_tensor_parallel_ranks_gather_hidden_states(config):
     parts = make_parts(1) | {"layers.0": make_part("layers.0")}
     size = 1024 * config.model_spec.model.dim * 2
     plain, apart = (cost_of(config, parts, tp=tp) for tp in (1, 4))
     waited = apart.forward - plain.forward / 4
-    assert waited == pytest.approx(
-        (4 + 2) * size * 3 / 4 / 80e9, rel=1e-3
-    )  # a layer's, embedding's and head's
+    # Four collectives of the layer, and one each of embedding and head.
+    assert waited == pytest.approx((4 + 2) * size * 3 / 4 / 80e9, rel=1e-3)
     compiled = dataclasses.replace(config.compile, enable=True, enable_async_tensor_parallel=True)
     hidden = cost_of(dataclasses.replace(config, compile=compiled), parts, tp=4)
     assert apart.forward - hidden.forward == pytest.approx(TENSOR_HIDDEN * waited, rel=1e-3)
 
 
-def test_collectives_of_fsdp_take_processors_from_the_computation(config):
+def test_fsdp_collectives_slow_down_computation(config):
     parts = make_parts(1, shape=(4096, 4096))
     sharing = dataclasses.replace(ROUND, collective_blocks=10)  # of 100
     free, slowed = (cost_of(config, parts, cluster, dp_shard=2) for cluster in (ROUND, sharing))
@@ -167,17 +156,17 @@ def row_of(name):
 
 
 def test_formulas_of_the_sources():
-    # 72 of 96 parts are what is not computed again; the heads of the two formulas differ by a little.
+    # 72 of 96 FLOPs are not recomputation; the two formulas count the head slightly differently.
     again, once = tokens_of_recomputed(96.0, MPT_1B, 2048), tokens_of_mfu(0.72, 100e12, MPT_1B, 2048)
     assert again == pytest.approx(once, rel=0.02)
     assert tokens_of_mfu(0.5, 300e12, MPT_1B, 2048) == pytest.approx(150e12 / 6 / 1.4e9, rel=0.15)
 
 
-def test_a_published_row_by_hand():
+def test_published_row_by_hand():
     row = row_of("MPT 1B, FSDP 8")
     config, parts = config_for(row), parts_for(row)
     tokens = 14 * 2048
-    # Three matrices of 8/3 x 2048 in place of two of four times the width.
+    # Three matrices of 8/3 x 2048 instead of two of four times the width.
     matrices = 4 * 2048**2 + 3 * row.model.ffn * 2048
     layer = parts["layers.23"]
     assert 3 * row.model.ffn == pytest.approx(8 * 2048, rel=0.01)
@@ -188,13 +177,13 @@ def test_a_published_row_by_hand():
     found = compare(row, parts)
     assert found.planned_tokens * found.time == pytest.approx(row.tokens)
     gpu = cluster_for(row).accelerator
-    # At the share of the largest products alone it would be quicker; at half of that, slower.
+    # Faster than at half the achievable share, slower than at the achievable share alone.
     operations = 3 * sum(part.forward_flops for part in parts.values())
     assert found.planned_tokens < tokens / (operations / gpu.matrix_peak / gpu.achievable)
     assert found.planned_tokens > tokens / (operations / gpu.matrix_peak / gpu.achievable * 2)
 
 
-def test_a_row_says_what_is_special_about_its_hardware(monkeypatch):
+def test_rows_override_properties_of_the_hardware(monkeypatch):
     row = row_of("Llama 3 8B, FSDP 8")
     special = cluster_for(row).accelerator
     assert special.memory_bandwidth == 2.4e12 and special.watts == 500
@@ -209,13 +198,13 @@ def test_a_row_says_what_is_special_about_its_hardware(monkeypatch):
     assert compare(dataclasses.replace(row, gib=None), parts).time > 1.3 * before
 
 
-def test_a_row_says_in_how_many_chunks_its_loss_is_computed():
+def test_rows_set_the_chunks_of_the_loss():
     row = row_of("Qwen3 30B-A3B, FSDP 8")
     assert config_for(row).loss.num_chunks == row.loss_chunks == 8
     assert not hasattr(config_for(dataclasses.replace(row, loss_chunks=1)).loss, "num_chunks")
 
 
-def test_a_loss_in_chunks_runs_its_backward_in_its_forward(config):
+def test_chunked_loss_runs_its_backward_in_the_forward(config):
     parts = make_parts(1) | {"head": make_part("head", tflops=1.0)}
     chunked = parts | {"head": dataclasses.replace(parts["head"], chunked=True)}
     apart, within = (cost_of(config, each) for each in (parts, chunked))
@@ -223,7 +212,7 @@ def test_a_loss_in_chunks_runs_its_backward_in_its_forward(config):
     assert within.forward + within.backward == pytest.approx(apart.forward + apart.backward)
 
 
-def test_halves_are_of_like_size_and_rows_have_sources():
+def test_halves_have_similar_sizes_and_rows_have_sources():
     held = [row for row in ROWS if not row.fitted]
     assert abs(len(held) - len(ROWS) / 2) <= 2 and len({row.name + row.gpu for row in ROWS}) == len(ROWS)
     for row in ROWS:
@@ -242,7 +231,7 @@ def test_halves_are_of_like_size_and_rows_have_sources():
         ({"published_gib": 50.0}, True),
     ],
 )
-def test_bounds_ask_for_held_out_rows(changes, missed):
+def test_bounds_apply_to_held_out_rows(changes, missed):
     values = {
         "name": "a",
         "source": "b",

@@ -10,7 +10,7 @@ SHAPES = [(8, 4096, 4096), (64, 4096, 4096), (512, 192, 192), (512, 4096, 4096),
 
 
 def seconds_of(m, n, k, rate, bandwidth):
-    """Of bfloat16, written out again."""
+    """Seconds of a product in bfloat16."""
     return 2 * m * n * k / rate + (2 * m * k + 2 * k * n + 2 * m * n) / bandwidth
 
 
@@ -22,9 +22,9 @@ def test_rate_and_bandwidth_of_products_are_recovered(rate, bandwidth):
     assert (fit.mean_error, fit.worst_error) == pytest.approx((1, 1))
 
 
-def test_errors_are_factors_and_short_timings_count_as_much_as_long_ones():
+def test_errors_are_factors_and_timings_have_equal_weight():
     seconds = [seconds_of(*shape, 600e12, 3e12) for shape in SHAPES]
-    # All of one shape, timed off by a fifth each way: nothing fits better than the middle.
+    # Each shape is timed 20 % too long and too short, so the best fit is in the middle.
     many = [shape for shape in SHAPES for _ in range(2)]
     off = [value * factor for value in seconds for factor in (1.2, 1 / 1.2)]
     fit = fit_products(many, 2, off)
@@ -32,14 +32,14 @@ def test_errors_are_factors_and_short_timings_count_as_much_as_long_ones():
     assert (fit.mean_error, fit.worst_error) == pytest.approx((1.2, 1.2))
 
 
-def test_where_no_timing_shows_a_term_its_rate_is_finite_and_does_not_count():
+def test_rate_of_a_term_without_effect_is_finite():
     large = [(8192, 8192, 8192), (4096, 8192, 8192), (8192, 8192, 4096)]
     fit = fit_products(large, 2, [2 * m * n * k / 1e12 for m, n, k in large])
     assert 1 / fit.costs[0] == pytest.approx(1e12, rel=1e-3)
     assert math.isfinite(1 / fit.costs[1]) and fit.worst_error < 1.001
 
 
-def test_attention_over_long_sequences_and_the_length_that_reaches_half_of_it():
+def test_rate_and_ramp_of_attention_are_recovered():
     lengths, rate, ramp = [512, 1024, 2048, 8192], 300e12, 350
     operations = [1e12, 2e12, 3e12, 4e12]
     seconds = [o / rate * (1 + ramp / length) for length, o in zip(lengths, operations, strict=True)]
@@ -48,6 +48,6 @@ def test_attention_over_long_sequences_and_the_length_that_reaches_half_of_it():
 
 
 @pytest.mark.parametrize("seconds", [[1.0], [1.0, 0.0], [1.0, math.nan]])
-def test_too_few_or_senseless_timings_are_refused(seconds):
+def test_too_few_or_invalid_timings_are_rejected(seconds):
     with pytest.raises(ValueError, match="at least two timings"):
         fit_terms([(1.0, 1.0)] * len(seconds), seconds)

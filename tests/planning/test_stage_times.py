@@ -1,4 +1,4 @@
-"""Timing the stages of a run: in a few steps, and then not at all."""
+"""The stages of a run are timed in a few steps, and not afterwards."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from titan_async.training.telemetry.stage_times import SKIPPED, STEPS, StageTime
 
 
 class Clock:
-    """A time that passes where a stage computes, and nowhere else."""
+    """A clock that only stages advance."""
 
     def __init__(self):
         self.now = 1000.0
@@ -20,7 +20,7 @@ class Clock:
 
 
 class Stage:
-    """Lets time pass where a stage computes."""
+    """Advances the clock when it computes."""
 
     def __init__(self, index, layers, clock):
         self.stage_index = index
@@ -42,7 +42,7 @@ class Stage:
 
 
 @pytest.mark.parametrize("halves", [False, True])
-def test_stages_are_timed_in_some_steps_and_left_as_they_were(halves, monkeypatch):
+def test_stages_are_timed_in_some_steps_and_then_restored(halves, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(stage_times, "time", clock)
     stages = [Stage(0, [0, 1], clock), Stage(3, [6], clock)]
@@ -51,7 +51,7 @@ def test_stages_are_timed_in_some_steps_and_left_as_they_were(halves, monkeypatc
     monkeypatch.setattr(timer, "write", lambda *_: written.append(step))
     trainer, written = SimpleNamespace(config=None, parallel_dims=None), []
     for step in range(SKIPPED + STEPS + 3):
-        slow = 1 if SKIPPED <= step < SKIPPED + STEPS else 0  # what comes before and after must not count
+        slow = 1 if SKIPPED <= step < SKIPPED + STEPS else 0  # earlier and later steps must not count
         for stage in stages:
             assert stage.forward_one_chunk(step, seconds=0.002 * slow) == step + 1
             stage.backward_one_chunk(0.002 * slow)

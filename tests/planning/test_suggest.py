@@ -1,11 +1,11 @@
-"""Suggestions for the laptop recipe with hand-made parts, on hardware where one thing is scarce."""
+"""Suggestions for the laptop recipe with hand-made parts, on hardware with one scarce resource."""
 
 import dataclasses
 from types import SimpleNamespace
 
 import pytest
 
-from tests.support.planning import FREE, ROUND, config_of, light, make_parts
+from tests.support.planning import FREE, ROUND, config_of, heavy, light, make_parts
 from titan_async.config.recipe_file import resolve
 from titan_async.errors import UserError
 from titan_async.planning.config_variants import (
@@ -23,30 +23,23 @@ from titan_async.planning.report import _suggestion
 from titan_async.planning.step_time import step_time
 from titan_async.planning.suggest import LEAST_GAIN, Searcher
 
-
-def heavy(config):
-    """The same with 67 M weights each: they are expensive to gather, and cheap to orthogonalize."""
-    tflops = config.parallelism.pipeline_parallel_microbatch_size / 2
-    return make_parts(6, tflops=tflops, shape=(65_536, 1024))
-
-
 SPREAD = (
     *("debug_moe_cpu.toml", "--parallelism.data_parallel_shard_degree", "2"),
     *("--parallelism.expert_parallel_degree", "2", "--training.local_batch_size", "16"),
     *("--training.global_batch_size", "32"),
 )
-"""Two stages, each with its experts over two ranks; eight microbatches of two sequences."""
+"""Two stages, each with experts over two ranks; eight microbatches of two sequences."""
 
 
-def travelling(config):
-    """Six layers of eight experts, whose tokens travel as long as a forward computes. A sequence keeps 1 GB
-    of each."""
+def with_experts(config):
+    """Six layers of eight experts, whose all-to-alls take as long as the forward's computation. Each layer
+    saves 1 GB per sequence."""
     size = config.parallelism.pipeline_parallel_microbatch_size
     sizes = {"dispatched_bytes": size * 4 * 10**8, "message_bytes": size * 10**6, "saved_bytes": size * 10**9}
     return make_parts(6, tflops=size / 2, shape=(8, 64, 64), expert=True, **sizes)
 
 
-def look(config, parts_of, cluster=ROUND, fits=lambda *_: True):
+def suggest(config, parts_of, cluster=ROUND, fits=lambda *_: True):
     world_size = world_size_of(config)
     now = step_time(config, layout_of(config, world_size), parts_of(config), cluster)
     return Searcher(cluster, AS_ASSUMED, parts_of, fits).suggest(config, now), now
@@ -55,7 +48,7 @@ def look(config, parts_of, cluster=ROUND, fits=lambda *_: True):
 SLOW = dataclasses.replace(ROUND, link_bandwidth=2e9, network_bandwidth=1e9)
 
 
-def test_the_batch_stays_whatever_changes():
+def test_variants_keep_the_batch():
     config = config_of(2, 2)
     before = layout_of(config, 4)
     for changed in (
@@ -70,7 +63,7 @@ def test_the_batch_stays_whatever_changes():
     assert world_size_of(on_nodes(config, 2, 8)) == 16
 
 
-def test_an_open_shard_degree_takes_a_node():
+def test_open_shard_degree_fills_a_node():
     config = dataclasses.replace(
         config_of(2, 1),
         parallelism=dataclasses.replace(config_of(2, 1).parallelism, data_parallel_shard_degree=-1),
@@ -79,8 +72,8 @@ def test_an_open_shard_degree_takes_a_node():
     assert on_own_ranks(config_of(2, 2), 8).parallelism.data_parallel_shard_degree == 2
 
 
-def test_a_slow_network_makes_fewer_ranks_share_a_stage():
-    found, now = look(config_of(2, 2), heavy, SLOW)
+def test_slow_network_reduces_the_shards_of_a_stage():
+    found, now = suggest(config_of(2, 2), heavy, SLOW)
     assert found is not None and found.gain > LEAST_GAIN
     assert found.time.step_seconds == pytest.approx(now.step_seconds / (1 + found.gain))
     assert found.changes["parallelism.data_parallel_shard_degree"] == (2, 1)
@@ -88,28 +81,28 @@ def test_a_slow_network_makes_fewer_ranks_share_a_stage():
     assert found.time.world_size == 4
 
 
-def test_what_is_suggested_fits():
-    unlimited, _ = look(config_of(2, 2), heavy, SLOW)
-    asked = []
+def test_suggestion_fits_into_memory():
+    unlimited, _ = suggest(config_of(2, 2), heavy, SLOW)
+    checked = []
 
     def fits(config, layout, parts):
-        asked.append(layout)
+        checked.append(layout)
         return layout.pp < 4
 
-    limited, _ = look(config_of(2, 2), heavy, SLOW, fits)
-    assert asked[0].pp == 4  # the most promising first
+    limited, _ = suggest(config_of(2, 2), heavy, SLOW, fits)
+    assert checked[0].pp == 4  # the lowest bound first
     assert limited is None or limited.time.step_seconds > unlimited.time.step_seconds
-    assert look(config_of(2, 2), heavy, SLOW, lambda *_: False)[0] is None
+    assert suggest(config_of(2, 2), heavy, SLOW, lambda *_: False)[0] is None
 
 
 def test_there_is_no_suggestion_without_a_gain():
-    found, now = look(config_of(2, 1, sequences=64), light, FREE)
+    found, now = suggest(config_of(2, 1, sequences=64), light, FREE)
     assert now.utilization == pytest.approx(1, abs=0.01)
     assert found is None
 
 
-def test_a_layout_with_a_smaller_bubble_is_suggested():
-    found, now = look(config_of(2, 1, sequences=8, schedule="1F1B"), light, FREE)
+def test_layout_with_a_smaller_bubble_is_suggested():
+    found, now = suggest(config_of(2, 1, sequences=8, schedule="1F1B"), light, FREE)
     assert now.bubble == pytest.approx(1 / 5, abs=0.01)
     assert found is not None and found.time.bubble < now.bubble
 
@@ -118,11 +111,11 @@ def test_a_layout_with_a_smaller_bubble_is_suggested():
     ("per_node", "blocks", "suggested"),
     [
         (8, 0, True),
-        (8, 4, False),  # received late, a message is waited for just the same, and keeps its sender busy
-        (1, 4, False),  # between nodes activations are then received early, and gradients still late
+        (8, 4, False),  # late receives expose messages with lookahead too, and occupy the sender's processors
+        (1, 4, False),  # between nodes receives of activations are early, but those of gradients late
     ],
 )
-def test_lookahead_is_suggested_where_it_hides_what_messages_take(per_node, blocks, suggested):
+def test_lookahead_is_suggested_if_it_hides_messages(per_node, blocks, suggested):
     cluster = dataclasses.replace(
         FREE,
         per_node=per_node,
@@ -131,7 +124,7 @@ def test_lookahead_is_suggested_where_it_hides_what_messages_take(per_node, bloc
         link_blocks=blocks,
         network_blocks=blocks,
     )
-    found, _ = look(
+    found, _ = suggest(
         config_of(2, 1, sequences=64),
         light,
         cluster,
@@ -151,35 +144,35 @@ def of_spread_experts(_, layout, __):
 
 def test_overlapped_pairs_are_suggested_with_all_to_alls():
     config = resolve([*SPREAD])
-    found, now = look(config, travelling, fits=of_spread_experts)
+    found, now = suggest(config, with_experts, fits=of_spread_experts)
     assert found is not None and found.changes == {"pipeline.overlap": (False, True)}
     assert found.gain > 0.2 and found.time.bubble < 0.01
-    again, now = look(found.config, travelling, fits=of_spread_experts)
+    again, now = suggest(found.config, with_experts, fits=of_spread_experts)
     assert now.step_seconds == found.time.step_seconds and again is None
 
 
 def test_pairs_that_do_not_fit_are_not_suggested():
-    """The first of two stages holds two microbatches of 6 GB, and four with pairs."""
+    """The first of two stages holds two microbatches of 6 GB, or four with pairs."""
     config = resolve([*SPREAD])
     for memory, suggested in ((30e9, True), (20e9, False)):
         cluster = dataclasses.replace(
             ROUND, accelerator=dataclasses.replace(ROUND.accelerator, memory=int(memory))
         )
         planner = Planner(cluster)
-        found, _ = look(
+        found, _ = suggest(
             config,
-            travelling,
+            with_experts,
             cluster,
             lambda *run, fits=planner._fits: of_spread_experts(*run) and fits(*run),
         )
-        assert planner._fits(config, layout_of(config, 4), travelling(config))
+        assert planner._fits(config, layout_of(config, 4), with_experts(config))
         assert (found is not None) == suggested
 
 
 def test_overlap_is_dropped_without_all_to_alls():
     config = resolve([*SPREAD, "--pipeline.overlap"])
     slow = dataclasses.replace(ROUND, link_bandwidth=1e9)
-    found, _ = look(config, travelling, slow, of_two_stages)
+    found, _ = suggest(config, with_experts, slow, of_two_stages)
     assert found is not None
     assert found.changes == {
         "parallelism.expert_parallel_degree": (2, 1),
@@ -188,18 +181,18 @@ def test_overlap_is_dropped_without_all_to_alls():
 
 
 @pytest.mark.parametrize("flags", [[], ["--pipeline.overlap"]])
-def test_what_is_printed_makes_the_suggested_layout(flags):
+def test_printed_flags_make_the_suggested_layout(flags):
     config = resolve([*SPREAD, *flags])
     cluster = dataclasses.replace(ROUND, link_bandwidth=1e9 if flags else 100e9)
-    found, _ = look(config, travelling, cluster, of_two_stages if flags else of_spread_experts)
+    found, _ = suggest(config, with_experts, cluster, of_two_stages if flags else of_spread_experts)
     _, *lines = _suggestion(SimpleNamespace(suggestion=found))
-    words = [word for line in lines for word in line.partition("#")[0].split()]
-    assert "overlap" in " ".join(words)
-    assert layout_of(resolve([*SPREAD, *flags, *words]), 4) == layout_of(found.config, 4)
+    printed = [word for line in lines for word in line.partition("#")[0].split()]
+    assert "overlap" in " ".join(printed)
+    assert layout_of(resolve([*SPREAD, *flags, *printed]), 4) == layout_of(found.config, 4)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble", "Async2BW"])
-def test_no_layout_is_faster_than_the_fastest(schedule):
+def test_search_finds_the_fastest_layout(schedule):
     config = config_of(2, 2, sequences=16, microbatch=4, schedule=schedule)
     slower = dataclasses.replace(SLOW, link_latency=0.02)
     searcher = Searcher(slower, AS_ASSUMED, light, lambda config, layout, parts: layout.pp > 1)
@@ -209,15 +202,15 @@ def test_no_layout_is_faster_than_the_fastest(schedule):
         if candidate.layout.pp > 1
     ]
     assert all(bound <= time * (1 + 1e-9) for bound, time in seconds) and len(seconds) > 3
-    if schedule == "Async2BW":  # the most promising is not the fastest here
+    if schedule == "Async2BW":  # the layout with the lowest bound is not the fastest
         assert min(seconds)[1] > min(time for _, time in seconds)
     found = searcher.fastest(config, 4)
     assert found is not None and found[0].step_seconds == min(time for _, time in seconds)
 
 
-def test_no_pairs_are_faster_than_their_bound():
+def test_pairs_are_not_faster_than_their_bound():
     config = resolve([*SPREAD])
-    searcher = Searcher(ROUND, AS_ASSUMED, travelling, lambda *_: True)
+    searcher = Searcher(ROUND, AS_ASSUMED, with_experts, lambda *_: True)
     paired = [candidate for candidate in searcher._candidates(config, 4) if candidate.layout.overlap]
     assert {candidate.layout.lookahead for candidate in paired} == {0, 1}
     for candidate in paired:
@@ -225,9 +218,9 @@ def test_no_pairs_are_faster_than_their_bound():
         assert candidate.bound <= time.step_seconds * (1 + 1e-9)
 
 
-def test_of_what_is_suggested_nothing_better_is_suggested():
-    found, _ = look(config_of(2, 2), heavy, SLOW)
-    again, now = look(found.config, heavy, SLOW)
+def test_suggested_layout_has_no_further_suggestion():
+    found, _ = suggest(config_of(2, 2), heavy, SLOW)
+    again, now = suggest(found.config, heavy, SLOW)
     assert now.step_seconds == pytest.approx(found.time.step_seconds)
     assert again is None
 
@@ -235,12 +228,15 @@ def test_of_what_is_suggested_nothing_better_is_suggested():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda: on_nodes(config_of(3, 1), 1, 8), r"--nodes 1 makes 8 ranks .* do not divide"),
+        (lambda: on_nodes(config_of(3, 1), 1, 8), r"--nodes 1 makes 8 ranks .* does not divide"),
         (lambda: on_nodes(config_of(2, 1), 0, 8), "--nodes is 0"),
-        (lambda: on_nodes(config_of(2, 1, sequences=6), 1, 8), "6 sequences does not divide over 4"),
-        (lambda: on_nodes(config_of(2, 2, sequences=8), 4, 8), "does not divide|Async2BW needs at least"),
+        (lambda: on_nodes(config_of(2, 1, sequences=6), 1, 8), "6 sequences cannot be divided evenly over 4"),
+        (
+            lambda: on_nodes(config_of(2, 2, sequences=8), 4, 8),
+            "8 sequences cannot be divided evenly over 16",
+        ),
     ],
 )
-def test_numbers_that_do_not_go_together_are_named(change, words):
+def test_incompatible_numbers_are_rejected(change, words):
     with pytest.raises(UserError, match=words):
         change()

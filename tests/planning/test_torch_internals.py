@@ -1,4 +1,4 @@
-"""The private names of torch that the planner uses exist, and behave as it assumes."""
+"""The private names of torch that the planner uses exist and behave as assumed."""
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from titan_async.planning._torch_internals import (
 from titan_async.planning.storage_tracker import StorageTracker
 
 
-def test_fake_attention_keeps_what_the_kernel_keeps() -> None:
+def test_fake_attention_saves_the_kernels_tensors() -> None:
     with FakeTensorMode(), StorageTracker() as tracker:
         q = torch.empty(1, 4, 16, 8, requires_grad=True)
         k, v = (torch.empty(1, 2, 16, 8, requires_grad=True) for _ in range(2))
@@ -33,7 +33,7 @@ def test_fake_attention_keeps_what_the_kernel_keeps() -> None:
         assert out.shape == narrow.shape and narrow.grad is not None
 
 
-def test_fused_norm_is_the_norm_and_keeps_a_number_a_row() -> None:
+def test_fused_norm_equals_rms_norm_and_saves_one_number_per_row() -> None:
     x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(8)
     torch.testing.assert_close(fused_rms_norm(x, (8,), weight, 1e-6), F.rms_norm(x, (8,), weight, 1e-6))
     with FakeTensorMode(), StorageTracker() as tracker:
@@ -59,7 +59,7 @@ def test_formulas_count_experts_and_cpu_attention() -> None:
     assert counter.get_total_flops() == 3.5 * 2 * 2 * 2 * 16 * 16 * 8
 
 
-def test_first_half_of_a_backward_leaves_the_weights_gradients() -> None:
+def test_input_backward_computes_no_weight_gradients() -> None:
     module = torch.nn.Linear(4, 4)
     start = torch.randn(2, 4, requires_grad=True)
     kept = input_backward(module(start), torch.ones(2, 4), start, module)
@@ -71,9 +71,9 @@ def test_resizes_by_fsdp_are_observed() -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 
     before = _fsdp_param.alloc_storage, _fsdp_param.free_storage, _fsdp_param_group.alloc_storage
-    told: list[int] = []
+    resized: list[int] = []
     tensor = torch.empty(8)
-    with StorageTracker() as tracker, observing_resizes(lambda s: told.append(address_of(s))):
+    with StorageTracker() as tracker, observing_resizes(lambda s: resized.append(address_of(s))):
         copy = tensor.clone()
         _fsdp_param.free_storage(tensor)
         _fsdp_param_group.alloc_storage(tensor)
@@ -82,5 +82,5 @@ def test_resizes_by_fsdp_are_observed() -> None:
         _fsdp_param.free_storage(tensor)
         tracker.resized(tensor.untyped_storage())
         assert tracker.live == copy.untyped_storage().nbytes()
-    assert told == [address_of(tensor.untyped_storage())] * 3
+    assert resized == [address_of(tensor.untyped_storage())] * 3
     assert before == (_fsdp_param.alloc_storage, _fsdp_param.free_storage, _fsdp_param_group.alloc_storage)

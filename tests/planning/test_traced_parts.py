@@ -1,4 +1,4 @@
-"""What a model's parts cost: FLOPs by hand, bytes against the same part with real memory."""
+"""Cost of a model's parts: FLOPs by hand, bytes against the same part in real memory."""
 
 import dataclasses
 from typing import Any
@@ -18,7 +18,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # 
 
 from tests.support.recipes import tied_llama, tiny_llama  # noqa: E402
 from titan_async.planning.storage_tracker import StorageTracker  # noqa: E402
-from titan_async.planning.traced_parts import Part, together, trace_parts  # noqa: E402
+from titan_async.planning.traced_parts import Part, deduplicated, trace_parts  # noqa: E402
 from titan_async.recipes.debug import debug, debug_moe  # noqa: E402
 from titan_async.training.pipeline.model_parts import PartMaker  # noqa: E402
 
@@ -37,22 +37,22 @@ def dense() -> dict[str, Part]:
     return trace_parts(small())
 
 
-def test_names_and_weights_are_the_models(dense: dict[str, Part]) -> None:
+def test_names_and_weights_are_those_of_the_model(dense: dict[str, Part]) -> None:
     config = small()
     config.model_spec.model.update_from_config(config=config)
     with torch.device("meta"):
         model = config.model_spec.model.build()
-    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    assert {w.name: w.shape for part in dense.values() for w in part.weights} == wanted
+    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert {w.name: w.shape for part in dense.values() for w in part.weights} == expected
     assert list(dense) == ["tok_embeddings", *(f"layers.{i}" for i in range(6)), "head"]
     assert {w.name for w in dense["head"].weights} == {"norm.weight", "lm_head.weight"}
 
 
-def test_the_backward_does_without_the_logits(dense: dict[str, Part]) -> None:
+def test_backward_does_not_need_the_logits(dense: dict[str, Part]) -> None:
     assert dense["head"].unused_bytes == 4 * TOKENS * 2048
 
 
-def test_a_tied_weight_is_in_two_parts_and_counts_once() -> None:
+def test_tied_weight_is_in_two_parts_and_counts_once() -> None:
     untied, tied = tiny_llama(), tied_llama()
     apart, parts = trace_parts(untied), trace_parts(tied)
     assert {w.name for w in parts["head"].weights} == {"norm.weight", "tok_embeddings.weight"}
@@ -61,10 +61,10 @@ def test_a_tied_weight_is_in_two_parts_and_counts_once() -> None:
         assert (part.forward_flops, part.active) == (apart[name].forward_flops, apart[name].active)
     with torch.device("meta"):
         model = tied.model_spec.model.build()
-    whole = together(parts.values())
+    whole = deduplicated(parts.values())
     assert sum(part.dense for part in whole) == sum(part.active for part in whole)
     assert sum(part.dense for part in whole) == sum(p.numel() for p in model.parameters())
-    assert together(apart.values()) == list(apart.values())
+    assert deduplicated(apart.values()) == list(apart.values())
 
 
 def test_flops_of_a_dense_layer(dense: dict[str, Part]) -> None:
@@ -75,7 +75,7 @@ def test_flops_of_a_dense_layer(dense: dict[str, Part]) -> None:
     assert layer.weight_flops == products
     assert layer.forward_flops == products + attention / 2  # causal
     assert layer.attention_flops == attention / 2
-    # The flash kernel computes the scores again: five products where the forward had two.
+    # The flash kernel recomputes the scores: five products in the backward, two in the forward.
     assert layer.input_flops == products + 2.5 * attention / 2
     assert layer.recompute_flops == 0
     on_cpu = trace_parts(small(), on_cpu=True)["layers.3"]
@@ -89,23 +89,23 @@ def test_flops_of_embedding_and_head(dense: dict[str, Part]) -> None:
     assert dense["head"].forward_flops == dense["head"].input_flops == dense["head"].weight_flops == head
 
 
-def test_a_loss_in_chunks_computes_as_much_and_holds_a_chunk(dense: dict[str, Part]) -> None:
+def test_chunked_loss_has_the_same_flops_and_holds_one_chunk(dense: dict[str, Part]) -> None:
     whole, loss = dense["head"], small().loss
     parts = trace_parts(small(loss=ChunkedLossWrapper.Config(num_chunks=8, loss_fn=loss)))
     head, products = parts["head"], 2 * TOKENS * 192 * 2048
     assert head.forward_flops == head.input_flops == head.weight_flops == products
     assert head.passed_bytes == whole.passed_bytes
     assert [part.name for part in parts.values() if part.chunked] == ["head"]
-    # Logits and their softmax, whole; an eighth of them beside the gradient of the weights, which the whole
-    # loss does not make in its forward.
+    # All logits and their softmax; or an eighth of them and the gradient of the weights, which only a chunked
+    # loss computes in its forward.
     assert whole.forward_peak > 2 * 4 * TOKENS * 2048
     assert head.forward_peak < 3 * 4 * TOKENS * 2048 / 8 + 4 * 192 * 2048 + 5 * head.message_bytes
-    # The output is the last norm's, and the loss's backward has been: its gradient is what is left.
+    # The output of the last norm and its gradient, since the loss's backward is done.
     assert head.saved_bytes <= 3 * head.message_bytes + 8 * TOKENS
 
 
 @pytest.mark.parametrize("on_cpu", [False, True], ids=["accelerator", "CPU"])
-def test_flops_of_experts_are_those_of_the_chosen(on_cpu: bool) -> None:
+def test_flops_of_experts_are_those_of_chosen_experts(on_cpu: bool) -> None:
     layer = trace_parts(small(debug_moe), on_cpu=on_cpu)["layers.0"]
     attention = 2 * 128 * 128 + 2 * 128 * 64
     expert, router, shared = 3 * 128 * 128, 128 * 8, 3 * 128 * 128
@@ -122,23 +122,23 @@ def test_checkpointing_recomputes_and_saves_less() -> None:
     assert none.passed_bytes == full.passed_bytes == selective.passed_bytes == none.saved_bytes
     assert full.recompute_flops == none.forward_flops and none.recompute_flops == 0
     assert 0 < selective.recompute_flops < none.forward_flops
-    # A layer that is computed again keeps its output alone: its input is the output of the part before it.
+    # A recomputed layer only saves its output; its input is the previous part's output.
     assert full.saved_bytes < 1.1 * full.message_bytes
     assert full.saved_bytes < selective.saved_bytes < none.saved_bytes
-    assert full.forward_flops == none.forward_flops  # what the model needs, not what is done
+    assert full.forward_flops == none.forward_flops  # without recomputation
 
 
 @pytest.mark.parametrize("make", [slow(debug, id="dense"), pytest.param(debug_moe, id="experts")])
 @pytest.mark.parametrize(
     "checkpointing", [slow(None, id="all kept"), pytest.param(SelectiveAC.Config(), id="selective")]
 )
-def test_bytes_are_those_of_the_part_in_memory(make: Any, checkpointing: Any) -> None:
+def test_bytes_are_those_of_a_real_part(make: Any, checkpointing: Any) -> None:
     config = small(make, activation_checkpoint=checkpointing)
     traced = trace_parts(config, on_cpu=True)
     maker = real_maker(config)
     for name, modules in {"layers.0": ["layers.0"], "head": ["norm", "lm_head"]}.items():
         saved, peak = real_bytes(maker, modules)
-        # Tokens spread unevenly over experts take other scratch space, and small tensors of counts.
+        # Uneven routing needs other temporary memory, and small tensors of counts.
         assert traced[name].saved_bytes == pytest.approx(saved, rel=0.02)
         assert traced[name].first_backward_peak == pytest.approx(peak, rel=0.04)
 
@@ -163,7 +163,7 @@ def real_maker(config: Any) -> PartMaker:
 
 
 def real_bytes(maker: PartMaker, modules: list[str]) -> tuple[int, int]:
-    """What a forward leaves behind, and the most that there is until its backward has ended."""
+    """Bytes saved by a forward, and the peak until the end of its backward."""
     torch.manual_seed(0)
     part = maker.make(modules)
     with StorageTracker() as tracker:

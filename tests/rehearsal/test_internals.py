@@ -1,9 +1,9 @@
-"""Fails when torch changes the private names that the rehearsal uses."""
+"""Fails if torch changes the private names that the rehearsal uses."""
 
 import inspect
 
 
-def test_the_private_names_are_there() -> None:
+def test_private_names_exist() -> None:
     from torch.distributed.pipelining.schedules import _PipelineSchedule
     from torch.distributed.pipelining.stage import PipelineStage, _PipelineStageBase, _StageMeta
 
@@ -15,11 +15,11 @@ def test_the_private_names_are_there() -> None:
     ]
     assert "self._user_meta = _StageMeta(" in inspect.getsource(PipelineStage.__init__)
     assert "self._runtime_validate = " in inspect.getsource(_PipelineStageBase.__init__)
-    # What is stated beforehand is taken as it is in a group that sends nothing.
+    # torch does not infer metadata by communication in a fake process group.
     assert "fake" in inspect.getsource(_PipelineSchedule._warmup_p2p)
 
 
-def test_the_operators_are_those_that_fake_receives_complete() -> None:
+def test_operators_have_the_signatures_that_fake_receives_expect() -> None:
     import torch
 
     names = [argument.name for argument in torch.ops.c10d.alltoall_base_.default._schema.arguments]

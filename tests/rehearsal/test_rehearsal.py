@@ -1,6 +1,6 @@
-"""The recipe of a 10B mixture of experts, rehearsed: 64 ranks on 4 stages, 16-way FSDP, 8-way experts.
+"""Rehearses the recipe of a 10B mixture of experts: 64 ranks on 4 stages, 16-way FSDP, 8-way experts.
 
-Where they train, with the first few layers and a small vocabulary; where all are built, 16 ranks.
+Training uses the first few layers and a small vocabulary; tests that build all ranks use 16.
 """
 
 import dataclasses
@@ -25,15 +25,15 @@ ROOT = Path(__file__).parents[2]
 
 WORLD, STAGES = 64, 4
 MICROBATCHES = 2 * STAGES - 1
-"""As few as overlapped pairs, which the recipe has, allow."""
+"""The minimum for the recipe's overlapped pairs."""
 DIVISOR = 16
-"""At 32 a rank holds one row of the keys' matrix, which all ranks repeat: its norm makes it ones."""
+"""At 32 a rank has one row of the key projection, the fake all-gather repeats it, and keys are constant."""
 DIVISOR_OF_ALL = 32
-"""Where all ranks are built."""
+"""For tests that build all ranks."""
 RANKS = [0, 17, 34, 63]
 """One of each stage."""
 SHARDS = 4
-"""Ranks of a stage where all ranks are built; the experts are spread over half as many."""
+"""Ranks per stage in tests that build all ranks, with expert parallelism over half of them."""
 VOCABULARY = 2048
 
 
@@ -53,7 +53,7 @@ def of_recipe(shards: int, experts: int) -> Trainer.Config:
 
 
 def shallow(config: Trainer.Config) -> Trainer.Config:
-    """With layers for three stages, and few tokens: the last stage has norm and head."""
+    """With layers for three stages and a small vocabulary; the last stage has only norm and head."""
     model = config.model_spec.model
     model = dataclasses.replace(
         model,
@@ -86,12 +86,12 @@ def expected() -> Entries:
     return entries
 
 
-def test_the_degrees_fit_each_other(config: Trainer.Config, tmp_path: Path) -> None:
+def test_degrees_pass_the_preflight_check(config: Trainer.Config, tmp_path: Path) -> None:
     assert world_size(config) == WORLD
     check(prepared(config, steps=2, folder=str(tmp_path)), world_size=WORLD)
 
 
-def test_every_stage_is_built_at_its_real_width(config: Trainer.Config) -> None:
+def test_every_stage_is_built_at_full_width(config: Trainer.Config) -> None:
     shapes = list(for_each(build_at_real_width, [(config, rank, WORLD) for rank in RANKS]))
     assert [shape.stage for shape in shapes] == [0, 1, 2, 3]
     with torch.device("meta"):
@@ -109,9 +109,9 @@ def test_every_stage_trains(config: Trainer.Config) -> None:
     train = partial(rehearse, steps=2, divisor=DIVISOR)
     for trained in for_each(train, [(shallow(config), rank, WORLD) for rank in RANKS]):
         assert trained.updates == 2
-        # A router gathers this rank's four rows 16 times: equal experts, of which others may win.
-        assert all(name.endswith("router.gate.weight") for name in trained.still)
-        assert trained.moved + len(trained.still) == parameters[trained.stage]
+        # A router gathers this rank's four rows 16 times, so experts tie, and others may be chosen.
+        assert all(name.endswith("router.gate.weight") for name in trained.without_gradient)
+        assert trained.changed + len(trained.without_gradient) == parameters[trained.stage]
         assert (trained.loss is not None) == (trained.stage == 3)
         if trained.loss is not None:
             assert math.log(VOCABULARY) - 1 < trained.loss < math.log(VOCABULARY) + 1
@@ -120,11 +120,11 @@ def test_every_stage_trains(config: Trainer.Config) -> None:
 def test_unchanged_parameters_are_found(config: Trainer.Config) -> None:
     adamw = dataclasses.replace(config.optimizer.adamw, lr=0.0)
     still = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, adamw=adamw))
-    with pytest.raises(RuntimeError, match="gradients but no change: lm_head.weight, norm.weight"):
+    with pytest.raises(RuntimeError, match="with gradients did not change: lm_head.weight, norm.weight"):
         list(for_each(partial(rehearse, steps=2, divisor=DIVISOR), [(shallow(still), 63, WORLD)]))
 
 
-def test_all_ranks_together_save_everything_once(plans: list[SavePlan], expected: Entries) -> None:
+def test_save_plans_of_all_ranks_cover_the_checkpoint(plans: list[SavePlan], expected: Entries) -> None:
     assert check_plans(plans, expected) == []
     name = "layers.4.moe.routed_experts.inner_experts.w1_EFD"
     shape = (64, 768 // DIVISOR_OF_ALL, 2048 // DIVISOR_OF_ALL)
@@ -140,12 +140,12 @@ def test_all_ranks_together_save_everything_once(plans: list[SavePlan], expected
 
 
 @pytest.mark.slow
-def test_a_tied_weight_lies_on_two_stages_and_is_saved_once(tmp_path: Path) -> None:
+def test_a_tied_weight_is_saved_once(tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_text('recipe = "tied_llama"\n')
     shards = ("--parallelism.data_parallel_shard_degree", "2")
     config = resolve([str(tmp_path / "x.toml"), "--module", "tests.support.recipes", *shards])
     trained = list(for_each(partial(rehearse, steps=2, divisor=2), [(config, rank, 4) for rank in range(4)]))
-    assert all(each.updates == 2 and not each.still for each in trained)
+    assert all(each.updates == 2 and not each.without_gradient for each in trained)
     [expected] = for_each(partial(expected_entries, divisor=2), [(config, 4)])
     assert check_plans([each.plan for each in trained], expected) == []
     assert not any("lm_head" in key for key in expected)
@@ -161,7 +161,7 @@ def without(plans: Sequence[SavePlan], key: str, ranks: Sequence[int]) -> list[S
 
 
 def with_shifted_region(plan: SavePlan, key: str, shift: int) -> SavePlan:
-    """The plan with one rank's part of a tensor moved along its first dimension."""
+    """The plan with one region of a tensor shifted along the first dimension."""
     items = []
     for item in plan.items:
         if item.index.fqn == key:
@@ -183,16 +183,16 @@ def test_missing_and_extra_entries_are_found(plans: list[SavePlan], expected: En
     assert check_plans(plans, fewer) == [f"{HEAD} is saved but not expected"]
     last, rows = 3 * SHARDS, VOCABULARY // SHARDS
     [wrong] = check_plans(without(plans, HEAD, [last + 2]), expected)
-    assert wrong.startswith(f"{HEAD}, of [2048, 64]: the part [{2 * rows}:{3 * rows}, 0:64] is in no region")
+    assert wrong.startswith(f"{HEAD}, of [2048, 64]: [{2 * rows}:{3 * rows}, 0:64] is in no region")
     taller = expected | {HEAD: (2049, 64)}
-    assert f"{HEAD} is [2048, 64] on rank {last} and [2049, 64] in the model" in check_plans(plans, taller)
+    assert f"{HEAD} is [2048, 64] on rank {last} but [2049, 64] in the model" in check_plans(plans, taller)
 
 
 def test_misplaced_shards_are_found(plans: list[SavePlan], expected: Entries) -> None:
     experts = 64 // (SHARDS // 2)
     for rank, shift, problem in (
-        (1, 1, f"the part [{experts}:{experts + 1}, "),  # a hole, where rank 1's first expert was
-        (SHARDS - 1, experts, "reaches out of it"),
+        (1, 1, f"[{experts}:{experts + 1}, "),  # a hole at rank 1's first expert
+        (SHARDS - 1, experts, "exceeds it"),
     ):
         shifted = [
             with_shifted_region(plan, EXPERTS, shift) if at == rank else plan for at, plan in enumerate(plans)
@@ -201,14 +201,14 @@ def test_misplaced_shards_are_found(plans: list[SavePlan], expected: Entries) ->
         assert wrong.startswith(f"{EXPERTS}, of [64, 24, 64]: ") and problem in wrong
 
 
-def test_a_width_that_the_divisor_does_not_divide(config: Trainer.Config) -> None:
+def test_width_divisors_that_do_not_divide_are_rejected(config: Trainer.Config) -> None:
     with pytest.raises(UserError, match="the width divisor 7 does not divide dim, which is 2048"):
         narrowed(config, 7)
     with pytest.raises(UserError, match=r"the width divisor 128 makes layers\.0\.attention\.rope\.dim odd"):
         narrowed(config, 128)
 
 
-def test_the_command_rehearses_a_small_recipe(
+def test_command_rehearses_a_small_recipe(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from titan_async.cli import rehearse as verb
@@ -216,7 +216,7 @@ def test_the_command_rehearses_a_small_recipe(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     layout = ["--parallelism.data_parallel_shard_degree", "2", "--parallelism.expert_parallel_degree", "2"]
     recipe = str(ROOT / "toml_configs/debug_moe_cpu.toml")
-    # With an average of the weights, which checkpoints then hold too.
+    # With a weight average, which checkpoints then contain.
     status = verb.run([recipe, *layout, "--steps", "1", "--width-divisor=4", "--ema.decay", "0.9"])
     out = capsys.readouterr().out
     assert status == 0, out
@@ -242,12 +242,12 @@ def test_the_command_rehearses_a_small_recipe(
         ),
         (
             ["--parallelism.data_parallel_shard_degree", "-1"],
-            "parallelism.data_parallel_shard_degree is -1, for as many as there are GPUs: set it to the "
-            "number of the run that is to be rehearsed",
+            "parallelism.data_parallel_shard_degree is -1, which depends on the number of GPUs: set it to "
+            "the degree of the run to rehearse",
         ),
     ],
 )
-def test_invalid_flags_are_refused(flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_flags_are_rejected(flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from titan_async.cli import rehearse as verb
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

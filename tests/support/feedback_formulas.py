@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from titan_async.optim import ErrorFeedback, Muon
+from titan_async.optim import ErrorFeedback, Lion, Muon
 
 LEVELS = ["update", "gradient"]
 SHAPES = [(6, 4), (3, 5)]
@@ -44,6 +44,12 @@ def propose_muon(x, g, lr, memory):
     return -lr * DECAY * x - lr * math.sqrt(max(1, rows / cols)) * (u @ torch.diag(s) @ vh)
 
 
+def propose_lion(x, g, lr, memory):
+    m = memory.get("m", torch.zeros_like(x))
+    memory["m"] = 0.99 * m + 0.01 * g
+    return -lr * DECAY * x - lr * (0.9 * m + 0.1 * g).sign()
+
+
 ADAMW = {"betas": (0.9, 0.95), "weight_decay": DECAY}
 
 
@@ -53,6 +59,7 @@ OPTIMIZERS = {
     "adamw": (lambda ps: torch.optim.AdamW(ps, 0.1, **ADAMW), propose_adamw),
     "adamw_foreach": (lambda ps: torch.optim.AdamW(ps, 0.1, foreach=True, **ADAMW), propose_adamw),
     "adamw_fused": (lambda ps: torch.optim.AdamW(ps, 0.1, fused=True, **ADAMW), propose_adamw),
+    "lion": (lambda ps: Lion(ps, 0.1, weight_decay=DECAY), propose_lion),
     "muon": (lambda ps: Muon(ps, 0.1, weight_decay=DECAY, compute_dtype="float64"), propose_muon),
 }
 

@@ -100,6 +100,14 @@ def config_of(pp, shards, *, sequences=32, microbatch=2, schedule="Async2BW"):
     return dataclasses.replace(config, parallelism=parallelism, training=training)
 
 
+HEAVY = (65_536, 1024)
+
+
+def heavy(config):
+    """Six layers of 67 M weights each, which are expensive to gather and cheap to orthogonalize."""
+    return make_parts(6, tflops=config.parallelism.pipeline_parallel_microbatch_size / 2, shape=HEAVY)
+
+
 def light(config):
     """Six layers whose cost grows with the microbatch, and with next to no weights."""
     return make_parts(6, tflops=config.parallelism.pipeline_parallel_microbatch_size / 2)

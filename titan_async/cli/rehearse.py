@@ -155,9 +155,9 @@ def _format_shape(shape: Shape) -> str:
 
 
 def _format_training(trained: Trained) -> str:
-    line = f"  stage {trained.stage}, rank {trained.rank}: {trained.moved} parameters have changed here"
-    if trained.still:
-        line += f"; {len(trained.still)} had no gradient ({', '.join(trained.still)})"
+    line = f"  stage {trained.stage}, rank {trained.rank}: {trained.changed} parameters have changed here"
+    if trained.without_gradient:
+        line += f"; {len(trained.without_gradient)} had no gradient ({', '.join(trained.without_gradient)})"
     return line + ("" if trained.loss is None else f"; loss {trained.loss:.3f}")
 
 

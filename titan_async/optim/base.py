@@ -1,4 +1,4 @@
-"""What all optimizers of this package share: checks of parameters, closures, and loading of state."""
+"""The base class of this package's optimizers: checks of parameters, closures, and loading of state."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -16,19 +16,19 @@ __all__ = ["BaseOptimizer", "check_duplicates", "check_lr_and_weight_decay", "de
 class BaseOptimizer(Optimizer):
     """Base class of `Muon`, `Lion` and `ErrorFeedback`.
 
-    Subclasses with parameters and a ``momentum_buffer`` of their own implement ``_check_options``,
-    ``_check_param`` and ``_create_state_of``; all implement ``_step``.
+    All subclasses implement ``_step``; those with their own ``momentum_buffer`` also ``_check_options``,
+    ``_check_param`` and ``_create_state_of``.
     """
 
     found_inf: Tensor | None = None
-    """A float32 scalar on the parameters' device, 1 if the next steps must change nothing; see
+    """A float32 scalar on the parameters' device; with 1 the next steps change nothing. See
     `set_found_inf`."""
 
     _BUFFERS: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
-    """Keys of state that has the shape and placements of its parameter."""
+    """Keys of state tensors that have the shape and placements of their parameter."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters; raises as the constructor does, and then changes nothing."""
+        """Add a group of parameters; raises like the constructor, without changes."""
         check_duplicates(self, self.param_groups, param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -65,12 +65,12 @@ class BaseOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned.
 
-        Buffers keep their dtypes, where `torch.optim.Optimizer` casts them to the parameter's. Those of a
-        parameter for which ``state_dict`` has none are set to zero.
+        Buffers keep their dtypes, while `torch.optim.Optimizer` casts them to the parameter's. Buffers that
+        ``state_dict`` lacks are set to zero.
 
         Raises:
             ValueError: a buffer of another shape or placements than its parameter's, or groups that do not
-                match. Nothing has been changed then.
+                match. The optimizer is then unchanged.
         """
         own = dict(self.state)
         loaded: dict[str, Any] = {}
@@ -85,8 +85,8 @@ class BaseOptimizer(Optimizer):
             self.state.update(own)
             self._restore(loaded)
 
-        # The last hook before torch's loading and the first one after it: other hooks may replace what is
-        # loaded, and see the result.
+        # The last hook before torch's loading and the first one after it: other hooks may replace the state
+        # dict, and read the result.
         with (
             self.register_load_state_dict_pre_hook(before),
             self.register_load_state_dict_post_hook(after, prepend=True),
@@ -106,7 +106,7 @@ class BaseOptimizer(Optimizer):
         """Copy the state of a state dict into that of this optimizer."""
         self._create_state()
         for param, group, entries in self._saved(loaded):
-            if "momentum_buffer" in entries:  # also of a parameter that is frozen for now
+            if "momentum_buffer" in entries:  # also if the parameter is currently frozen
                 self._create_state_of(param, group)
                 momentum = local_part(self.state[param]["momentum_buffer"])
                 momentum.copy_(local_part(entries["momentum_buffer"]))
@@ -114,14 +114,14 @@ class BaseOptimizer(Optimizer):
                 local_part(self.state[param]["momentum_buffer"]).zero_()
 
     def _saved(self, loaded: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any], dict[str, Any]]]:
-        """Every parameter with its group and its entries in a state dict; torch raises if groups differ."""
+        """Each parameter with its group and its entries in a state dict; torch raises if groups differ."""
         for saved, group in zip(loaded["param_groups"], self.param_groups, strict=False):
             for index, param in zip(saved["params"], group["params"], strict=False):
                 yield param, group, loaded["state"].get(index, {})
 
     @torch.no_grad()
     def _create_state(self) -> None:
-        """Create missing state of all trainable parameters: a checkpoint is loaded into state that exists."""
+        """Create missing state of all trainable parameters; checkpoints are loaded into existing state."""
         for group in self.param_groups:
             for param in group["params"]:
                 if param.requires_grad or param.grad is not None:
@@ -152,12 +152,12 @@ def describe(tensor: Tensor, name: str | None) -> str:
 def check_duplicates(
     optimizer: Optimizer, groups: Sequence[dict[str, Any]], param_group: dict[str, Any]
 ) -> None:
-    """Check that a group has no parameter twice, nor one of ``groups``; its parameters become a list.
+    """Check that a group has no parameter twice, and none of ``groups``; its parameters become a list.
 
     Raises:
-        ValueError: it has.
+        ValueError: it has one.
     """
-    if isinstance(param_group["params"], (Tensor, set)):  # a single one, or what torch refuses
+    if isinstance(param_group["params"], (Tensor, set)):  # a single parameter; torch rejects sets
         return
     if not isinstance(param_group["params"], list):
         param_group["params"] = list(param_group["params"])
@@ -168,8 +168,8 @@ def check_duplicates(
             name, param = param[:2]
         if isinstance(param, Tensor) and param in seen:
             raise ValueError(
-                f"{type(optimizer).__name__} was given {describe(param, name)} twice, and would update it "
-                f"twice in a step: list each parameter once, also one that two modules share"
+                f"{type(optimizer).__name__} got {describe(param, name)} twice, which would update it twice "
+                f"per step: list each parameter once, even if two modules share it"
             )
         if isinstance(param, Tensor):
             seen.add(param)
@@ -190,7 +190,7 @@ def check_lr_and_weight_decay(group: dict[str, Any]) -> None:
 
 
 def _is_sharded_like(tensor: Tensor, param: Tensor) -> bool:
-    """Whether both have the same global shape, and this rank holds the same part of them."""
+    """Whether both tensors have the same global shape, and the same part on this rank."""
     one, other = as_dtensor(tensor), as_dtensor(param)
     return (
         tensor.shape == param.shape

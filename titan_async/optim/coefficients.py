@@ -48,14 +48,14 @@ def _shrunk(triple: Triple) -> Triple:
 def _with_margins(exact: tuple[Triple, ...]) -> tuple[Triple, ...]:
     # The paper divides every input but the last by the margin, because rounding may move a singular
     # value above the interval, where the polynomials diverge. It divides the matrix by it once more
-    # at the start; here the first polynomial does, so that the normalization is the same for all.
+    # at the start; here the first polynomial includes this, so that all coefficients share the normalization.
     shrunk = [_shrunk(triple) for triple in exact[:-1]]
     shrunk[0] = _shrunk(shrunk[0])
     return (*shrunk, exact[-1])
 
 
 POLAR_EXPRESS_COEFFICIENTS: tuple[Triple, ...] = _with_margins(_POLAR_EXPRESS_EXACT)
-"""Polar Express, one triple an iteration, with the paper's safety margin of 1.01; the last one repeats."""
+"""Polar Express, one triple per iteration, with the paper's safety margin of 1.01; the last one repeats."""
 
 _NAMED_COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
     "standard": (STANDARD_COEFFICIENTS,),
@@ -90,7 +90,7 @@ def resolve_coefficients(coefficients: Coefficients, steps: int) -> tuple[Triple
     triples = tuple(_as_triple(item) for item in items)
     if len(triples) != steps:
         raise ValueError(
-            f"ns_coefficients has {len(triples)} triples for {steps} iterations: give one triple an "
+            f"ns_coefficients has {len(triples)} triples for {steps} iterations: give one triple per "
             f"iteration, or set ns_steps={len(triples)}"
         )
     return triples
@@ -100,4 +100,4 @@ def _as_triple(item: object) -> Triple:
     if isinstance(item, Sequence) and len(item) == 3 and all(isinstance(x, (int, float)) for x in item):
         a, b, c = item
         return float(a), float(b), float(c)
-    raise ValueError(f"ns_coefficients must be made of triples of numbers (a, b, c), not {item!r}")
+    raise ValueError(f"ns_coefficients must consist of triples of numbers (a, b, c), not {item!r}")

@@ -51,7 +51,7 @@ def update_and_correct_(
             continue
         states = [optimizer.state[param] for param in params]
         steps = [state["step"] for state in states]
-        # As tensors: every new value of a constant would be compiled again.
+        # As tensors: torch.compile would recompile for each new value of a constant.
         count = torch.stack(steps).to(params[0].device, torch.float64) + 1
         (beta1, beta2), lr = group["betas"], group["lr"]
         columns = (
@@ -64,7 +64,7 @@ def update_and_correct_(
             strength,
         )
         factors = torch.stack([column * torch.ones_like(count) for column in columns], dim=1)
-        # Before the first kernel, which evicts the cache.
+        # All views before the first kernel, which evicts the cache.
         inputs = [
             _flat(param, param.grad, state["exp_avg"], state["exp_avg_sq"], history[param], row)
             for param, state, row in zip(params, states, factors.unbind(), strict=True)
@@ -72,7 +72,7 @@ def update_and_correct_(
         for tensors in inputs:
             if tensors[0].numel():  # a shard may have none
                 compiled(*tensors, skip)
-        # Last: a missing compiler raises above, before anything has changed.
+        # Last: a missing compiler raises above, before any change.
         increment = 1.0 if skip is None else 1.0 - skip.float()
         for step in steps:
             step.add_(increment)
@@ -83,7 +83,7 @@ def _flat(*tensors: Tensor) -> list[Tensor]:
     parts = [local_part(tensor) for tensor in tensors]
     if all(part.is_contiguous() for part in parts):
         parts = [part.view(-1) for part in parts]
-    return [part.detach() for part in parts]  # or the compiler would see the bases of the views
+    return [part.detach() for part in parts]  # otherwise the compiler tracks the bases of the views
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Delayed gradients in one process, without a pipeline: how does an optimizer cope with a delay?
+"""Delayed gradients in one process, without a pipeline, to test optimizers under a delay.
 
 Any model is trained with any optimizer by the recurrence of asynchronous pipelines:
 
@@ -6,7 +6,7 @@ Any model is trained with any optimizer by the recurrence of asynchronous pipeli
 
 PipeDream-2BW (arXiv 2006.09503) has delay k = 1 for every weight, whatever the number of stages;
 `titan_async.pipelining.ScheduleAsync2BW` has the trajectory of k = 1. The original PipeDream
-(arXiv 1806.03377) has one delay a stage, which grows with the depth of the pipeline: `pipedream_delays`.
+(arXiv 1806.03377) has one delay per stage, which grows with the depth of the pipeline: `pipedream_delays`.
 """
 
 import functools
@@ -28,7 +28,7 @@ __all__ = ["DelayedGradients", "pipedream_delays"]
 
 @dataclass(frozen=True)
 class _Weight:
-    """A trainable parameter, and the versions of it that later batches read."""
+    """A trainable parameter, and its versions that later batches read."""
 
     name: str
     param: nn.Parameter
@@ -45,7 +45,7 @@ class _Weight:
         self.versions.append(newest)
 
     def activate_newest(self) -> None:
-        # Also if they are equal: the write makes autograd detect a backward after the batch.
+        # Even if they are equal: the write lets autograd detect a backward after the batch.
         self.param.copy_(self.versions[-1])
 
     def undo_activate_oldest(self, count: int) -> None:
@@ -82,11 +82,11 @@ class DelayedGradients:
     Every ``batch()`` is one b of the recurrence, also if its update is skipped. W[0] are the weights at the
     first one: create a new object to start a delay in the middle of a run.
 
-    With delay 0 the loop is bitwise that without. An exception inside ``batch()`` restores the newest
-    weights, and the batch is not counted.
+    With delay 0 the loop is bitwise equal to one without `DelayedGradients`. An exception inside ``batch()``
+    restores the newest weights, and the batch is not counted.
 
-    Parameters remain the same objects in the same memory, so that tied weights, hooks, activation
-    checkpointing, `torch.compile` and DTensors (`fully_shard` included) work as without a delay. Buffers,
+    Parameters remain the same objects in the same memory, so tied weights, hooks, activation checkpointing,
+    `torch.compile` and DTensors (including `fully_shard`) work as without a delay. Buffers,
     such as the running statistics of batch normalization, are not delayed. An optimizer that evaluates the
     model itself (L-BFGS with a closure) does so at the newest weights, that is, without a delay.
 
@@ -128,15 +128,15 @@ class DelayedGradients:
         delays = delay if isinstance(delay, Mapping) else dict.fromkeys(params.values(), delay)
         for param in delays.keys() - set(params.values()):
             raise ValueError(
-                f"a delay is given for {describe(param, None)}, which is not one of the model's: "
-                f"take the parameters from model.parameters()"
+                f"a delay is given for {describe(param, None)}, which is not in the model: use parameters "
+                f"from model.parameters()"
             )
         self._weights: list[_Weight] = []
         for name, param in params.items():
             if not param.requires_grad:
                 continue
             if param not in delays:
-                raise ValueError(f"there is no delay for {describe(param, name)}: give it one, 0 for none")
+                raise ValueError(f"no delay is given for {describe(param, name)}: give one, 0 for no delay")
             self._weights.append(_Weight(canonical_name(name), param, _checked_delay(delays[param])))
 
     @property
@@ -201,8 +201,7 @@ class DelayedGradients:
         """Load a copy of what `state_dict` returned. Load model and optimizer too.
 
         Raises:
-            ValueError: saved with other delays or for other parameters, or incomplete. Nothing has been
-                changed then.
+            ValueError: saved with other delays or for other parameters, or incomplete; without changes.
             RuntimeError: inside ``batch()``.
         """
         self._check_not_inside()
@@ -234,7 +233,7 @@ class DelayedGradients:
 
     def _check_not_inside(self) -> None:
         if self._inside:
-            raise RuntimeError("the model has old weights inside batch(): leave it first")
+            raise RuntimeError("the model has old weights inside batch(): exit the with block first")
 
     def _check_unchanged(self) -> None:
         now = [param for param in self._model.parameters() if param.requires_grad]

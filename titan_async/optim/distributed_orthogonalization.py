@@ -113,7 +113,7 @@ class DistributedOrthogonalizer:
             for number, (param, group) in moving.items()
         )
         if key not in self._plans:
-            # Bounded, because every set of parameters with gradients has a plan of its own.
+            # Bounded, because every set of parameters with gradients has its own plan.
             if len(self._plans) >= 16:
                 self._plans.clear()
             self._plans[key] = self._new_plan(moving)
@@ -127,7 +127,7 @@ class DistributedOrthogonalizer:
             dtype = DTYPES[group["compute_dtype"]]
             scaled = update_dtype(group, state_dtype(group["momentum_dtype"], param)) != dtype
             alike.setdefault((mesh, dtype, scaled, param.device), []).append(number)
-        # Loads are shared by meshes of the same ranks: a rank does not know those of meshes it is not in.
+        # Meshes of the same ranks share loads; a rank cannot compute those of meshes it is not in.
         loads: dict[tuple[int, ...], dict[int, float]] = {}
         exchanges = []
         for (mesh, dtype, scaled, device), numbers in alike.items():
@@ -136,7 +136,7 @@ class DistributedOrthogonalizer:
             params = [_param_to_plan(number, moving[number], placed[number][1]) for number in numbers]
             numel = self.bucket_mb * 2**20 / dtype.itemsize
             local_numel = min(numel, LOCAL_BUCKET_NUMEL) if device.type == "cpu" else numel
-            # Local matrices first: their owners are given, and are assigned less of the others.
+            # Local matrices first: their owners are fixed, and are assigned fewer of the others.
             local = [param for param in params if not param.is_distributed]
             distributed = [param for param in params if param.is_distributed]
             buckets = assign_owners(local, mesh.coordinates, in_order, local_numel)

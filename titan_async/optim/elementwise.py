@@ -11,15 +11,15 @@ _BLOCK_NUMEL = 2**16
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """``dtype``, or float32 in place of bfloat16 and float16, which round differences and overflow early."""
+    """``dtype``, but float32 for bfloat16 and float16, which round differences and overflow early."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Views of corresponding blocks of tensors of one shape; on accelerators, the whole tensors.
 
-    On the CPU several elementwise operations on a large tensor each read and write it from memory. Applied
-    block by block, they do so once. Accelerators prefer few large operations.
+    On the CPU, each elementwise operation on a large tensor reads and writes it from memory. Applied block by
+    block, several operations do so once. Accelerators prefer few large operations.
     """
     first = tensors[0]
     if first.device.type != "cpu" or first.numel() <= _BLOCK_NUMEL or first.ndim == 0:

@@ -44,13 +44,13 @@ class ErrorFeedback(BaseOptimizer):
     """An optimizer that corrects the updates of the optimizer it wraps.
 
     With a delay of one update, the update applied now is that of the previous batch. The correction
-    extrapolates by one step: to an update D_b it adds s (D_b - D_{b-1}). The paper's, with s = 1, cancels the
-    update before the last: x[t+1] = x[t] - 2 u(g[t-1]) + u(g[t-2]).
+    extrapolates by one step: to an update D_b it adds s (D_b - D_{b-1}). The paper's correction, with s = 1,
+    cancels the update before the last: x[t+1] = x[t] - 2 u(g[t-1]) + u(g[t-2]).
 
     It is meant for optimizers that average gradients, whose next update resembles the last one: Muon, AdamW,
-    SGD with momentum. Around others it was measured to be worse than no correction, and a warning is issued:
+    SGD with momentum. For others it was worse than no correction in measurements, and a warning is issued:
     those that do not average (Adagrad; RMSprop without momentum; Adam and Lion with a first beta of 0), and
-    NAdam, which has a look-ahead of its own. For Lion it helped in some measurements and not in others
+    NAdam, which already extrapolates. For Lion it helped in some measurements and not in others
     (docs/delay.md, docs/study_300.md).
 
     Level "update" lets the wrapped optimizer step, measures the displacement of each parameter (learning rate
@@ -61,15 +61,14 @@ class ErrorFeedback(BaseOptimizer):
     - the history is the uncorrected displacement or gradient; a change of the learning rate does not rescale
       it;
     - moments see each gradient once;
-    - the first update of a parameter is uncorrected, and so is the one after an update in which it had
-      no gradient;
+    - the first update of a parameter, and the one after an update without a gradient, are uncorrected;
     - a step that the wrapped optimizer reports as skipped (``step_was_skipped``, which `Muon` sets when a
       gradient is not finite) keeps the history, and the history of a parameter that it reports as not updated
       (``skipped_params``, which `Muon` sets when a gradient is missing on another rank) is cleared;
-    - strength 0 is bitwise the wrapped optimizer, and still keeps the history, so that `strength` may be
-      changed at any time;
-    - while `feedback_paused` is true, as for gradients without delay, a step is that of the wrapped optimizer
-      and the history is cleared: the first update after the pause is uncorrected.
+    - with strength 0 updates are bitwise those of the wrapped optimizer; the history is kept, so that
+      `strength` may be changed at any time;
+    - while `feedback_paused` is true, as for gradients without delay, steps are those of the wrapped
+      optimizer and the history is cleared: the first update after the pause is uncorrected.
 
     With ``found_inf`` (`set_found_inf`) the correction is conditional on the device, like the update of the
     wrapped optimizer. Only a step that starts or clears a parameter's history reads it on the host.
@@ -78,19 +77,19 @@ class ErrorFeedback(BaseOptimizer):
     same list, so that learning-rate schedulers work on either. Register hooks with this object, and call its
     methods. The wrapped optimizer must not need a closure.
 
-    Memory: one buffer for each trainable parameter, of its shape and placement, in ``dtype``. During `step`
-    one more copy exists, of the parameters (level "update") or of the gradients (level "gradient"). On the
-    CPU, at level "update" around torch's Adam, AdamW and SGD and `Lion`, it is a copy of a few parameters at
-    a time, and the wrapped optimizer steps once for each few. DTensors are corrected shard by shard, without
-    communication, except that ranks agree by an all-reduce whether a first step at learning rate zero only
-    creates state.
+    Memory: one buffer per trainable parameter, of its shape and placement, in ``dtype``. During `step` one
+    more copy exists, of the parameters (level "update") or of the gradients (level "gradient"). At level
+    "update" on the CPU, around torch's Adam, AdamW and SGD and `Lion`, only a few parameters are copied at a
+    time, and the wrapped optimizer steps once per chunk. DTensors are corrected shard by shard, without
+    communication, except for an all-reduce by which ranks agree whether a first step at learning rate zero
+    only creates state.
 
     State: ``state`` and ``state_dict()`` hold, for each parameter, the entries of the wrapped optimizer,
-    the history ``error_feedback_<level>`` and the flag ``error_feedback_<level>_valid`` (a bool tensor
-    without dimensions, on the CPU). They are complete for every trainable parameter from the first step
-    on, and empty before it, as for torch's own optimizers. The step with zero gradients and learning rate
-    zero by which torch.distributed.checkpoint and torchtitan create state before loading is not counted as an
-    update. Loading state without a history, such as that of the wrapped optimizer alone, clears the history.
+    the history ``error_feedback_<level>`` and the flag ``error_feedback_<level>_valid`` (a scalar bool tensor
+    on the CPU). They are complete for every trainable parameter from the first step on, and empty before it,
+    as for torch's own optimizers. torch.distributed.checkpoint and torchtitan create state before loading by
+    a step with zero gradients and learning rate zero, which does not count as an update. Loading state
+    without a history, such as that of the wrapped optimizer alone, clears the history.
 
     Args:
         optimizer: the optimizer to wrap.
@@ -105,8 +104,8 @@ class ErrorFeedback(BaseOptimizer):
 
     Raises:
         TypeError: ``optimizer`` is not a torch optimizer, or ``dtype`` not a floating-point dtype.
-        ValueError: unknown level, a strength that is negative or not finite, or ``compile`` of anything but
-            AdamW at level "update".
+        ValueError: unknown level, a strength that is negative or not finite, or ``compile`` with any
+            optimizer but AdamW, or at level "gradient".
         RuntimeError: a sparse gradient at level "gradient", in `step`.
 
     Examples:
@@ -131,9 +130,9 @@ class ErrorFeedback(BaseOptimizer):
     optimizer: Optimizer
     _level: str
     _strength: float
-    # Not in the wrapped optimizer's state: many optimizers create the state of a parameter if it is empty.
+    # Not in the wrapped optimizer's state: many optimizers create a parameter's state only if it is empty.
     _histories: dict[Tensor, History]
-    # Whether `state` is complete: after a step, after loading, or from before the wrapping.
+    # Whether `state` is complete: after a step, after loading, or if the wrapped optimizer had state.
     _has_state: bool
     _dtype: torch.dtype | None
     _compile: bool
@@ -153,18 +152,18 @@ class ErrorFeedback(BaseOptimizer):
         if compile and (type(optimizer) is not torch.optim.AdamW or level != "update"):
             raise ValueError(
                 f"error feedback is compiled with torch.optim.AdamW at level 'update', not with "
-                f"{type(optimizer).__name__} at level {level!r}: leave out compile=True"
+                f"{type(optimizer).__name__} at level {level!r}: omit compile=True"
             )
         for number, group in enumerate(optimizer.param_groups):
             check_duplicates(optimizer, optimizer.param_groups[:number], group)
         if strength and _is_unsuitable(optimizer):
             warnings.warn(
-                f"error feedback around {type(optimizer).__name__} with these options was measured to be "
-                f"worse than none: leave it out, or wrap an optimizer that averages gradients, such as AdamW",
+                f"error feedback around {type(optimizer).__name__} with these options was worse than none in "
+                f"measurements: omit it, or wrap an optimizer that averages gradients, such as AdamW",
                 stacklevel=2,
             )
-        # Optimizer.__init__ would create groups and state of its own. __setstate__, which unpickling calls,
-        # only adds hooks to groups and state that exist.
+        # Optimizer.__init__ would create its own groups and state. __setstate__, which unpickling calls, only
+        # adds hooks to existing groups and state.
         super().__setstate__(
             {
                 "optimizer": optimizer,
@@ -205,7 +204,7 @@ class ErrorFeedback(BaseOptimizer):
 
     @property
     def found_inf(self) -> Tensor | None:
-        """That of the wrapped optimizer: 1 on the device if the next steps must change nothing."""
+        """That of the wrapped optimizer: with 1 on the device the next steps change nothing."""
         return getattr(self.optimizer, "found_inf", None)
 
     @found_inf.setter
@@ -215,7 +214,7 @@ class ErrorFeedback(BaseOptimizer):
     @property
     def state(self) -> Mapping[Tensor, Any]:  # type: ignore[override]
         """The wrapped optimizer's state and the history, merged for reading; the tensors are live."""
-        # Without the history before the first step: checkpointing creates state only where there is none.
+        # Without the history before the first step: checkpointing creates state only if it is empty.
         return MergedState(self.optimizer.state, self._histories if self._has_state else {})
 
     @property
@@ -248,7 +247,7 @@ class ErrorFeedback(BaseOptimizer):
     def _is_state_init_step(self) -> bool:
         if not may_be_state_init_step(self._histories, self.param_groups):
             return False
-        # All ranks must agree: gradients may be zero on the shards of some of them only.
+        # All ranks must agree: gradients may be zero on the shards of some ranks only.
         return gradients_are_zero(list(_parameters(self.param_groups)))
 
     def _updated(self, params: list[Tensor]) -> list[Tensor]:
@@ -287,9 +286,9 @@ class ErrorFeedback(BaseOptimizer):
                 param.grad = grad
 
     def _chunks(self, moving: list[Tensor]) -> list[list[Tensor]]:
-        """The parameters, divided into those that the wrapped optimizer may update one after the other.
+        """The parameters in chunks that the wrapped optimizer may update one after the other.
 
-        On the CPU a copy of all parameters would be fresh memory in each step, whose page faults may take
+        On the CPU a copy of all parameters would allocate memory in each step, whose page faults may take
         longer than the correction.
         """
         kinds = {(param.device.type, param.dtype) for param in moving}
@@ -390,11 +389,11 @@ class ErrorFeedback(BaseOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, from this class or from the wrapped optimizer alone.
 
-        The history keeps its own dtype; that of a parameter for which ``state_dict`` has none is cleared.
+        The history keeps its dtype; histories that ``state_dict`` lacks are cleared.
 
         Raises:
             ValueError: a history of another shape or placements than its parameter's, or groups that do not
-                match. Nothing has been changed then.
+                match. The optimizer is then unchanged.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -431,7 +430,7 @@ class ErrorFeedback(BaseOptimizer):
 
 
 def _is_unsuitable(optimizer: Optimizer) -> bool:
-    """Whether error feedback around an optimizer was measured to be worse than none."""
+    """Whether error feedback around an optimizer was worse than none in measurements."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # inside an adapter
     if isinstance(optimizer, torch.optim.RMSprop):
         return not any(group["momentum"] for group in optimizer.param_groups)
@@ -445,5 +444,5 @@ def _parameters(groups: list[dict[str, Any]]) -> Iterable[Any]:
 
 
 def _or(replacement: dict[str, Any] | None, original: dict[str, Any]) -> dict[str, Any]:
-    """What a hook returned, or ``original`` if it returned None."""
+    """A hook's result, or ``original`` if it returned None."""
     return original if replacement is None else replacement

@@ -1,7 +1,7 @@
 """The all-to-alls of a bucket: parts of matrices to their owners, and the orthogonalized updates back.
 
-Each way is one asynchronous all-to-all with uneven splits, so that communication of one bucket overlaps
-computation of another. Parts that a rank keeps are not sent.
+Each direction is one asynchronous all-to-all with uneven splits, so that communication of one bucket overlaps
+with computation of another. Parts that a rank keeps are not sent.
 """
 
 import math
@@ -19,7 +19,7 @@ from titan_async.optim.shard_regions import Region, slices_within
 __all__ = ["BucketExchange"]
 
 _EXPONENT_OF_ZERO = -1104
-"""Below all others, and exact in every dtype."""
+"""Below all other exponents, and exact in every dtype."""
 
 
 class _Route(NamedTuple):
@@ -53,8 +53,8 @@ class BucketExchange:
         peers: for each rank of the mesh that is in `group`, its rank there.
         group: of the all-to-alls, or None if there are none.
         dtype: of the all-to-alls and of the results.
-        scaled: whether each part is sent with a scale of its own, because its exponents may be outside the
-            range of ``dtype``.
+        scaled: whether each part is sent with its own scale, because its exponents may be outside the range
+            of ``dtype``.
         device: of the parameters.
     """
 
@@ -104,7 +104,7 @@ class BucketExchange:
         self._header = 1 if scaled else 0
 
     def _routes(self, routes: Iterable[_Route]) -> list[_Route]:
-        """Sorted as an all-to-all takes them, in the same order on the sender and the receiver."""
+        """Sorted for an all-to-all, in the same order on the sender and the receiver."""
         return sorted(routes, key=lambda route: (self._peers[route.peer], route.task))
 
     def gather(self, updates: Mapping[int, Tensor]) -> None:

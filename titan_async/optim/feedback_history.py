@@ -1,4 +1,4 @@
-"""Error feedback itself: its formulas, and the history of each parameter that they need.
+"""The formulas of error feedback, and the history of each parameter.
 
 With D_b the displacement that an optimizer proposes from the gradient g_b of batch b, and strength s:
 
@@ -118,7 +118,7 @@ class History:
             self.valid.fill_(False)
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Copy the history from a saved state, in the own dtype; clear it if ``state`` has none."""
+        """Copy the history from a saved state, keeping its dtype; clear it if ``state`` has none."""
         if self.key not in state or not bool(state.get(f"{self.key}_valid", True)):
             self.clear()
         else:
@@ -145,7 +145,7 @@ def may_be_state_init_step(histories: Mapping[Tensor, History], groups: Sequence
 
     torch.distributed.checkpoint and torchtitan create state before loading by a step with zero gradients and
     learning rate 0. If it counted as an update, the first real one would be corrected by a displacement of 0,
-    that is, doubled. A real first step at learning rate 0, as in a warm-up, has gradients other than zero.
+    that is, doubled. A real first step at learning rate 0, as in a warm-up, has nonzero gradients.
     """
     if any(float(group.get("lr", 0.0)) != 0 for group in groups):
         return False
@@ -242,12 +242,12 @@ def _correct_(
 ) -> None:
     torch._foreach_add_(displacement, weights)
     if skip is not None:
-        # Then the change is zero below, and adding -strength times it, which is -0.0, keeps a weight's bits.
+        # The change below is then zero, and adding -strength times it, which is -0.0, keeps a weight's bits.
         for each, old in zip(displacement, history, strict=True):
             torch.where(skip, old.to(each.dtype), each, out=each)
     chosen = [index for index, is_valid in enumerate(valid) if is_valid and strength != 0]
     if chosen:
-        # A history of the displacement's dtype holds the difference itself: no third buffer.
+        # A history of the displacement's dtype stores the difference, without a third buffer.
         change = [
             history[i].sub_(displacement[i])
             if history[i].dtype == displacement[i].dtype

@@ -1,4 +1,4 @@
-"""Steps that the device may skip, without a synchronization with the host.
+"""Steps that the device may skip, without synchronization with the host.
 
 The protocol is that of `torch.amp.GradScaler` and torch's fused optimizers: an attribute ``found_inf`` of the
 optimizer.
@@ -52,7 +52,7 @@ def _supports_found_inf(optimizer: Optimizer) -> bool:
         return True
     groups = optimizer.param_groups
     if type(optimizer) is torch.optim.SGD:
-        # torch allocates the momentum in the first step, and a skipped one would leave it uninitialized.
+        # torch allocates the momentum in the first step; if skipped, it would leave it uninitialized.
         return all(
             group["fused"]
             and (not group["momentum"] or optimizer.state.get(param, {}).get("momentum_buffer") is not None)

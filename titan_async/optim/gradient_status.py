@@ -1,7 +1,7 @@
-"""What the ranks that share parameters must agree on before an update: which gradients exist, and are finite.
+"""Agreement of the ranks that share parameters on which gradients exist, and whether they are finite.
 
-A gradient that is missing or not finite on one rank only would otherwise give the ranks different weights, or
-a deadlock.
+Otherwise a gradient that is missing or not finite on one rank only would lead to different weights, or to a
+deadlock.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,9 +44,9 @@ def reduce_gradient_status(
 ) -> GradientStatus:
     """Agree with all ranks that share any of the parameters; all call it with the same sequence.
 
-    One all-reduce of an integer per parameter along each dimension of the mesh. Waits for the device.
+    Needs one all-reduce of an integer per parameter along each mesh dimension, and waits for the device.
     Gradients whose placements differ from the parameter's are then redistributed, because sums of partial
-    ones may overflow.
+    gradients may overflow.
 
     Args:
         corrections: the history and the strength by which error feedback at level "gradient" corrects a
@@ -104,7 +104,7 @@ def _reduce_magnitude(
 ) -> tuple[list[Any], bool, bool]:
     """``flags`` that are true on any rank, whether all gradients are finite, and whether any may be large."""
     corrected = [(grad, *corrections[param]) for param, grad in grads.items() if param in corrections]
-    # Norms take one pass, but overflow for some entries that are finite.
+    # Norms need one pass, but overflow for some finite entries.
     norms = _norms(list(grads.values())).to(device)
     maybe_infinite, large = [], [~(norms < _LARGE).all()]
     for grad, history, strength in corrected:

@@ -37,11 +37,11 @@ class Lion(BaseOptimizer):
     with gradients of the same placements: the update is elementwise, without communication.
 
     State: ``momentum_buffer``, of the parameter's shape and placements, in its dtype but at least float32,
-    created for every trainable parameter when it is added to the optimizer. Loading keeps that dtype, which
-    torch's optimizers would cast to a bfloat16 parameter's.
+    created for every trainable parameter when it is added to the optimizer. Loading keeps that dtype, while
+    torch's optimizers would cast it to the parameter's.
 
     Args:
-        params: parameters, named parameters, or groups. Keys of a group that Lion does not know are kept.
+        params: parameters, named parameters, or groups. Unknown keys of a group are kept.
         lr: learning rate, a number or a tensor with one element. About a tenth of AdamW's.
         betas: coefficients b1 of the update and b2 of the momentum.
         weight_decay: decoupled weight decay. About ten times AdamW's, so that the product with lr is similar.
@@ -107,7 +107,7 @@ class Lion(BaseOptimizer):
 
 
 def _update(params: list[Tensor], momenta: list[Tensor], group: dict[str, Any], skip: Tensor | None) -> None:
-    """One step of the parameters of a group, in place on them and on their momenta, unless ``skip``."""
+    """Update the parameters of a group and their momenta in place, unless ``skip``."""
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     weights = [local_part(param) for param in params]
     momenta = [local_part(momentum) for momentum in momenta]
@@ -116,11 +116,11 @@ def _update(params: list[Tensor], momenta: list[Tensor], group: dict[str, Any], 
         for param, momentum in zip(params, momenta, strict=True)
         if param.grad is not None
     ]
-    # Not lerp, whose difference of gradient and momentum overflows for large numbers.
+    # Not lerp: its difference of gradient and momentum overflows for large numbers.
     update = torch._foreach_mul(momenta, beta1)
     torch._foreach_add_(update, grads, alpha=1 - beta1)
     torch._foreach_sign_(update)
-    # -1, 0 and 1 are exact in every dtype, and foreach operations are fast for a single one.
+    # -1, 0 and 1 are exact in every dtype, and foreach operations are fast if all dtypes are equal.
     signs = [sign.to(weight.dtype) for sign, weight in zip(update, weights, strict=True)]
     for targets, added, factor, alpha in (
         (weights, signs, 1 - lr * group["weight_decay"], -lr),

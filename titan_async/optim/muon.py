@@ -1,8 +1,8 @@
 """Muon for plain and sharded matrices: orthogonalized momentum, with optional error feedback.
 
 Sources: Keller Jordan, "Muon: An optimizer for hidden layers in neural networks"
-(https://kellerjordan.github.io/posts/muon/); arXiv 2606.30634 for error feedback. Options have the names of
-``torch.optim.Muon`` where it has them, and with ``ns_form="standard"`` float32 matrices have its bits.
+(https://kellerjordan.github.io/posts/muon/); arXiv 2606.30634 for error feedback. Options that
+``torch.optim.Muon`` has keep their names; for float32 matrices ``ns_form="standard"`` is bitwise equal to it.
 """
 
 import functools
@@ -53,17 +53,16 @@ class Muon(BaseOptimizer):
         U  = m B + (1 - m) G  if nesterov else  B
         W <- (1 - lr weight_decay) W - lr scale(rows, cols) orthogonalize(U)
 
-    A parameter is a matrix ``[rows, cols]`` or a stack of them ``[experts, rows, cols]``, each matrix of
-    which is updated like a parameter of its own. Everything else (embeddings, norms, biases) belongs to
-    another optimizer, such as AdamW.
+    A parameter is a matrix ``[rows, cols]`` or a stack of them ``[experts, rows, cols]``, each of which is
+    updated like a separate parameter. Other parameters (embeddings, norms, biases) need another optimizer,
+    such as AdamW.
 
-    **Sharded parameters.** Parameters may be DTensors with any mix of ``Shard`` and ``Replicate``, as FSDP2,
-    HSDP, tensor and expert parallelism make them; they and their state stay sharded. Each matrix is
+    **Sharded parameters.** Parameters may be DTensors with any mix of ``Shard`` and ``Replicate``, as used by
+    FSDP2, HSDP, tensor and expert parallelism; they and their state stay sharded. Each matrix is
     orthogonalized once, on its owner, one of the ranks that hold a part of it; a matrix that is whole on one
     rank is not sent. With W ranks, the other parts of a matrix are sent to the owner and their updates back,
     in ``compute_dtype``: for even shards of r rows and c columns 2 r c (W - 1) / W elements, and r c more to
-    each further replica. All ranks of the mesh must call `step` together, and have their parameters in the
-    same order.
+    each further replica. All ranks of the mesh must call `step` together, with parameters in the same order.
 
     **Skipped parameters and steps.** A parameter whose gradient is missing on any rank is skipped: it does
     not decay, its momentum does not change, and its error feedback history is cleared. If any gradient is not
@@ -81,22 +80,22 @@ class Muon(BaseOptimizer):
     `ErrorFeedback` around this optimizer; `feedback_paused` pauses it.
 
     **State**, created at construction for every trainable parameter, sharded like it: ``momentum_buffer``;
-    with error feedback also ``error_feedback_<level>`` and the flag ``error_feedback_<level>_valid`` (a bool
-    tensor without dimensions, on the CPU). Loading keeps their dtypes. The state of ``torch.optim.Muon`` can
-    be loaded.
+    with error feedback also ``error_feedback_<level>`` and the flag ``error_feedback_<level>_valid`` (a
+    scalar bool tensor on the CPU). Loading keeps their dtypes. The state of ``torch.optim.Muon`` can be
+    loaded.
 
     Args:
-        params: parameters, named parameters, or groups; all options but ``bucket_mb`` may differ from group
-            to group. Keys of a group that Muon does not know are kept.
+        params: parameters, named parameters, or groups; all options but ``bucket_mb`` may differ between
+            groups. Unknown keys of a group are kept.
         lr: learning rate, a number or a tensor with one element.
         weight_decay: decoupled weight decay.
         momentum: coefficient m of the moving average of gradients.
         nesterov: use Nesterov momentum.
         ns_coefficients: ``"standard"`` or its triple ``(3.4445, -4.7750, 2.0315)``,
-            ``"polar_express"`` (arXiv 2505.16932), another triple (a, b, c), or one triple an iteration.
+            ``"polar_express"`` (arXiv 2505.16932), another triple (a, b, c), or one triple per iteration.
         eps: guards the normalization of a zero matrix; see `orthogonalize`.
         ns_steps: number of iterations.
-        adjust_lr: how the update is scaled to the matrix. ``"original"`` (also ``None``):
+        adjust_lr: how the update is scaled by the matrix's shape. ``"original"`` (also ``None``):
             sqrt(max(1, outputs / inputs)). ``"spectral"``, in torch ``"spectral_unclamped"``:
             sqrt(outputs / inputs) (arXiv 2310.17813).
             ``"match_rms_adamw"``: 0.2 sqrt(max(rows, cols)), which makes the root mean square of the
@@ -109,9 +108,9 @@ class Muon(BaseOptimizer):
         cautious_weight_decay: decay only entries that the update does not move away from zero
             (arXiv 2510.12402).
         split_sizes: sizes of the logical matrices in a fused weight (QKV, gate and up); each is updated like
-            a parameter of its own.
+            a separate parameter.
         split_dim: the dimension along which they are concatenated, -2 (rows) or -1 (columns).
-        input_dim: which dimension is multiplied by the layer's input: -1 for ``torch.nn.Linear`` and
+        input_dim: the dimension that is multiplied by the layer's input: -1 for ``torch.nn.Linear`` and
             torchtitan's experts, -2 for weights ``[inputs, outputs]``.
         error_feedback: strength s of error feedback; 1 is the paper's correction, 0 none.
         error_feedback_level: ``"update"`` (the paper's) or ``"gradient"``.
@@ -152,11 +151,11 @@ class Muon(BaseOptimizer):
     _BUFFERS = ("momentum_buffer", *map(history_key, LEVELS))
 
     step_was_skipped: bool = False
-    """Whether the last step changed nothing because a gradient was not finite; False where the host does not
-    know, that is with `found_inf`."""
+    """Whether the last step changed nothing because a gradient was not finite; False if only the device has
+    read `found_inf`."""
 
     skipped_params: frozenset[Tensor] = frozenset()
-    """The parameters that the last step did not update because a rank had no gradient of them."""
+    """The parameters that the last step did not update because their gradient was missing on a rank."""
 
     def __init__(
         self,
@@ -209,7 +208,7 @@ class Muon(BaseOptimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Process groups cannot be copied, and a plan is for the original's parameters.
+        # Process groups cannot be copied, and plans refer to the original's parameters.
         return {
             **super().__getstate__(),
             "_orthogonalizer": DistributedOrthogonalizer(self._orthogonalizer.bucket_mb),
@@ -217,7 +216,7 @@ class Muon(BaseOptimizer):
         }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters; raises as the constructor does, and then changes nothing."""
+        """Add a group of parameters; raises like the constructor, without changes."""
         super().add_param_group(with_adjust_lr(param_group))
 
     def _check_options(self, group: dict[str, Any]) -> None:
@@ -241,7 +240,7 @@ class Muon(BaseOptimizer):
             state.update(History.create(param, level, dtype).state())
 
     def _histories(self) -> dict[Tensor, History]:
-        """The histories of error feedback, also where the strength is zero for now."""
+        """The histories of error feedback, even if the strength is currently zero."""
         found = {
             param: History.from_state(self.state.get(param, {}), group["error_feedback_level"])
             for group in self.param_groups
@@ -317,7 +316,7 @@ class Muon(BaseOptimizer):
         update = torch.empty_like(momentum, dtype=update_dtype(group, momentum.dtype))
         for grad_block, momentum_block, update_block in blocks(grad, momentum, update):
             if status.large:
-                # Up to half the largest number, neither a difference (in lerp) nor rounding overflows.
+                # Up to half the largest number, neither the difference in lerp nor rounding overflows.
                 grad_block = _clamped(grad_block, torch.finfo(momentum.dtype).max / 2)
             grad_block = grad_block.to(momentum.dtype)
             if skip is None:
@@ -373,7 +372,7 @@ class Muon(BaseOptimizer):
 
         Raises:
             ValueError: a buffer of another shape or placements than its parameter's, or groups that do not
-                match. Nothing has been changed then.
+                match. The optimizer is then unchanged.
         """
         super().load_state_dict(state_dict)
 

@@ -35,7 +35,7 @@ DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
-"""By their names in a checkpoint."""
+"""Dtypes by their names in a checkpoint."""
 
 _KEPT_ON_LOAD = (
     "compute_dtype",
@@ -62,7 +62,7 @@ def check_options(group: dict[str, Any]) -> None:
         ValueError: one is out of its range.
     """
     if "bucket_mb" in group:
-        raise ValueError("bucket_mb is the same for all groups: give it to Muon itself")
+        raise ValueError("bucket_mb is the same for all groups: pass it to Muon itself")
     for key in ("lr", "weight_decay", "momentum", "eps", "error_feedback"):
         if isinstance(group[key], bool) or not isinstance(group[key], (int, float, Tensor)):
             raise ValueError(f"{key} must be a number, not {group[key]!r}")
@@ -73,7 +73,7 @@ def check_options(group: dict[str, Any]) -> None:
         raise ValueError(f"momentum must be at least 0 and below 1, not {group['momentum']!r}")
     if group["adjust_lr"] is None:
         group["adjust_lr"] = "original"
-    elif group["adjust_lr"] == "spectral_unclamped":  # in torch
+    elif group["adjust_lr"] == "spectral_unclamped":  # torch's name
         group["adjust_lr"] = "spectral"
     for key, choices in (("adjust_lr", ADJUST_LR_CHOICES), ("ns_form", FORMS)):
         if group[key] not in choices:
@@ -165,7 +165,7 @@ def state_dtype(declared: str, param: Tensor) -> torch.dtype:
 def update_dtype(group: dict[str, Any], momentum: torch.dtype) -> torch.dtype:
     """The dtype of a matrix before it is sent and orthogonalized.
 
-    It is the compute dtype, unless that has a smaller range: then the matrix is scaled first.
+    It is the compute dtype, unless that has a smaller range and the matrix is scaled first.
     """
     dtype = DTYPES[group["compute_dtype"]]
     return momentum if torch.finfo(dtype).tiny > torch.finfo(momentum).tiny else dtype
@@ -189,7 +189,7 @@ def with_adjust_lr(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def groups_to_load(loaded: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups of a state dict with all options of Muon, also if it is one of ``torch.optim.Muon``."""
+    """The groups of a state dict, possibly of ``torch.optim.Muon``, with all options of this Muon."""
     if len(loaded) != len(groups):
         return loaded  # torch raises
     result = []

@@ -6,9 +6,9 @@ which applies p(x) = a x + b x^3 + c x^5 to its singular values. It has two form
 - The standard form multiplies X in every iteration (Keller Jordan,
   https://kellerjordan.github.io/posts/muon/).
 - The Gram form (Zhang, Amsel, Chen, Dao, 2026) iterates on small matrices only: it accumulates the
-  polynomials, Q <- Q P with P = a I + b R + c R^2, updates R <- P R P, and applies Q to X at the end. The
-  wider the matrix, the more that saves. Rounding may give R negative eigenvalues, which the polynomials
-  amplify within a few iterations, so it is restarted: Q is applied to X, and R recomputed from X.
+  polynomials, Q <- Q P with P = a I + b R + c R^2, updates R <- P R P, and applies Q to X at the end. This
+  saves more for wider matrices. Rounding may give R negative eigenvalues, which the polynomials amplify
+  within a few iterations, so it is restarted: Q is applied to X, and R recomputed from X.
 """
 
 import functools
@@ -49,20 +49,19 @@ def orthogonalize(
     """Replace the singular values of a matrix, or of each matrix of a stack, by values near 1.
 
     The result does not depend on the scale of the input, from a million times the smallest normal number
-    to the largest finite one; a zero matrix gives zeros, and a matrix with an infinite or undefined entry
-    gives NaN.
+    to the largest finite one; a zero matrix gives zeros, and a matrix with an entry that is not finite NaN.
 
     Args:
         matrices: a plain tensor ``[rows, cols]`` or ``[experts, rows, cols]`` of any floating dtype;
             not modified.
-        coefficients: one triple (a, b, c) an iteration, as `resolve_coefficients` returns them.
+        coefficients: one triple (a, b, c) per iteration, from `resolve_coefficients`.
         eps: lower bound of the norm to divide by, relative to the matrix's largest entry (which is scaled to
             between half and one), so that it only matters for a zero matrix.
         compute_dtype: dtype of the iterations, unless ``form`` is ``"auto"`` on a CPU where it is slow.
         form: ``"standard"``, with torch's operations and the bits of ``torch.optim.Muon``; ``"gram"``; or
             ``"auto"``, the form with fewer operations for the shape. The last two compute only half of
-            symmetric products, where that is faster. ``"auto"`` also iterates in float32 on CPUs where
-            matrix products in bfloat16 and float16 are slow.
+            symmetric products, if that is faster. ``"auto"`` also iterates in float32 on CPUs with slow
+            matrix products in bfloat16 and float16.
 
     Returns:
         A tensor of the input's shape in ``compute_dtype``.
@@ -89,7 +88,7 @@ def orthogonalize(
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
-    # Both norms are equal up to rounding; that of torch.optim.Muon gives its bits.
+    # Both norms are equal up to rounding; x.norm() is bitwise that of torch.optim.Muon.
     norm = x.norm() if x.ndim == 2 else torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     # The norm of a nonzero matrix is above a half; eps may round to zero in the working dtype.
     x.div_(norm.clamp(min=max(eps, torch.finfo(x.dtype).tiny)))
@@ -101,7 +100,7 @@ def orthogonalize(
         x = _gram_form(x, coefficients) if form == "gram" else _standard_form(x, coefficients)
     else:
         x = _gram_form(x, coefficients) if form == "gram" else _plain_standard_form(x, coefficients)
-    # Contiguous: reading columns would take the caller longer than this copy.
+    # Contiguous: for the caller, reading columns would take longer than this copy.
     x = x.to(compute_dtype)
     return x.mT.contiguous() if tall else x
 
@@ -147,7 +146,7 @@ def orthogonalization_cost(rows: int, cols: int, coefficients: Sequence[Triple],
 
 
 def _costs(rows: int, cols: int, coefficients: tuple[Triple, ...], symmetric: float) -> dict[str, float]:
-    """Operations of each form for rows <= cols, if of symmetric products a fraction is computed."""
+    """Operations of each form for rows <= cols, if a fraction of symmetric products is computed."""
     iterations, parts = len(coefficients), len(restart_intervals(coefficients))
     wide, small = 2.0 * rows**2 * cols, 2.0 * rows**3
     return {
@@ -160,10 +159,10 @@ def _costs(rows: int, cols: int, coefficients: tuple[Triple, ...], symmetric: fl
 def restart_intervals(coefficients: tuple[Triple, ...]) -> tuple[tuple[Triple, ...], ...]:
     """Divide the iterations of the Gram form at its restarts.
 
-    For an eigenvalue of R that is 0 and was perturbed to -d by rounding, the polynomials apply q(-d) instead
-    of q(0), and d is multiplied by the square of that in every iteration. An interval ends before the error,
-    relative to q(0), exceeds a bound. Error and bound are proportional to the unit roundoff of the dtype, so
-    that the intervals are the same for all; for the standard coefficients they have 3 and 2 iterations.
+    If rounding perturbs an eigenvalue 0 of R to -d, the polynomials apply q(-d) instead of q(0), and multiply
+    d by the square of that in every iteration. An interval ends before the error, relative to q(0), exceeds a
+    bound. Error and bound are proportional to the unit roundoff, so the intervals do not depend on the dtype;
+    for the standard coefficients they have 3 and 2 iterations.
     """
     intervals: list[tuple[Triple, ...]] = []
     interval: list[Triple] = []
@@ -221,11 +220,10 @@ def _gram_form(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
 
 
 def _scaled_to_one(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy in another dtype, each matrix scaled by the power of two that maps its largest entry to [0.5,
-    1).
+    """A copy in another dtype, each matrix scaled by a power of two so that its largest entry is in [0.5, 1).
 
     Squares of entries then neither vanish nor overflow in the norm. A power of two changes no mantissa,
-    so at ordinary scales the result of the orthogonalization keeps every bit.
+    so at ordinary scales the result of the orthogonalization is bitwise the same.
     """
     # Faster than the infinity norm or the maximum of absolute values.
     largest = torch.maximum(

@@ -1,8 +1,8 @@
 """The ownership plan: which rank orthogonalizes which matrix of Muon.
 
 A matrix that is distributed over ranks is sent to one of them, its owner, orthogonalized there once, and sent
-to all ranks that hold a part of it, replicas included. The owner of a matrix that is whole on a single rank
-is that rank. The plan depends on shapes and placements alone, so that all ranks compute the same without
+to all ranks that hold a part of it, including replicas. A matrix that is whole on a single rank is owned by
+that rank. The plan only depends on shapes and placements, so all ranks compute the same plan without
 communication.
 """
 
@@ -57,7 +57,7 @@ class Task:
         region: its global indices.
         owner: the rank of the mesh that orthogonalizes it.
         sources: the regions that it is assembled from, each from one of the ranks that hold it.
-        targets: the regions of it on all ranks.
+        targets: its regions on all ranks.
     """
 
     param: int
@@ -136,9 +136,9 @@ def _bucket(
 
 
 def _task_regions(param: ParamToPlan) -> Iterator[Region]:
-    """The regions of tasks: logical matrices, and of stacks the ranges of experts on the same ranks.
+    """The regions of tasks: logical matrices, and for stacks the ranges of experts on the same ranks.
 
-    Experts that several ranks hold are divided further, so that each of these ranks owns some.
+    Experts on several ranks are divided further, so that each of these ranks owns some.
     """
     if is_empty(tuple((0, size) for size in param.shape)):
         return
@@ -166,6 +166,6 @@ def _holders(param: ParamToPlan, region: Region) -> Iterator[HeldRegion]:
 
 
 def _distance(coordinates: Sequence[tuple[int, ...]], rank: int, owner: int) -> tuple[int, int]:
-    """Mesh dimensions along which two ranks differ: a part is sent from within the owner's replica."""
+    """The number of mesh dimensions along which two ranks differ; the nearest holder sends a part."""
     differing = sum(a != b for a, b in zip(coordinates[rank], coordinates[owner], strict=True))
     return differing, rank

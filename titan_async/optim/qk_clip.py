@@ -1,7 +1,7 @@
 """QK-clip: bounds attention logits by scaling down query and key projections.
 
-Source: "Kimi K2: Open Agentic Intelligence" (arXiv 2507.20534), section 2.1, which calls Muon with QK-clip
-MuonClip: attention logits explode more often with Muon than with AdamW.
+Source: "Kimi K2: Open Agentic Intelligence" (arXiv 2507.20534), section 2.1; Muon with QK-clip is MuonClip
+there. Attention logits explode more often with Muon than with AdamW.
 """
 
 import math
@@ -20,7 +20,7 @@ from titan_async.optim.shard_regions import mesh_and_regions
 __all__ = ["QKClip", "QueryKey"]
 
 Rows: TypeAlias = Sequence[tuple[int, int]]
-"""For each head, its first row and the one past its last."""
+"""For each head, its first row and the one after its last."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +78,8 @@ class QueryKey:
                 for head, (start, stop) in enumerate(_rows_of(side, size, heads, rows)):
                     if (numbers[start:stop] != unscaled).any():
                         raise ValueError(
-                            f"the {side}_rows {start} to {stop} belong to another head too: give query_rows "
-                            f"and key_rows that do not overlap"
+                            f"the {side}_rows {start} to {stop} overlap with those of another head: give "
+                            f"query_rows and key_rows that do not overlap"
                         )
                     numbers[start:stop] = first + head
         return list(found.values())
@@ -167,11 +167,11 @@ class QKClip:
         skip = should_skip(found_inf)
         maxima = self._max_logits()
         if len(maxima) != len(self._layers):
-            raise ValueError(f"max_logits gave {len(maxima)} tensors for {len(self._layers)} layers")
+            raise ValueError(f"max_logits returned {len(maxima)} tensors for {len(self._layers)} layers")
         for index, (layer, largest) in enumerate(zip(self._layers, maxima, strict=True)):
             if largest.shape != (layer.heads,):
                 raise ValueError(
-                    f"max_logits gave a tensor of shape {list(largest.shape)} for layer {index}, which has "
+                    f"max_logits returned a tensor of shape {list(largest.shape)} for layer {index} of "
                     f"{layer.heads} heads"
                 )
             factors = _factors(largest, self.tau, layer.groups)
@@ -181,7 +181,7 @@ class QKClip:
             for tensor, numbers in local.items():
                 weight = local_part(tensor)
                 if weight.numel():
-                    # Stored: this copy synchronizes with the device.
+                    # Stored, because this copy synchronizes with the device.
                     numbers = local[tensor] = numbers.to(weight.device)
                     row_factors = factors.to(weight.device)[numbers]
                     weight.mul_(row_factors.view(-1, *[1] * (weight.ndim - 1)))

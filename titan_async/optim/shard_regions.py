@@ -1,8 +1,8 @@
-"""Which region of a sharded tensor is on which rank.
+"""The region of a sharded tensor on each rank.
 
-A DTensor's placements describe how each dimension of its mesh splits or replicates the tensor. Work on whole
-matrices needs, for each rank of the mesh, the region ``((start, stop), ...)`` of global indices on it. It is
-computed from shapes and placements alone, so that every rank knows the regions of all.
+A DTensor's placements describe how each dimension of its mesh splits or replicates the tensor. Operations on
+whole matrices need the region ``((start, stop), ...)`` of global indices on each rank of the mesh. Every rank
+computes all regions, from shapes and placements.
 """
 
 import functools
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 Region: TypeAlias = tuple[tuple[int, int], ...]
-"""For each dimension, the first index and the one past the last."""
+"""For each dimension, the first index and the one after the last."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def shard_regions(shape: Sequence[int], placements: Sequence[Any], mesh_shape: S
 
 
 def _order(splits: Sequence[tuple[int, int]], mesh_shape: Sequence[int]) -> list[int] | None:
-    """The dimensions of the mesh in the order in which they split a dimension of the tensor, if there is one.
+    """The dimensions of the mesh in the order in which they split a dimension of the tensor.
 
     A strided shard splits after those to its right whose sizes multiply to its factor. If there are none, its
     indices are not contiguous, and the result is None.

@@ -1,8 +1,8 @@
-"""Matrix products that are known to be symmetric, of which only half the entries are computed.
+"""Symmetric matrix products, of which only half of the entries are computed.
 
 On the CPU large products are computed in row blocks, and the lower half is copied from the upper. On NVIDIA
 GPUs of compute capability 9 and newer the kernels of the optional package ``quack-kernels`` do the same in
-one launch. Everywhere else it is torch's product.
+one launch. Other products are torch's.
 """
 
 import functools
@@ -50,7 +50,7 @@ def symmetric_addmm(c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: floa
 
 
 def symmetric_time_fraction(x: Tensor) -> float:
-    """The approximate time of a symmetric product of the size of x's rows, relative to a full product."""
+    """The approximate time of the symmetric product x @ x.mT, relative to a full product."""
     if _uses_kernels(x):
         return 0.5
     if not _uses_blocks(x):

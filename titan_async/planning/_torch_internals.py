@@ -1,6 +1,6 @@
 """All uses of torch's private names in this layer.
 
-`tests/planning/test_torch_internals.py` fails when one of them is gone.
+`tests/planning/test_torch_internals.py` fails if one of them is removed.
 """
 
 import math
@@ -52,7 +52,7 @@ def fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: 
 
 
 def _grouped_mm_flops(a_shape: Any, b_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Of [R, K] times [E, K, N], and of [K, R] times [R, N], the gradient of the experts' weights."""
+    """FLOPs of [R, K] x [E, K, N], and of [K, R] x [R, N], the gradient of the experts' weights."""
     return 2 * math.prod(a_shape) * b_shape[-1]
 
 
@@ -71,7 +71,7 @@ FLOP_FORMULAS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
 }
-"""For `torch.utils.flop_counter`, of operators that it lacks."""
+"""Formulas for `torch.utils.flop_counter`, for operators that it lacks."""
 
 
 def input_backward(end: Tensor, gradient: Tensor | None, start: Tensor, part: nn.Module) -> Sequence[Any]:
@@ -95,16 +95,16 @@ def observing_resizes(callback: Callable[[torch.UntypedStorage], None]) -> Itera
 
         return call
 
-    places = [
+    targets = [
         (_fsdp_param, "alloc_storage"),
         (_fsdp_param, "free_storage"),
         (_fsdp_param_group, "alloc_storage"),
     ]
-    before = [getattr(module, name) for module, name in places]
-    for (module, name), function in zip(places, before, strict=True):
+    before = [getattr(module, name) for module, name in targets]
+    for (module, name), function in zip(targets, before, strict=True):
         setattr(module, name, observed(function))
     try:
         yield
     finally:
-        for (module, name), function in zip(places, before, strict=True):
+        for (module, name), function in zip(targets, before, strict=True):
             setattr(module, name, function)

@@ -6,7 +6,7 @@ The global batch size, and so the training data, stays the same.
 import dataclasses
 from dataclasses import dataclass
 
-from torchtitan.config import ParallelismConfig
+from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.trainer import Trainer
 
 from titan_async.errors import UserError
@@ -59,14 +59,12 @@ def on_nodes(config: Trainer.Config, nodes: int, per_node: int) -> Trainer.Confi
     world_size, fixed = nodes * per_node, ranks_without_shards(config.parallelism)
     if world_size % fixed:
         raise UserError(
-            f"--nodes {nodes} makes {world_size} ranks ({per_node} a node), which pipeline, replicate, "
-            f"tensor and context degrees of {fixed} altogether do not divide: give other nodes, or change "
+            f"--nodes {nodes} makes {world_size} ranks ({per_node} per node), which the product {fixed} of "
+            "pipeline, replicate, tensor and context degrees does not divide: change --nodes or "
             "parallelism.pipeline_parallel_degree"
         )
-    shards = world_size // fixed
-    data_parallel = shards * config.parallelism.data_parallel_replicate_degree
-    parallelism = dataclasses.replace(config.parallelism, data_parallel_shard_degree=shards)
-    return _with_batch(config, parallelism, _sequences(config, data_parallel), data_parallel)
+    parallelism = dataclasses.replace(config.parallelism, data_parallel_shard_degree=world_size // fixed)
+    return _with_parallelism(config, parallelism)
 
 
 def at_degrees(config: Trainer.Config, degrees: Degrees) -> Trainer.Config:
@@ -75,8 +73,6 @@ def at_degrees(config: Trainer.Config, degrees: Degrees) -> Trainer.Config:
     Raises:
         UserError: if `check_layout` refuses them.
     """
-    data_parallel = degrees.dp_replicate * degrees.dp_shard
-    own = config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
     parallelism = dataclasses.replace(
         config.parallelism,
         pipeline_parallel_degree=degrees.pp,
@@ -87,10 +83,10 @@ def at_degrees(config: Trainer.Config, degrees: Degrees) -> Trainer.Config:
     )
     pipeline = dataclasses.replace(config.pipeline, lookahead=0, overlap=False)
     config = dataclasses.replace(config, pipeline=pipeline)
-    config = _with_batch(config, parallelism, _sequences(config, own), data_parallel)
+    config = _with_parallelism(config, parallelism)
     pipeline = dataclasses.replace(pipeline, lookahead=degrees.lookahead, overlap=degrees.overlap)
     config = _replaced(config, pipeline=pipeline)
-    check_layout(config, world_size=degrees.pp * data_parallel * parallelism.tensor_parallel_degree)
+    check_layout(config, world_size=world_size_of(config))
     return config
 
 
@@ -102,10 +98,9 @@ def with_schedule(config: Trainer.Config, schedule: str) -> Trainer.Config:
     Raises:
         UserError: if the schedule does not support the numbers.
     """
-    own = config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
     parallelism = dataclasses.replace(config.parallelism, pipeline_parallel_schedule=schedule)
-    of_its_own = parallelism.pipeline_parallel_layers_per_stage or parallelism.module_fqns_per_model_part
-    if of_its_own and not takes_stages(
+    explicit = parallelism.pipeline_parallel_layers_per_stage or parallelism.module_fqns_per_model_part
+    if explicit and not takes_stages(
         parallelism, len(split_of(parallelism, len(config.model_spec.model.layers)))
     ):
         parallelism = dataclasses.replace(
@@ -113,7 +108,7 @@ def with_schedule(config: Trainer.Config, schedule: str) -> Trainer.Config:
         )
     if schedule != ASYNC_SCHEDULE:
         config = dataclasses.replace(config, pipeline=dataclasses.replace(config.pipeline, lookahead=0))
-    changed = _with_batch(config, parallelism, _sequences(config, own), own)
+    changed = _with_parallelism(config, parallelism)
     check_tying(changed)
     return changed
 
@@ -128,34 +123,29 @@ def world_size_of(config: Trainer.Config) -> int:
     return ranks_without_shards(config.parallelism) * int(config.parallelism.data_parallel_shard_degree)
 
 
-def sequences_of(config: Trainer.Config) -> int:
-    """Global batch size in sequences of a configuration whose shard degree is not -1."""
-    parallelism = config.parallelism
-    return _sequences(
-        config, parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
-    )
-
-
-def _sequences(config: Trainer.Config, data_parallel: int) -> int:
-    """Global batch size in sequences."""
-    training, parallelism = config.training, config.parallelism
+def sequences_of(training: TrainingConfig, parallelism: ParallelismConfig) -> int:
+    """The global batch size in sequences, if the shard degree is not -1."""
     if training.global_batch_size > 0:
         return int(training.global_batch_size)
-    shards = parallelism.data_parallel_shard_degree
-    own = data_parallel if shards == -1 else shards * parallelism.data_parallel_replicate_degree
-    return int(training.local_batch_size * own)
+    return int(training.local_batch_size * _data_parallel(parallelism))
 
 
-def _with_batch(
-    config: Trainer.Config, parallelism: ParallelismConfig, sequences: int, data_parallel: int
-) -> Trainer.Config:
+def _data_parallel(parallelism: ParallelismConfig) -> int:
+    return int(parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree)
+
+
+def _with_parallelism(config: Trainer.Config, parallelism: ParallelismConfig) -> Trainer.Config:
+    """A copy with the same global batch size; a shard degree of -1 stands for the new one."""
+    open_shards = config.parallelism.data_parallel_shard_degree == -1
+    sequences = sequences_of(config.training, parallelism if open_shards else config.parallelism)
+    data_parallel = _data_parallel(parallelism)
     if sequences % data_parallel:
         raise UserError(
-            f"a batch of {sequences} sequences does not divide over {data_parallel} data-parallel ranks: set "
-            "training.global_batch_size to a multiple of that, or take fewer ranks"
+            f"a batch of {sequences} sequences cannot be divided evenly over {data_parallel} data-parallel "
+            f"ranks: set training.global_batch_size to a multiple of {data_parallel}, or use fewer ranks"
         )
     local = sequences // data_parallel
-    if parallelism.pipeline_parallel_degree == 1:  # there microbatches are passes
+    if parallelism.pipeline_parallel_degree == 1:  # without a pipeline, microbatches are passes
         local = min(parallelism.pipeline_parallel_microbatch_size, local)
     training = dataclasses.replace(config.training, local_batch_size=local, global_batch_size=sequences)
     return _replaced(config, parallelism=parallelism, training=training)

@@ -36,6 +36,8 @@ __all__ = [
 FORMAT = "titan-async calibration"
 VERSION = 1
 
+_REPEAT = "repeat titan-async calibrate"
+
 _STRICT = ConfigDict(extra="forbid")
 _LEAST, _MOST = 1e-12, 1e21
 """Bounds of all seconds, bytes and rates of any device."""
@@ -178,13 +180,13 @@ def read_profile(path: Path) -> DeviceProfile:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; titan-async calibrate --out {path} writes one") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): calibrate anew") from None
+        raise UserError(f"{path} cannot be read ({error}): {_REPEAT}") from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise UserError(f"{path} is no calibration: give a file that titan-async calibrate has written")
+        raise UserError(f"{path} is not a calibration file: give a file written by titan-async calibrate")
     if record.get("version") != VERSION:
         raise UserError(
-            f"{path} is a calibration of version {record.get('version')}, and this program reads {VERSION}: "
-            "calibrate anew"
+            f"{path} has format version {record.get('version')}, but this program reads version {VERSION}: "
+            f"{_REPEAT}"
         )
     try:
         # From JSON, because strict validation of Python values only accepts instances.
@@ -192,12 +194,12 @@ def read_profile(path: Path) -> DeviceProfile:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise UserError(f"{path} is damaged at {where} ({first['msg']}): calibrate anew") from None
+        raise UserError(f"{path} is damaged at {where} ({first['msg']}): {_REPEAT}") from None
     if profile.device.kind == "cpu" and profile.link is None:
-        raise UserError(f"{path} is damaged at link (a CPU has one): calibrate anew")
+        raise UserError(f"{path} is damaged at link (missing for a CPU): {_REPEAT}")
     for where, number in _numbers(dataclasses.asdict(profile)):
         if not _LEAST < number < _MOST:
-            raise UserError(f"{path} is damaged at {where} (it is {number}): calibrate anew")
+            raise UserError(f"{path} is damaged at {where} (it is {number}): {_REPEAT}")
     return profile
 
 
@@ -227,19 +229,18 @@ def calibrated_cluster(profile: DeviceProfile, gpu: str | None, file: str) -> Cl
     if profile.device.kind == "cpu":
         if gpu is not None:
             raise UserError(
-                f"{file} was measured on a CPU, which has no network of --gpu {gpu}: leave out --gpu"
+                f"{file} was measured on a CPU, which does not have the network of --gpu {gpu}: omit --gpu"
             )
         return _cpu_cluster(profile)
     own = next((key for key, cluster in CLUSTERS.items() if _is_kind(profile.device, key, cluster)), None)
     if gpu is None and own is None:
         raise UserError(
-            f"{file} was measured on {name}, whose network is not known: give --gpu with the name whose "
-            f"nodes are most like yours, of {', '.join(CLUSTERS)}"
+            f"{file} was measured on {name}, whose network is unknown: set --gpu to the kind with the most "
+            f"similar nodes: {', '.join(CLUSTERS)}"
         )
     if gpu is not None and own is not None and gpu.lower() != own:
         raise UserError(
-            f"{file} was measured on {name}, which is {own} and not {gpu}: leave out --gpu, or calibrate "
-            "on one of those"
+            f"{file} was measured on {name}, which is {own} and not {gpu}: omit --gpu, or calibrate on {gpu}"
         )
     cluster = CLUSTERS[own or gpu.lower()]  # type: ignore[union-attr]
     sheet = cluster.accelerator

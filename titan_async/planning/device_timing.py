@@ -1,7 +1,7 @@
 """Measures the rates of a device for plans: matrix products, attention and memory traffic.
 
-Uses torch only, on one device, for about a minute: medians of repeats, after warm-ups. On CUDA the time is
-that between two events. On a CPU it is the CPU time of one thread, because ranks have one thread each there
+Uses torch only, on one device, for about a minute: medians of repeats, after warm-ups. On CUDA, times are
+between two events. On a CPU, they are the CPU time of one thread, because each rank has one thread there
 (`titan_async.cli.launch`), and other processes should not count.
 """
 
@@ -38,12 +38,12 @@ __all__ = ["Sizes", "profile_device"]
 _REPEATS = 5
 _SAMPLE = 0.02
 """Minimal seconds of a repeat, which has several calls."""
-_MOST_CALLS = 2000
+_MAX_CALLS = 2000
 _LONGEST = 0.25
 """Seconds of a call above which a shape is skipped, on devices that are slow in a dtype."""
 _WARM = 3.0
 """Seconds of warm-up on a GPU, whose clock drops under load."""
-_LEAST_TIMINGS = 3
+_MIN_TIMINGS = 3
 _LAYERS = 8
 """Layers whose elementwise operations are timed together: first use of memory takes time on a CPU."""
 
@@ -61,12 +61,12 @@ class Sizes:
     heads: int
     head_size: int
     tokens: int
-    """Of all sequences of one attention call, unless a single sequence is longer."""
+    """Tokens of all sequences of one attention call, unless a single sequence is longer."""
     seq_lens: Sequence[int]
     elementwise: int
     """Elements of each of the tensors that are added."""
     touched: int
-    """Bytes of matrices that products rotate through, so that caches are as cold as in training."""
+    """Bytes of the matrices that products cycle through, so that caches are as cold as in training."""
 
 
 SIZES = {
@@ -127,7 +127,7 @@ def profile_device(kind: str, log: Callable[[str], None] = lambda line: None) ->
             elementwise = _profile_elementwise(device, sizes)
         except torch.OutOfMemoryError as error:
             raise UserError(
-                f"{_describe(device).name} has too little memory left to calibrate: end what else uses it"
+                f"{_describe(device).name} has too little free memory to calibrate: end other processes on it"
             ) from error
     link = None
     if kind == "cpu":
@@ -169,13 +169,13 @@ def _profile_dtype(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Of
 
 def _time_products(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterator[ProductTiming]:
     slowest = 0.0  # seconds per operation, of the previous shape
-    for count, (m, n, k) in enumerate(sizes.products):
+    for index, (m, n, k) in enumerate(sizes.products):
         operations = 2 * m * n * k
-        if count >= _LEAST_TIMINGS and operations * slowest > _LONGEST:
+        if index >= _MIN_TIMINGS and operations * slowest > _LONGEST:
             break
         x = torch.randn(m, k, device=device, dtype=dtype)
-        turns = max(min(sizes.touched // (n * k * dtype.itemsize), 64), 1)
-        weights = torch.randn(turns, n, k, device=device, dtype=dtype)
+        count = max(min(sizes.touched // (n * k * dtype.itemsize), 64), 1)
+        weights = torch.randn(count, n, k, device=device, dtype=dtype)
         seconds = _median(
             device, lambda call, x=x, weights=weights: F.linear(x, weights[call % len(weights)])
         )
@@ -218,8 +218,8 @@ def _time_attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> I
     slowest = 0.0
     for count, length in enumerate(sizes.seq_lens):
         batch = max(sizes.tokens // length, 1)
-        # A forward has two products of the scores' size, a backward five. On accelerators half of the scores
-        # is skipped and not counted; on a CPU the mask is dense, as for packed documents.
+        # A forward has two products of the scores' size, a backward five. Accelerators skip half of the
+        # scores, which is not counted; on a CPU the mask is dense, as for packed documents.
         operations = 14.0 * batch * sizes.heads * length**2 * sizes.head_size
         operations /= 1 if device.type == "cpu" else 2
         if count >= 2 and operations * slowest > _LONGEST:
@@ -254,17 +254,17 @@ def _profile_elementwise(device: torch.device, sizes: Sizes) -> Elementwise:
     bandwidth = 3 * a.nbytes / seconds
     if device.type != "cpu":
         return Elementwise(bandwidth=bandwidth, forward_passes=None, backward_passes=None)
-    forward, backward, left = _time_layer()
+    forward, backward, saved = _time_layer()
     return Elementwise(
         bandwidth=bandwidth,
-        forward_passes=forward * bandwidth / left,
-        backward_passes=backward * bandwidth / left,
+        forward_passes=forward * bandwidth / saved,
+        backward_passes=backward * bandwidth / saved,
     )
 
 
 def _time_layer(tokens: int = 512, width: int = 256) -> tuple[float, float, int]:
-    """Forward and backward of a Llama layer's elementwise operations, unfused as on a CPU, and their saved
-    bytes, including the inputs that matrix products have computed."""
+    """Seconds of the forward and the backward of a Llama layer's elementwise operations, unfused as on a CPU,
+    and their saved bytes, including the inputs that matrix products have computed."""
     x, attended, fed, q, k = (torch.randn(tokens, width, requires_grad=True) for _ in range(5))
     gate, up = (torch.randn(tokens, 8 * width // 3, requires_grad=True) for _ in range(2))
     scale = torch.ones(width, requires_grad=True)
@@ -274,36 +274,36 @@ def _time_layer(tokens: int = 512, width: int = 256) -> tuple[float, float, int]
     def norm(x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (width,), scale)
 
-    def turn(x: torch.Tensor) -> torch.Tensor:
+    def rotate(x: torch.Tensor) -> torch.Tensor:
         return torch.view_as_real(torch.view_as_complex(x.view(tokens, -1, 2)) * angles)
 
     def forward() -> list[torch.Tensor]:
         hidden = x + attended
-        return [norm(x), turn(q), turn(k), norm(hidden), F.silu(gate) * up, hidden + fed]
+        return [norm(x), rotate(q), rotate(k), norm(hidden), F.silu(gate) * up, hidden + fed]
 
     with StorageTracker() as tracker:
         outputs = forward()
-    left = tracker.live + sum(tensor.nbytes for tensor in read)
+    saved = tracker.live + sum(tensor.nbytes for tensor in read)
     inputs, gradients = [x, *read, scale], [torch.randn_like(output) for output in outputs]
     device = torch.device("cpu")
 
-    def layers(call: int) -> list[list[torch.Tensor]]:  # all outputs are held, as until their backwards
+    def forwards(call: int) -> list[list[torch.Tensor]]:  # holds all outputs, as until their backwards
         return [forward() for _ in range(_LAYERS)]
 
-    def trained(call: int) -> None:
-        for own in layers(call):
+    def both(call: int) -> None:
+        for own in forwards(call):
             torch.autograd.grad(own, inputs, gradients)
 
-    alone, both = (_median(device, function) / _LAYERS for function in (layers, trained))
-    return alone, max(both - alone, 0.1 * both), left
+    alone, together = (_median(device, function) / _LAYERS for function in (forwards, both))
+    return alone, max(together - alone, 0.1 * together), saved
 
 
 def _median(device: torch.device, function: Callable[[int], object]) -> float:
-    """Seconds per call, the median of repeats. The function gets the number of the call."""
+    """Seconds per call, the median of repeats. `function` receives the index of the call."""
     for call in range(2):
         function(call)
     once = _elapsed(device, function, 1)
-    calls = max(min(math.ceil(_SAMPLE / max(once, 1e-9)), _MOST_CALLS), 1)
+    calls = max(min(math.ceil(_SAMPLE / max(once, 1e-9)), _MAX_CALLS), 1)
     return statistics.median(_elapsed(device, function, calls) / calls for _ in range(_REPEATS))
 
 

@@ -11,7 +11,7 @@ them in any case; the backward gathers them once more, for the norm in the same 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from titan_async.planning.traced_parts import Part, together
+from titan_async.planning.traced_parts import Part, deduplicated
 
 __all__ = ["Held", "Unit", "backward_memory", "forward_memory", "reshards_after_forward"]
 
@@ -39,7 +39,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes at one point, beyond those between microbatches."""
+    """Bytes at one point, relative to those between microbatches."""
 
     weights: int
     gradients: int
@@ -58,7 +58,7 @@ def reshards_after_forward(policy: str, parts: Sequence[Part]) -> list[bool]:
             and those of embedding and head where they are tied.
         parts: of the whole model.
     """
-    tied = together(parts)[-1].weights != parts[-1].weights
+    tied = deduplicated(parts)[-1].weights != parts[-1].weights
     kept = {parts[-1].name, parts[0].name if tied else ""}
     return [
         part.chunked or policy == "always" or (policy == "default" and part.name not in kept)
@@ -72,9 +72,9 @@ def forward_memory(units: Sequence[Unit], tp: int, prefetches: bool, first: bool
     Args:
         units: of the stage, in the model's order.
         tp: tensor-parallel ranks, over which activations are sharded.
-        first: whether it is the first microbatch of a batch.
         prefetches: whether the next unit is prefetched during computation, as torchtitan configures with
             expert parallelism; otherwise only after the unit's weights have been freed.
+        first: whether it is the first microbatch of a batch.
     """
     kept = activations = before = 0
     for unit, following in zip(units, [*units[1:], None], strict=True):

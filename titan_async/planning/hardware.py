@@ -1,13 +1,12 @@
 """Accelerators and networks, as the few numbers that a plan needs.
 
-Peaks, memory sizes and bandwidths are those of the vendors' data sheets, with sources in comments. The
-achieved shares of them are stated here only. `achievable` was fitted, one number for A100
-and one for H100, to half of the published runs of tools/bench/published.py; H200 has that of H100, and B200
-in proportion to the fastest products that were found on either (80.3 % and 77.6 %, stas00/ml-engineering,
-compute/accelerator); those of L40S and RTX 4090 are assumptions. `attention` is FlexAttention's and
-FlashAttention-2's share: 378 and 335 of 989 TFLOP/s on H100 (arXiv 2407.08608), the middle of 50 to 73 % on
-A100 (arXiv 2307.08691), an assumption for the others. NCCL's resources are from its sources, not measured.
-`titan-async calibrate` measures the rates of one accelerator, which `device_profile` then uses instead.
+Peaks, memory sizes and bandwidths are from the vendors' data sheets, with sources in comments. `achievable`
+was fitted, one number for A100 and one for H100, to half of the published runs of tools/bench/published.py;
+H200 has the value of H100, and B200 is scaled by the fastest products measured on both (80.3 % and 77.6 %,
+stas00/ml-engineering, compute/accelerator); those of L40S and RTX 4090 are assumptions. `attention` is the
+share of FlexAttention and FlashAttention-2: 378 and 335 of 989 TFLOP/s on H100 (arXiv 2407.08608), the middle
+of 50 to 73 % on A100 (arXiv 2307.08691), an assumption for the others. NCCL's resources are from its sources,
+not measured. `titan-async calibrate` measures the rates of one accelerator for `device_profile`.
 """
 
 from collections.abc import Mapping
@@ -30,7 +29,7 @@ __all__ = [
 
 ACHIEVABLE_BANDWIDTH = 0.8
 """Share of a data sheet's bandwidth that large transfers reach: between accelerators as in NCCL's tests, from
-memory as in STREAM. An assumption for all of them."""
+memory as in STREAM. An assumption for all accelerators."""
 
 FORWARD_PASSES = 1.0
 """Memory traffic of a layer's elementwise operations in the forward, relative to its saved bytes, if they are
@@ -41,12 +40,12 @@ BACKWARD_PASSES = 3.0
 
 ATTENTION_RAMP = 350
 """Sequence length at which causal attention reaches half of its rate over long sequences:
-FlashAttention-2 on H100 with heads of 128 makes 191, 260, 298, 319, 333 and 335 TFLOP/s of 512 to 16k (arXiv
-2407.08608)."""
+FlashAttention-2 on H100 with heads of 128 reaches 191, 260, 298, 319, 333 and 335 TFLOP/s at lengths of 512
+to 16k (arXiv 2407.08608)."""
 
 TENSOR_HIDDEN = 0.5
-"""Share of the tensor-parallel collectives that `enable_async_tensor_parallel` hides; without it none. Chosen
-by the fitted runs."""
+"""Share of the tensor-parallel collectives that `enable_async_tensor_parallel` hides; without it none. Fitted
+to the same runs."""
 
 EXPERT_IMBALANCE = 1.1
 """Tokens of the busiest expert-parallel rank relative to the mean. An assumption; 1 with
@@ -93,7 +92,7 @@ class Accelerator:
     processors: int
     """Streaming multiprocessors."""
     memory_bandwidth: float
-    """Bytes per second: of the data sheet, or of a large elementwise operation if calibrated."""
+    """Bytes per second, from the data sheet, or measured for a large elementwise operation if calibrated."""
     achievable: float
     """Share of the peak that matrix products reach in training, without the traffic of their operands: fitted
     to published runs (docs/planning.md). `--achievable` overrides it, `--calibration` uses measured rates
@@ -184,7 +183,7 @@ class Cluster:
         return replace(self, accelerator=replace(self.accelerator, achievable=achievable))
 
 
-# Of messages by NCCL within a node, through PCI Express and the host, and over InfiniBand or RoCE.
+# Seconds of an NCCL message over NVLink, over PCI Express and the host, and over InfiniBand or RoCE.
 _NVLINK_LATENCY, _PCIE_LATENCY, _NETWORK_LATENCY = 5e-6, 15e-6, 12e-6
 
 _GB = 10**9
@@ -301,8 +300,8 @@ CLUSTERS: dict[str, Cluster] = {
         **_PCIE_NODE,
     ),
     # NVIDIA Ada GPU architecture paper, GeForce RTX 4090: 165.2 TFLOPS bfloat16 with float32 sums, 82.6
-    # float32; 24 GB, 1008 GB/s; PCI Express 4.0 x16, no peer-to-peer transfers, so that what goes from one to
-    # another passes through the host twice. The network is assumed: one 100 Gb/s port for eight.
+    # float32; 24 GB, 1008 GB/s; PCI Express 4.0 x16 without peer-to-peer transfers, so messages are copied
+    # twice, through the host. The network is assumed: one 100 Gb/s port for eight.
     "rtx4090-24gb": Cluster(
         accelerator=Accelerator(
             name="GeForce RTX 4090 24 GB",

@@ -1,8 +1,8 @@
 """Time that checkpoints and failures add to a run.
 
 A save takes S seconds and follows every I seconds of training; a failure of the job occurs every M seconds on
-average. It costs a restart of R seconds and the training since the last complete save: on average half the
-time between saves, and S more if saves are asynchronous. For T seconds of training with n saves
+average. A failure costs a restart of R seconds and the training since the last complete save: on average half
+the time between saves, and S more if saves are asynchronous. For T seconds of training with n saves
 
     days = (T + n S) / (1 - (R + (I + S) / 2) / M)        synchronous saves
     days = T / (1 - (R + I / 2 + S) / M)                  asynchronous saves
@@ -62,7 +62,7 @@ def interruptions_of(
     """
     checkpoint = config.checkpoint
     if not checkpoint.enable:
-        raise UserError("--mtbf is for a run that saves: set checkpoint.enable, or leave --mtbf out")
+        raise UserError("--mtbf needs a run that saves: set checkpoint.enable, or omit --mtbf")
     interval = checkpoint.interval * time.step_seconds
     nodes = -(-layout.world_size // layout.dp_replicate // per_node)
     save = saved_bytes / (nodes * NODE_SAVES)
@@ -72,8 +72,8 @@ def interruptions_of(
     working = 1 - lost / (hours * 3600)
     if working <= 0:
         raise UserError(
-            f"with --mtbf {hours:g} a failure costs more ({lost / 3600:.2g} hours) than is between two: "
-            "lower checkpoint.interval"
+            f"with --mtbf {hours:g} a failure costs {lost / 3600:.2g} hours, more than the time between two "
+            "failures: lower checkpoint.interval"
         )
     training = run_seconds(layout, time.step_seconds, time.synchronous_step_seconds)
     seconds = (training + saves * save * blocking) / working

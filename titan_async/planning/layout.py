@@ -97,13 +97,17 @@ class Layout:
             return (pp_rank, 2 * self.pp - 1 - pp_rank)
         return tuple(range(pp_rank, len(self.stages), self.pp))
 
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank of a stage."""
+        return next(rank for rank in range(self.pp) if stage in self.stages_of(rank))
+
     def programs(self, microbatches: int, batches: int, drains: bool = False) -> list[list[Task]]:
         """Each pipeline rank's tasks.
 
         Args:
             microbatches: of each batch.
             batches: how many.
-            drains: whether they are of a synchronous start.
+            drains: whether they belong to a synchronous start.
 
         Raises:
             ValueError: if the schedule does not support these numbers.
@@ -157,14 +161,14 @@ def layout_of(config: Trainer.Config, world_size: int) -> Layout:
 
 
 def microbatch_size_of(config: Trainer.Config) -> int:
-    """Sequences of a microbatch. Without a pipeline it is the local batch."""
+    """Sequences per microbatch; without a pipeline, the local batch size."""
     parallelism, training = config.parallelism, config.training
     pipelined = parallelism.pipeline_parallel_degree > 1
     return parallelism.pipeline_parallel_microbatch_size if pipelined else training.local_batch_size
 
 
 def ranks_without_shards(parallelism: ParallelismConfig) -> int:
-    """The product of the degrees, without that of FSDP."""
+    """The product of all degrees except that of FSDP."""
     return (
         parallelism.pipeline_parallel_degree
         * parallelism.data_parallel_replicate_degree
@@ -176,7 +180,7 @@ def ranks_without_shards(parallelism: ParallelismConfig) -> int:
 def split_of(parallelism: ParallelismConfig, num_layers: int) -> tuple[tuple[str, ...], ...]:
     """The parts of each stage: "tok_embeddings", "layers.0", ..., "head".
 
-    A split that is measured at the start of training is assumed to balance the number of layers.
+    A split by times measured at the start of training is assumed to balance the number of layers.
 
     Raises:
         ValueError: if there are fewer layers than stages need.

@@ -46,7 +46,7 @@ class Calibration:
         ]
 
 
-_NUMBERS = ("pp", "dp_replicate", "dp_shard", "tp", "ep", "microbatch_size", "microbatches", "seq_len")
+_LAYOUT_FIELDS = ("pp", "dp_replicate", "dp_shard", "tp", "ep", "microbatch_size", "microbatches", "seq_len")
 
 AS_ASSUMED = Calibration(1.0, 1.0)
 
@@ -68,14 +68,14 @@ def calibrate(config: Trainer.Config, cluster: Cluster, folder: str) -> Calibrat
         seconds = [(float(stage["forward"]), float(stage["backward"])) for stage in record["stages"]]
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{Path(folder) / MEASURED_FILE} is not what a run of this version writes ({error!r}): run anew"
+            f"{Path(folder) / MEASURED_FILE} is not in the format of this version ({error!r}): repeat the run"
         ) from error
     config = _of_run(config, layout)
     parts = trace_parts(config, on_cpu=cluster.accelerator.on_cpu)
     if [name for stage in layout.stages for name in stage] != list(parts):
         raise UserError(
-            f"--measured {folder} is a run of another model: its stages hold "
-            f"{sum(map(len, layout.stages))} parts, those of this recipe {len(parts)}"
+            f"--measured {folder} is a run of another model ({sum(map(len, layout.stages))} parts, not "
+            f"{len(parts)}): give the dump_folder of a run of this model"
         )
     costs = stage_costs(config, layout, parts, cluster)
     return Calibration(
@@ -89,15 +89,15 @@ def _read(path: Path) -> Any:
         return read_json(path)
     except FileNotFoundError:
         raise UserError(
-            f"--measured {path.parent} holds no {path.name}, which a run on several stages writes after its "
-            "first steps, unless it has pipeline.overlap: give the dump_folder of one"
+            f"--measured {path.parent} contains no {path.name}, which a run with several stages and without "
+            "pipeline.overlap writes after its first steps: give the dump_folder of such a run"
         ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}): give the dump_folder of another run") from None
 
 
 def _layout_of(record: Any) -> Layout:
-    numbers = {name: int(record[name]) for name in _NUMBERS}
+    numbers = {name: int(record[name]) for name in _LAYOUT_FIELDS}
     stages = tuple(tuple(stage["parts"]) for stage in record["stages"])
     return Layout(schedule=str(record["schedule"]), passes=1, lookahead=0, steps=1, stages=stages, **numbers)
 

@@ -1,9 +1,9 @@
 """Peak memory of a rank, by item.
 
-Allocations and frees of the rank's tasks are added up in their order. Included are tensors, as torch
-allocates them, and an estimate for NCCL; the allocator's rounding, other libraries and the CUDA context are a
-reserve (`usable_memory`). docs/memory.md describes what the schedule holds, docs/planning.md how this was
-compared with runs.
+Allocations and frees of the rank's tasks are added up in their order. They include tensors, as torch
+allocates them, and an estimate for NCCL; a reserve (`usable_memory`) covers the allocator's rounding, other
+libraries and the CUDA context. docs/memory.md describes the memory of the schedule, and docs/planning.md
+compares predictions with runs.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from titan_async.planning.layout import Layout
 from titan_async.planning.network import buffer_bytes
 from titan_async.planning.optimizer_cost import Shards, optimizer_bytes, shards_of
 from titan_async.planning.step_time import KEPT_STAGES
-from titan_async.planning.traced_parts import Part, together
+from titan_async.planning.traced_parts import Part, deduplicated
 from titan_async.training.checkpoint.ema import keeps_average
 from titan_async.training.pipeline.schedule import needs_fsdp
 
@@ -50,7 +50,7 @@ class Memory:
     moment: str
     """The task during which the peak occurs."""
     saved: int
-    """Bytes that it saves in a checkpoint: weights, the next batch's weights, average, optimizer state."""
+    """Bytes of its part of a checkpoint: weights, the next batch's weights, average, optimizer state."""
 
     @property
     def total(self) -> int:
@@ -109,7 +109,7 @@ class _Stage:
         if not wrapped:
             reduce = compute = master
         self.casts_gradients = compute != reduce
-        weights = [weight for part in together(parts) for weight in part.weights]
+        weights = [weight for part in deduplicated(parts) for weight in part.weights]
         shards = {weight.name: shards_of(weight, layout) for weight in weights}
         self.sharded = sum(shard.sharded for shard in shards.values()) * master
         self.average = self.sharded if keeps_average(config) else 0
@@ -119,7 +119,7 @@ class _Stage:
         for weight in weights:
             units.setdefault(weight.unit, []).append(shards[weight.name])
         self.gathers = [_buffers(unit, compute, copies_alone=False) for unit in units.values()]
-        # FSDP reduces the head's gradient in each forward of a loss in chunks, but Async2BW once a batch.
+        # FSDP reduces the head's gradient in each forward of a chunked loss, but Async2BW once per batch.
         early = [units.pop("head")] if wrapped and parts[-1].chunked and not layout.delayed else []
         self.early_gradients = sum(s.unsharded for unit in early for s in unit) * reduce
         self.early_shards = sum(s.sharded for unit in early for s in unit) * master
@@ -159,7 +159,7 @@ class _Stage:
     ) -> list[Unit]:
         frees = reshards_after_forward(config.parallelism.fsdp_reshard_after_forward, self.parts)
         units = []
-        for part, own, reshards in zip(self.parts, together(self.parts), frees, strict=True):
+        for part, own, reshards in zip(self.parts, deduplicated(self.parts), frees, strict=True):
             of_part = [shards[weight.name] for weight in own.weights]
             whole, piece = (sum(getattr(s, n) for s in of_part) for n in ("unsharded", "sharded"))
             units.append(
@@ -179,13 +179,13 @@ class _Stage:
     def _forward_peak(self) -> int:
         peak = done = 0
         for part in self.parts:
-            early = 2 * self.early_gradients * part.chunked  # and what they are sent from
+            early = 2 * self.early_gradients * part.chunked  # and the reduction's input buffer
             peak = max(peak, done + part.forward_peak + early * self.tp)
             done += part.saved_bytes
         return peak
 
     def _backward_peak(self, first: bool) -> int:
-        """Beyond the memory before the forward; without gradients after they are reduced or cast."""
+        """Relative to the memory before the forward; without gradients after they are reduced or cast."""
         peak, before = 0, sum(part.saved_bytes for part in self.parts)
         made = 0
         for part in reversed(self.parts):

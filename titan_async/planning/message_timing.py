@@ -19,7 +19,7 @@ __all__ = ["exchange", "time_messages"]
 
 SIZES = (8, 2**14, 2**18, 2**20, 2**22)
 """Bytes of the messages."""
-_TURNS = 50
+_ROUND_TRIPS = 50
 _LIMIT = 120.0
 """Timeout of both processes in seconds."""
 _PROGRAM = f"import sys; from {__name__} import exchange; exchange(int(sys.argv[1]), sys.argv[2])"
@@ -46,17 +46,17 @@ def time_messages() -> Link:
         ]
         try:
             out, err = ranks[0].communicate(timeout=_LIMIT)
-            reason = "" if ranks[0].returncode == 0 else (err.strip().splitlines() or ["no reason given"])[-1]
+            reason = "" if ranks[0].returncode == 0 else (err.strip().splitlines() or ["no output"])[-1]
         except subprocess.TimeoutExpired:
-            reason = f"no answer in {_LIMIT:g} seconds"
+            reason = f"timed out after {_LIMIT:g} seconds"
         finally:
             for process in ranks:
                 process.kill()
                 process.communicate()
     if reason:
         raise UserError(
-            f"two processes of this machine could not send messages over gloo ({reason[:200]}): "
-            "GLOO_SOCKET_IFNAME chooses the network interface"
+            f"two processes of this machine could not communicate over gloo ({reason[:200]}): set "
+            "GLOO_SOCKET_IFNAME to a network interface that works"
         )
     found = json.loads(out)
     fit = fit_terms([(1.0, float(size)) for size in SIZES], found)
@@ -65,7 +65,7 @@ def time_messages() -> Link:
 
 
 def exchange(rank: int, store: str) -> None:
-    """The program of the two processes; rank 0 prints the seconds of each size as JSON."""
+    """Run one of the two processes; rank 0 prints the seconds of each size as JSON."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     found = [_seconds(rank, size) for size in SIZES]
@@ -76,9 +76,9 @@ def exchange(rank: int, store: str) -> None:
 
 
 def _seconds(rank: int, size: int) -> float:
-    """Of one message: half of the shortest round trip, because other processes may interrupt."""
+    """Half of the shortest round trip of a message, because other processes may interrupt."""
     message, times = torch.zeros(size, dtype=torch.uint8), []
-    for _ in range(_TURNS):
+    for _ in range(_ROUND_TRIPS):
         begin = time.perf_counter()
         for sends in (rank == 0, rank == 1):
             if sends:

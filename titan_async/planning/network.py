@@ -26,7 +26,7 @@ class Group:
 
     size: int
     on_a_node: int
-    """Of these; the same on every node."""
+    """Ranks of the group on the same node; equal on all nodes."""
 
     @property
     def share_sent(self) -> float:
@@ -112,7 +112,7 @@ class Network:
         if not once or group.size == 1:
             return self.all_to_all_seconds(group, size)
         nodes, token = group.size / group.on_a_node, size / choices
-        ranks = group.size * (1 - (1 - 1 / group.size) ** choices)  # of random choices, those that differ
+        ranks = group.size * (1 - (1 - 1 / group.size) ** choices)  # expected distinct ranks, random choices
         other_nodes = (nodes - 1) * (1 - (1 - 1 / nodes) ** choices)
         inside = token * ranks * (group.on_a_node - 1) / group.on_a_node / self.cluster.link_bandwidth
         outside = token * other_nodes / self.cluster.network_bandwidth
@@ -146,8 +146,8 @@ class Network:
         """An all-reduce of one number over all ranks."""
         if self.layout.world_size == 1:
             return 0.0
-        everyone = Group(self.layout.world_size, min(self.layout.world_size, self.cluster.per_node))
-        return 2 * self._latency(everyone)
+        world = Group(self.layout.world_size, min(self.layout.world_size, self.cluster.per_node))
+        return 2 * self._latency(world)
 
     def _latency(self, group: Group) -> float:
         nodes = -(-group.size // group.on_a_node)
@@ -164,8 +164,8 @@ class Network:
 def buffer_bytes(layout: Layout, pp_rank: int) -> int:
     """Estimated memory of NCCL's connections on a pipeline rank, outside of torch's allocator.
 
-    These are one for each of its groups with collectives, and those to its neighbors in the pipeline, for
-    Async2BW one in each direction.
+    The rank has one connection per process group with collectives, and one per pipeline neighbor, or under
+    Async2BW two, one per direction.
     """
     stage = layout.dp_shard * layout.tp
     sizes = (layout.pp, layout.tp, layout.dp_shard, layout.dp_replicate, layout.ep, stage // layout.ep)

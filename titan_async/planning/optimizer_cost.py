@@ -1,9 +1,8 @@
 """State of optimizers on a rank under FSDP2 and expert parallelism, and time and traffic of an update.
 
 An update costs elementwise passes and, with Muon, matrix products and all-to-alls. Muon's matrices are
-assumed to be distributed evenly over the ranks that hold parts of them, but no rank has less than one whole
-matrix where there are fewer matrices than ranks: Muon assigns the most expensive ones first, which comes
-close.
+assumed to be distributed evenly over the ranks that hold parts of them, with at least one whole matrix per
+rank. Muon assigns the most expensive matrices first, which is close to even.
 """
 
 import functools
@@ -103,8 +102,8 @@ def optimizer_bytes(
 ) -> tuple[Counter[str], int]:
     """Bytes of state by name, and the peak of a step's temporary memory.
 
-    Error feedback for other optimizers than Muon keeps a copy of the parameters during the step. The state of
-    another package's optimizer is found by a trial step; if that fails, AdamW's is assumed.
+    Error feedback for other optimizers than Muon keeps a copy of the parameters during the step. A trial step
+    determines the state of another package's optimizer; if it fails, AdamW's is assumed.
     """
     own = isinstance(config.optimizer, AsyncOptimizers.Config)
     groups, corrects = _groups_of(config), _has_feedback(config, layout)
@@ -142,14 +141,14 @@ def _muon_extra(
     Local matrices are processed one bucket at a time, with six times its size; of distributed matrices two
     buckets are in flight, each with its send and receive buffer. Measured, not derived.
     """
-    staying = [w for w in weights if shards[w.name].gathering == 1 or (w.expert and _is_whole(w, layout))]
-    spread = [w for w in weights if w not in staying]
-    here = [2 * shards[w.name].sharded for w in staying]
-    there = 2 * sum(shards[w.name].sharded for w in spread)
-    largest = max((2 * w.shape[-1] * w.shape[-2] for w in spread), default=0)
+    local = [w for w in weights if shards[w.name].gathering == 1 or (w.expert and _is_whole(w, layout))]
+    distributed = [w for w in weights if w not in local]
+    sizes = [2 * shards[w.name].sharded for w in local]
+    sharded = 2 * sum(shards[w.name].sharded for w in distributed)
+    largest = max((2 * w.shape[-1] * w.shape[-2] for w in distributed), default=0)
     # The CPU processes few matrices at a time, so that they fit into its cache.
-    at_a_time = max(min(2 * LOCAL_BUCKET_NUMEL if on_cpu else bucket, sum(here)), max(here, default=0))
-    return int(max(6 * at_a_time, 5 * max(min(there, 2 * bucket / layout.dp_shard), largest)))
+    at_a_time = max(min(2 * LOCAL_BUCKET_NUMEL if on_cpu else bucket, sum(sizes)), max(sizes, default=0))
+    return int(max(6 * at_a_time, 5 * max(min(sharded, 2 * bucket / layout.dp_shard), largest)))
 
 
 def _is_whole(weight: Weight, layout: Layout) -> bool:
@@ -222,8 +221,8 @@ def update_cost(
 def _feedback_bytes(config: Trainer.Config, optimizer: str) -> int:
     """Bytes that error feedback adds to an update per parameter in float32, on an accelerator.
 
-    Each of its operations (`titan_async.optim.feedback_history`) reads and writes them. Compiled, it reads
-    and writes only its history, within AdamW's own pass.
+    They are those that its operations (`titan_async.optim.feedback_history`) read and write. Compiled, it
+    reads and writes only its history, within AdamW's own pass.
     """
     feedback = config.optimizer.error_feedback
     each = 4 if feedback.dtype == "auto" else DTYPES[feedback.dtype].itemsize  # of the history
@@ -258,7 +257,7 @@ def _operations(rows: int, cols: int, coefficients: Any, steps: int, form: str) 
 
 
 def _sent_bytes(layout: Layout, weight: Weight, each: int) -> float:
-    """Bytes that a rank sends of a weight's matrices to their owners, and of updates back to all ranks."""
+    """Bytes that a rank sends for a weight: shards to the owners of its matrices, and updates back."""
     parts, size = layout.dp_shard * layout.tp, float(weight.size * each)
     if weight.expert:
         parts, size = parts // layout.ep, size / layout.ep

@@ -24,16 +24,16 @@ from titan_async.planning.step_time import (
     step_time,
 )
 from titan_async.planning.suggest import Searcher, Suggestion
-from titan_async.planning.traced_parts import Part, together, trace_parts
+from titan_async.planning.traced_parts import Part, deduplicated, trace_parts
 from titan_async.planning.verdict import COMPARED, Verdict, verdict_of
 from titan_async.training.preflight.layout import check_layout
 
 __all__ = ["Overlapped", "Plan", "Planner", "Refused"]
 
-_MOST_TASKS = 2**15
+_MAX_TASKS = 2**15
 """Limit of microbatches times stages: some seconds of simulation per schedule."""
 
-_LEAST_STATE = 12
+_MIN_STATE = 12
 """Minimal bytes per parameter: weight, gradient and one state tensor, in float32."""
 
 
@@ -102,12 +102,12 @@ class Plan:
     @property
     def parameters(self) -> int:
         """Of the whole model. A tied weight counts once, although two stages hold it."""
-        return sum(part.dense + part.experts for part in together(self.parts.values()))
+        return sum(part.dense + part.experts for part in deduplicated(self.parts.values()))
 
     @property
     def active_parameters(self) -> int:
         """Active parameters per token, including the embedding."""
-        return sum(part.active for part in together(self.parts.values()))
+        return sum(part.active for part in deduplicated(self.parts.values()))
 
     @property
     def forward_flops_per_token(self) -> float:
@@ -139,7 +139,7 @@ class Plan:
             "stages": [
                 {
                     "stage": stage,
-                    "rank": self._rank_of(stage),
+                    "rank": layout.rank_of(stage),
                     "parts": list(names),
                     "parameters": sum(part.dense + part.experts for part in self.parts_on(stage)),
                     "active_parameters": sum(part.active for part in self.parts_on(stage)),
@@ -171,10 +171,7 @@ class Plan:
 
     def parts_on(self, stage: int) -> list[Part]:
         """The parts of a stage."""
-        return together(self.parts[name] for name in self.layout.stages[stage])
-
-    def _rank_of(self, stage: int) -> int:
-        return next(r for r in range(self.layout.pp) if stage in self.layout.stages_of(r))
+        return deduplicated(self.parts[name] for name in self.layout.stages[stage])
 
 
 class Planner:
@@ -212,13 +209,13 @@ class Planner:
         context = config.parallelism.context_parallel_degree
         if context > 1:
             raise UserError(
-                f"parallelism.context_parallel_degree is {context}, and plans do not know what it costs: set "
-                "it to 1 for the plan"
+                f"parallelism.context_parallel_degree is {context}, but plans do not model context "
+                "parallelism: set it to 1"
             )
         world_size = world_size_of(config)
         check_layout(config, world_size=world_size)
         layout = layout_of(config, world_size)
-        if layout.microbatches * layout.pp > _MOST_TASKS:
+        if layout.microbatches * layout.pp > _MAX_TASKS:
             raise UserError(
                 f"a batch of {layout.microbatches} microbatches on {layout.pp} stages takes too long to "
                 "simulate: raise parallelism.pipeline_parallel_microbatch_size, or lower "
@@ -312,11 +309,11 @@ class Planner:
             try:
                 self._parts[key] = trace_parts(config, on_cpu=self.cluster.accelerator.on_cpu)
             except (ValueError, NotImplementedError) as error:
-                raise UserError(f"the model: {' '.join(str(error).split())}") from error
+                raise UserError(f"the model cannot be planned: {' '.join(str(error).split())}") from error
         return self._parts[key]
 
     def _parts_about(self, config: Trainer.Config) -> dict[str, Part]:
-        """The same, scaled from another size if this one is not traced, which takes seconds."""
+        """The same, scaled from another traced size if possible, because tracing takes seconds."""
         size, seq_len = _microbatch(config)
         traced = [key for key in self._parts if key[1] == seq_len]
         if (size, seq_len) in self._parts or not traced:
@@ -332,7 +329,7 @@ class Planner:
             found = self.searcher.suggest(config, own)
             if found is None or _microbatch(found.config) in self._parts:
                 return found
-            self.parts_of(found.config)  # and search again with traced parts
+            self.parts_of(found.config)  # trace, and search again
 
     def _memory(self, config: Trainer.Config, layout: Layout, parts: dict[str, Part], rank: int) -> Memory:
         return memory_of(config, layout, parts, rank, on_cpu=self.cluster.accelerator.on_cpu)
@@ -341,8 +338,8 @@ class Planner:
         most = usable_memory(self.cluster)
         for rank in range(layout.pp):
             names = [name for stage in layout.stages_of(rank) for name in layout.stages[stage]]
-            numbers = sum(part.dense + part.experts for part in together(parts[name] for name in names))
-            if numbers / (layout.dp_shard * layout.tp) * _LEAST_STATE > most:
+            numbers = sum(part.dense + part.experts for part in deduplicated(parts[name] for name in names))
+            if numbers / (layout.dp_shard * layout.tp) * _MIN_STATE > most:
                 return False
         # Memory does not depend on the number of microbatches once the pipeline is full.
         few = min(layout.microbatches, 4 * layout.pp)
@@ -360,17 +357,17 @@ def _time_or_reason(
 
 
 def _microbatch(config: Trainer.Config) -> tuple[int, int]:
-    """Sequences and their length."""
+    """The microbatch size in sequences, and their length."""
     return microbatch_size_of(config), config.training.seq_len
 
 
-_OF_ANY_SIZE = ("name", "weights", "active", "gradient_bytes", "chunked")
+_SIZE_INDEPENDENT = ("name", "weights", "active", "gradient_bytes", "chunked")
 """Fields of a part that do not depend on the microbatch size."""
 
 
 def _scaled(part: Part, factor: float) -> Part:
     """The approximate cost of a part for another microbatch size."""
-    names = [field.name for field in dataclasses.fields(part) if field.name not in _OF_ANY_SIZE]
+    names = [field.name for field in dataclasses.fields(part) if field.name not in _SIZE_INDEPENDENT]
     values = {name: getattr(part, name) * factor for name in names}
     return dataclasses.replace(
         part, **{n: round(v) if isinstance(getattr(part, n), int) else v for n, v in values.items()}

@@ -1,7 +1,6 @@
-"""Fits rates to timings: seconds as a sum of terms, each an amount divided by a rate, by least squares in log
-space.
+"""Fits rates to timings: seconds as a sum of terms, each an amount divided by a rate.
 
-In log space relative errors count, for short and long timings alike.
+Least squares in log space weight relative errors of short and long timings equally.
 """
 
 import math
@@ -27,7 +26,7 @@ class Fit:
     seconds: list[float]
     """Predicted for each timing."""
     mean_error: float
-    """Geometric mean of the factors by which predictions are off: 1.1 for 10 %."""
+    """Geometric mean of the factors between predictions and timings: 1.1 for 10 %."""
     worst_error: float
 
 
@@ -61,7 +60,7 @@ def fit_attention(sequences: Sequence[int], operations: Sequence[float], seconds
 
 
 def fit_terms(amounts: Sequence[tuple[float, float]], seconds: Sequence[float]) -> Fit:
-    """Find c with c[0] * amounts[i][0] + c[1] * amounts[i][1] near seconds[i] for all i, and none negative.
+    """Find non-negative c with c[0] * amounts[i][0] + c[1] * amounts[i][1] near seconds[i] for all i.
 
     Raises:
         ValueError: if there are fewer than two timings, or one is not positive and finite.
@@ -70,9 +69,9 @@ def fit_terms(amounts: Sequence[tuple[float, float]], seconds: Sequence[float]) 
         raise ValueError("a fit needs at least two timings, all above 0")
     terms = torch.tensor(amounts, dtype=torch.float64)
     wanted = torch.tensor(seconds, dtype=torch.float64).log()
-    whole = wanted[:, None] - terms.log()  # log of each term's cost if it took all of the time
-    least = whole.min(dim=0).values + math.log(_SMALLEST)
-    middle = whole.median(dim=0).values
+    alone = wanted[:, None] - terms.log()  # log of each term's cost if it took all of the time
+    least = alone.min(dim=0).values + math.log(_SMALLEST)
+    middle = alone.median(dim=0).values
     found = []
     for share in _STARTS:
         start = middle + torch.tensor([share, 1 - share], dtype=torch.float64).log()

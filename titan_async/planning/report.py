@@ -34,24 +34,24 @@ def _headlines(plan: Plan) -> list[str]:
     nodes = -(-layout.world_size // cluster.per_node)
     lookahead = f", lookahead {layout.lookahead}" if layout.lookahead else ""
     pairs = ", overlapped pairs" if layout.overlap else ""
-    how = f"{cluster.accelerator.achievable:.0%} of the peak assumed"
+    source = f"{cluster.accelerator.achievable:.0%} of the peak assumed"
     if cluster.accelerator.calibrated_on:
-        how = f"calibrated on {cluster.accelerator.calibrated_on}"
+        source = f"calibrated on {cluster.accelerator.calibrated_on}"
     if plan.calibration.forward != 1.0 or plan.calibration.backward != 1.0:
-        how += (
-            f"; as measured, forward takes {plan.calibration.forward:.2f} and backward "
-            f"{plan.calibration.backward:.2f} times as long"
+        source += (
+            f"; scaled by measured times: forward x {plan.calibration.forward:.2f}, backward x "
+            f"{plan.calibration.backward:.2f}"
         )
     hours = f"{time.accelerator_hours:,.0f} {'core' if cluster.accelerator.on_cpu else 'GPU'} hours"
     return [
         f"{plan.recipe}: {_count(plan.parameters)} parameters, {_count(plan.active_parameters)} active, "
         f"{_count(layout.tokens_per_step * layout.steps)} tokens in {layout.steps:,} steps of "
-        f"{layout.tokens_per_step:,}; {3 * plan.forward_flops_per_token / 1e9:.3g} GFLOPs a token",
-        f"{layout.world_size} x {cluster.accelerator.name} on {nodes} node(s), {how}",
+        f"{layout.tokens_per_step:,}; {3 * plan.forward_flops_per_token / 1e9:.3g} GFLOPs per token",
+        f"{layout.world_size} x {cluster.accelerator.name} on {nodes} node(s), {source}",
         f"{layout.degrees}; {layout.microbatches} microbatches of {layout.microbatch_size} x "
         f"{layout.seq_len}{lookahead}{pairs}",
-        f"{layout.schedule}: {in_seconds(time.step_seconds)} a step, {time.tokens_per_second:,.0f} tokens/s, "
-        f"MFU {time.mfu:.1%}: {time.days:.1f} days, {hours}",
+        f"{layout.schedule}: {in_seconds(time.step_seconds)} per step, {time.tokens_per_second:,.0f} "
+        f"tokens/s, MFU {time.mfu:.1%}: {time.days:.1f} days, {hours}",
         *_synchronous_start(plan),
         _interruptions(plan),
         *_receives(plan),
@@ -67,12 +67,13 @@ def _synchronous_start(plan: Plan) -> list[str]:
 def _interruptions(plan: Plan) -> str:
     found = plan.interruptions
     if found is None:
-        return "  days are those of training alone: --mtbf HOURS adds saves and failures"
-    beside = "" if found.blocking else " beside training"
+        return "  days exclude saves and failures: --mtbf HOURS includes them"
+    parallel = "" if found.blocking else " in parallel to training"
     return (
-        f"  with a failure every {found.mtbf_hours:g} hours {found.days:.1f} days: {found.saves:,} saves of "
-        f"{in_seconds(found.save_seconds)}{beside} ({NODE_SAVES / 1e9:g} GB/s a node), {found.failures:.3g} "
-        f"failures of {found.lost_seconds / 60:.0f} minutes each ({RESTART_SECONDS / 60:.0f} to restart)"
+        f"  with a failure every {found.mtbf_hours:g} hours: {found.days:.1f} days; {found.saves:,} saves of "
+        f"{in_seconds(found.save_seconds)}{parallel} ({NODE_SAVES / 1e9:g} GB/s per node), "
+        f"{found.failures:.3g} failures that cost {found.lost_seconds / 60:.0f} minutes each "
+        f"({RESTART_SECONDS / 60:.0f} to restart)"
     )
 
 
@@ -90,9 +91,9 @@ def _receives(plan: Plan) -> list[str]:
     for apart, edge in sorted(edges.items()):
         ahead = receives_ahead(network, plan.layout, edge, plan.receives)
         if ahead is not None:
-            where = "between nodes" if apart else "inside a node"
+            where = "between nodes" if apart else "within a node"
             blocks = f"{network.message_blocks(*edge)} of {plan.cluster.accelerator.processors} SMs"
-            links.append(f"posted {_WHEN[ahead]} {where} ({blocks} while one waits)")
+            links.append(f"posted {_WHEN[ahead]} {where} ({blocks} while pending)")
     own = seconds.pop(plan.receives)
     others = [f"{in_seconds(s)} with {receives}" for receives, s in seconds.items() if s != own]
     lines = [f"receives: {', '.join(links)}"]
@@ -107,18 +108,18 @@ def _overlap(plan: Plan) -> list[str]:
         return []
     layout, network = plan.layout, Network(plan.cluster, plan.layout)
     group = network.groups.experts
-    where = "inside a node" if group.on_a_node == group.size else "between nodes"
-    travel = max(sum(cost.exchange) / (cost.forward + cost.backward) for cost in plan.costs)
-    line = f"overlapped pairs: experts' tokens travel {where}, {travel:.0%} of the time of a microbatch"
+    where = "within a node" if group.on_a_node == group.size else "between nodes"
+    share = max(sum(cost.exchange) / (cost.forward + cost.backward) for cost in plan.costs)
+    line = f"overlapped pairs: all-to-alls {where} take {share:.0%} of a microbatch's time"
     if True not in plan.by_overlap:
         least = min_microbatches(layout.pp, layout.lookahead, overlap=True)
-        return [line, f"  pipeline.overlap needs at least {least} microbatches here"]
-    words = [
-        f"{in_seconds(entry.step_seconds)} a step and {entry.most_memory / 1e9:.1f} GB"
-        f"{'' if entry.fits else ', too many,'} {'with' if overlap else 'without'}"
+        return [line, f"  pipeline.overlap needs at least {least} microbatches in this layout"]
+    choices = [
+        f"{in_seconds(entry.step_seconds)} per step and {entry.most_memory / 1e9:.1f} GB "
+        f"{'with' if overlap else 'without'}{'' if entry.fits else ', which does not fit'}"
         for overlap, entry in plan.by_overlap.items()
     ]
-    return [line, f"  --pipeline.overlap: {'; '.join(words)}"]
+    return [line, f"  --pipeline.overlap: {'; '.join(choices)}"]
 
 
 def _table(title: str, headings: Sequence[str]) -> Table:
@@ -130,7 +131,7 @@ def _table(title: str, headings: Sequence[str]) -> Table:
 
 def _stages(plan: Plan) -> Table:
     table = _table(
-        "Stages; milliseconds of a microbatch (weights: of the backward), and of a batch",
+        "Stages; milliseconds per microbatch (weights: part of the backward), and per batch",
         [
             "stage",
             "parts",
@@ -166,19 +167,19 @@ def _stages(plan: Plan) -> Table:
 def _shortened(names: Sequence[str]) -> str:
     """ "layers.0", "layers.1", "layers.2", "head" -> "layers 0-2, head"."""
     numbers = [int(name.partition(".")[2]) for name in names if name.startswith("layers.")]
-    words = [name for name in names if name == "tok_embeddings"]
+    parts = [name for name in names if name == "tok_embeddings"]
     if numbers:
         span = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
-        words.append(f"layers {span}")
-    return ", ".join([*words, *(name for name in names if name == "head")]).replace("tok_", "")
+        parts.append(f"layers {span}")
+    return ", ".join([*parts, *(name for name in names if name == "head")]).replace("tok_", "")
 
 
 def _memory(plan: Plan) -> Table:
     ranks = _shown_ranks([memory.total for memory in plan.memory])
     kinds = dict.fromkeys(kind for memory in plan.memory for kind in memory.items)
     table = _table(
-        f"Gigabytes of a rank at its fullest, of {plan.usable_memory / 1e9:.1f}",
-        ["what", *(f"rank {rank}" for rank in ranks)],
+        f"Peak memory per rank in GB, of {plan.usable_memory / 1e9:.1f} usable",
+        ["item", *(f"rank {rank}" for rank in ranks)],
     )
     for kind in kinds:
         table.add_row(kind, *(f"{plan.memory[rank].items.get(kind, 0) / 1e9:.2f}" for rank in ranks))
@@ -189,7 +190,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _shown_ranks(totals: Sequence[int], most: int = 8) -> list[int]:
-    """All ranks; of a long pipeline some at even distances and the one with the highest peak."""
+    """All ranks; for a long pipeline, evenly spaced ones and the one with the highest peak."""
     if len(totals) <= most:
         return list(range(len(totals)))
     even = {round(index * (len(totals) - 1) / (most - 2)) for index in range(most - 1)}
@@ -199,7 +200,7 @@ def _shown_ranks(totals: Sequence[int], most: int = 8) -> list[int]:
 def _schedules(plan: Plan) -> Table:
     table = _table(
         "Schedules",
-        ["schedule", "step", "tokens/s", "of the first", "MFU", "utilization", "bubble", "days", "GPU hours"],
+        ["schedule", "step", "tokens/s", "relative", "MFU", "utilization", "bubble", "days", "GPU hours"],
     )
     for entry in plan.schedules:
         if isinstance(entry, Refused):
@@ -225,7 +226,7 @@ def _schedules(plan: Plan) -> Table:
 
 def _traffic(plan: Plan) -> Table:
     ran = [entry for entry in plan.schedules if isinstance(entry, StepTime)]
-    table = _table("Gigabytes sent in a step, by a rank (by all)", ["what", *(e.schedule for e in ran)])
+    table = _table("GB sent per step by a rank (by all ranks)", ["item", *(e.schedule for e in ran)])
     for kind in ran[0].sent_bytes:
         if any(entry.sent_bytes[kind] for entry in ran):
             cells = [f"{e.sent_by_a_rank[kind] / 1e9:.2f} ({e.sent_bytes[kind] / 1e9:,.1f})" for e in ran]
@@ -238,10 +239,10 @@ def _suggestion(plan: Plan) -> list[str]:
         return []
     lines = [
         f"A layout that fits and is predicted to be {plan.suggestion.gain:.0%} faster "
-        f"({in_seconds(plan.suggestion.time.step_seconds)} a step, {plan.suggestion.time.days:.1f} days):"
+        f"({in_seconds(plan.suggestion.time.step_seconds)} per step, {plan.suggestion.time.days:.1f} days):"
     ]
-    lines += [f"  {_flag(key, new)}   # not {old}" for key, (old, new) in plan.suggestion.changes.items()]
-    return lines
+    changes = plan.suggestion.changes.items()
+    return lines + [f"  {_flag(key, new)}   # instead of {old}" for key, (old, new) in changes]
 
 
 def _flag(key: str, value: int | bool) -> str:

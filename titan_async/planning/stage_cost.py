@@ -3,22 +3,20 @@
 The time of a part is that of its matrix products, by their shapes, of attention, and of the memory traffic of
 its elementwise operations, which activation checkpointing repeats. The gradients of the weights add the
 traffic of the gradients in the parameters' dtype and of their float32 sum, which FSDP keeps unsharded.
-Tensor- and expert-parallel collectives are exposed, except for the share that asynchronous tensor parallelism
-hides, and except in overlapped pairs, in which each half computes during the other's all-to-alls, which are
-assumed not to block compute. Without a pipeline FSDP's collectives overlap with computation, and occupy
-processors.
+Tensor- and expert-parallel collectives are exposed, with two exceptions: asynchronous tensor parallelism
+hides a share, and in overlapped pairs each half computes during the other's all-to-alls, which are assumed
+not to block compute. Without a pipeline FSDP's collectives overlap with computation, and occupy processors.
 
-Once a pass, of which Async2BW makes one a batch, weights are gathered and gradients reduced. Under "1F1B"
-and "GPipe" FSDP gathers a part's weights while the part before it computes its first forward, so that only
-what is longer than that is waited for; under Async2BW, and under torch's schedules of several stages, a stage
-has all its weights before it begins, and only a rank's first stage waits; `step_time.py` adds
-what ranks of four stages or more gather again. Reductions are waited for under all schedules: none overlaps
-them with a backward.
+Weights are gathered and gradients reduced once per pass; Async2BW has one pass per batch. Under Async2BW,
+1F1B and GPipe FSDP gathers a part's weights during the first forward of the part before it, and only the
+excess is exposed. Under torch's other schedules a stage has all its weights before it begins, and only a
+rank's first stage waits. `step_time.py` adds the repeated gathers of ranks with four or more stages.
+Reductions are exposed under all schedules; none overlaps them with a backward.
 
 Without a pipeline FSDP gathers weights in each forward, and again in each backward if it has freed them, and
-reduces in each backward, over replicas too, all of it while the part computes: the longer of the two counts.
-The head of a loss in chunks is gathered again inside of the loss, and its gradient is reduced there, which
-the loss waits for; its backward gathers it once more. Under torch's schedules that is so in pipelines too.
+reduces gradients in each backward, over replicas too. These overlap with the part's computation: the longer
+of the two counts. A chunked loss gathers the head again and reduces its gradient, both exposed; the head's
+backward gathers it once more. Under torch's schedules this holds in pipelines too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +36,7 @@ from titan_async.planning.hardware import (
 from titan_async.planning.layout import Layout
 from titan_async.planning.network import Network
 from titan_async.planning.optimizer_cost import update_cost
-from titan_async.planning.traced_parts import Part, together
+from titan_async.planning.traced_parts import Part, deduplicated
 
 __all__ = ["Collectives", "Half", "StageCost", "message_bytes", "pair_seconds", "stage_cost"]
 
@@ -47,11 +45,11 @@ _OVERLAPPED_GATHERS = ("1F1B", "GPipe", "Async2BW")
 
 
 class Half(NamedTuple):
-    """A forward or a backward, when it runs alone."""
+    """A forward or a backward that runs alone."""
 
     seconds: float
     exchange: float
-    """Seconds of them in all-to-alls between experts, without computation."""
+    """Seconds in all-to-alls between experts, without computation; part of `seconds`."""
     hand_overs: int
     """The number of all-to-alls."""
 
@@ -59,9 +57,9 @@ class Half(NamedTuple):
 def pair_seconds(forward: Half, backward: Half) -> float:
     """The time of an overlapped pair, if all-to-alls and the computations between them are equally long.
 
-    Each half computes during the other's all-to-alls, one at a time. The backward has the first turn, and
-    starts its first all-to-all before any computation; the forward ends with one. Surplus all-to-alls of one
-    half are not overlapped.
+    Each half computes during the other's all-to-alls, one at a time. The backward runs first, and starts its
+    first all-to-all before any computation; the forward ends with one. Surplus all-to-alls of one half are
+    not overlapped.
     """
     rounds = min(forward.hand_overs, backward.hand_overs)
     if not rounds:
@@ -95,12 +93,12 @@ class StageCost:
     reduction: float
     update: float
     unshard: Collectives
-    """One gather of all its weights, exposed or not."""
+    """One gather of all weights of the stage, exposed or not."""
     sent: Mapping[str, float]
     exchange: tuple[float, float] = (0.0, 0.0)
     """Seconds of all-to-alls in the forward and in the backward."""
     exchanges: tuple[int, int] = (0, 0)
-    """Their number."""
+    """The number of all-to-alls in the forward and in the backward."""
 
     @property
     def backward(self) -> float:
@@ -120,10 +118,10 @@ class StageCost:
 def stage_cost(
     config: Trainer.Config, layout: Layout, parts: Mapping[str, Part], network: Network, stage: int
 ) -> StageCost:
-    """The cost of one stage of a layout; `parts` are traced for its microbatch size."""
+    """The cost of one stage of a layout, with `parts` traced for its microbatch size."""
     own_parts = [parts[name] for name in layout.stages[stage]]
     times = [_PartTimes(config, layout, part, network) for part in own_parts]
-    own = together(own_parts)
+    own = deduplicated(own_parts)
     update = update_cost(config, layout, network, [weight for part in own for weight in part.weights])
     fsdp = _fsdp_of(config, layout, own_parts, network)
     for part_times, collectives in zip(times, fsdp, strict=True):
@@ -133,16 +131,16 @@ def stage_cost(
             part_times.wait(
                 collectives.gather.seconds + collectives.reduction.seconds, collectives.gather.seconds
             )
-    exchanged = _tied_bytes(layout, parts) if layout.delayed and stage in (0, layout.pp - 1) else 0.0
+    tied_bytes = _tied_bytes(layout, parts) if layout.delayed and stage in (0, layout.pp - 1) else 0.0
     waits = _gather_wait(layout, stage, [each.gather.seconds for each in fsdp], [t.forward for t in times])
     at_batch_end = [each.reduction.seconds for each in fsdp if not each.in_loss]
     passes = layout.passes
-    if layout.pp == 1:  # the first part's is the one after the last backward
+    if layout.pp == 1:  # only the first part's reduction is after the last backward
         at_batch_end, passes = at_batch_end[:1], 1
     sent = {
         "activations": _messages_sent(config, layout, stage),
         "weights": sum(each.gather.sent * each.gathers for each in fsdp),
-        "gradients": sum(each.reduction.sent * each.reductions for each in fsdp) + exchanged,
+        "gradients": sum(each.reduction.sent * each.reductions for each in fsdp) + tied_bytes,
         "experts": sum(t.expert_bytes for t in times) * layout.microbatches,
         "tensor parallelism": sum(t.tensor_bytes for t in times) * layout.microbatches,
         "Muon": update.sent_bytes,
@@ -234,7 +232,7 @@ class _PartTimes:
         self.tensor_bytes = passes * collectives * hidden * network.groups.tensor.share_sent
 
     def overlap(self, forward: float, backward: float, share: float) -> None:
-        """Overlap FSDP's collectives with the computation of each microbatch; `share` slows it down."""
+        """Overlap FSDP's collectives with the computation, which loses `share` of the processors to them."""
         self.forward = max(self.forward + share * forward, forward)
         self.weight_gradient += max(share * backward, backward - self.input_gradient - self.weight_gradient)
 
@@ -310,9 +308,9 @@ def _fsdp_of(config: Trainer.Config, layout: Layout, parts: Sequence[Part], netw
         turns = layout.microbatches
         frees = reshards_after_forward(config.parallelism.fsdp_reshard_after_forward, parts)
     found = []
-    for part, again in zip(together(parts), frees, strict=True):
+    for part, again in zip(deduplicated(parts), frees, strict=True):
         gather, reduction = _over_units(layout, part, network, each), _reduction(layout, part, network)
-        if part.chunked and not layout.delayed:  # for the norm, in the loss, and in the backward
+        if part.chunked and not layout.delayed:  # gathered for the norm, in the loss and in the backward
             m = layout.microbatches
             found.append(_Fsdp(gather, turns + 2 * m, reduction, m, in_loss=True, in_backward=0.0))
             continue
@@ -355,7 +353,6 @@ def _gather_wait(layout: Layout, stage: int, gathers: list[float], forwards: lis
 
 
 def _messages_sent(config: Trainer.Config, layout: Layout, stage: int) -> float:
-    rank_of = {stage: rank for rank in range(layout.pp) for stage in layout.stages_of(rank)}
-    neighbors = [other for other in (stage - 1, stage + 1) if other in rank_of]
-    away = sum(rank_of[other] != rank_of[stage] for other in neighbors)
-    return away * layout.microbatches * message_bytes(config, layout)
+    neighbors = [other for other in (stage - 1, stage + 1) if 0 <= other < len(layout.stages)]
+    remote = sum(layout.rank_of(other) != layout.rank_of(stage) for other in neighbors)
+    return remote * layout.microbatches * message_bytes(config, layout)

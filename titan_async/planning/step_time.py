@@ -6,18 +6,19 @@ peak of all accelerators. Utilization is the share of a step in which ranks comp
 pending messages; the rest is gathering weights, reducing gradients and updating.
 
 A message of Async2BW occupies processors on both ranks from when it is sent or its receive is posted until it
-has arrived. A receive that is posted early, an action of its kind ahead, hides the transfer and may be
-pending for long. A late receive, posted when the rank is idle, slows nothing down, but exposes the transfer,
-and the sender may wait. torch's schedules are planned as if messages occupied no processors, and so are
-slightly optimistic.
+has arrived. An early receive, posted one action of its kind ahead, hides the transfer and may be pending for
+long. A late receive, posted when the rank is idle, does not slow down any computation, but exposes the
+transfer, and the sender may wait. torch's schedules are planned as if messages occupied no processors, which
+is slightly optimistic.
 
-A rank of four stages or more gathers weights again: torch's schedules keep the weights of the next three
-stages of a rank, and start the gather of a stage when it becomes one of them. Gathers follow one another in
-parallel to the computation; a stage waits for its own. The rank's other waits are ignored, so the gather time
-is an upper bound.
+With four or more stages per rank weights are gathered repeatedly: torch's schedules keep the weights of the
+next three stages of a rank, and start the gather of a stage when it becomes one of them. Gathers run one at a
+time, in parallel to the computation; a stage waits for its own. The rank's other waits are ignored, so the
+gather time is an upper bound.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -51,8 +52,8 @@ KEPT_STAGES = 3
 """Stages of a rank whose weights torch's schedules keep gathered at a time."""
 
 Receives = Literal["auto", "always", "never"]
-"""`pipeline.early_receives`: which receives are early; with "auto" and lookahead those of activations from
-other nodes."""
+"""`pipeline.early_receives`: which receives are early; with "auto" those of activations from other nodes, if
+there is lookahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class StepTime:
     schedule: str
     step_seconds: float
     synchronous_step_seconds: float
-    """Of the steps of a synchronous start; as `step_seconds` without one."""
+    """Of a step of a synchronous start; equal to `step_seconds` without one."""
     tokens_per_second: float
     mfu: float
     utilization: float
@@ -71,7 +72,7 @@ class StepTime:
     """Of the whole run, including its synchronous start."""
     accelerator_hours: float
     sent_bytes: dict[str, float]
-    """By all ranks in a step, by kind."""
+    """Sent by all ranks in a step, by kind."""
     world_size: int
 
     @property
@@ -119,7 +120,7 @@ def step_time(
     forward_flops = sum(part.forward_flops for part in _used(layout, parts))
     model_flops = 3 * forward_flops * layout.microbatches * layout.data_parallel
     peak = cluster.accelerator.peak(config.training.mixed_precision_param)
-    # Each stage is on one rank, so the mean over ranks is the sum over stages divided by the ranks.
+    # Each stage is on one pipeline rank, so the mean over ranks is the sum over stages divided by pp.
     busy = layout.microbatches * sum(cost.microbatch(layout.overlap) for cost in costs) / layout.pp
     outside = sum(cost.gather + cost.reduction + cost.update for cost in costs) / layout.pp
     sent: dict[str, float] = {}
@@ -171,8 +172,7 @@ def timing_of(
 ) -> Timing:
     """The durations of a layout's tasks, for the simulation."""
     network, size = Network(cluster, layout), message_bytes(config, layout)
-    rank_of = {stage: rank for rank in range(layout.pp) for stage in layout.stages_of(rank)}
-    edges = [(rank_of[stage], rank_of[stage + 1]) for stage in range(len(costs) - 1)]
+    edges = list(itertools.pairwise(layout.rank_of(stage) for stage in range(len(costs))))
     ahead = [receives_ahead(network, layout, edge, receives) for edge in edges]
     return Timing(
         forward=[cost.forward for cost in costs],
@@ -202,8 +202,8 @@ def receives_ahead(
 
 def _step_seconds(layout: Layout, timing: Timing, drains: bool = False) -> float:
     def simulated(microbatches: int) -> list[float]:
-        # A synchronous step begins when the previous one has ended on all ranks; Async2BW takes some to
-        # settle.
+        # A synchronous step begins when the previous one has ended on all ranks; Async2BW needs a few batches
+        # to reach a steady state.
         batches = 6 if layout.delayed and not drains else 3
         return [simulate(layout.programs(microbatches, batches, drains), timing).step_seconds]
 
@@ -213,7 +213,7 @@ def _step_seconds(layout: Layout, timing: Timing, drains: bool = False) -> float
 
 
 def _extrapolated(run: Callable[[int], list[float]], microbatches: int, pp: int) -> list[float]:
-    """`run(microbatches)`; for many by linear extrapolation, because all but the first and last are alike."""
+    """`run(microbatches)`, extrapolated linearly for many, because all but the first and last are alike."""
     short, long = 6 * pp, 12 * pp
     if microbatches <= long or microbatches % pp:
         return run(microbatches)
@@ -224,9 +224,9 @@ def _extrapolated(run: Callable[[int], list[float]], microbatches: int, pp: int)
 
 
 def _with_regathers(layout: Layout, costs: Sequence[StageCost], share: float) -> list[StageCost]:
-    """The costs of all stages, with the weights that are gathered more than once.
+    """The costs of all stages, including repeated gathers of weights.
 
-    Unchanged if the schedule does not support the layout's numbers, which its simulation reports.
+    Returns them unchanged if the schedule does not support the layout; the simulation then raises.
 
     Args:
         layout: of the run.
@@ -261,7 +261,7 @@ def _with_regathers(layout: Layout, costs: Sequence[StageCost], share: float) ->
 def _gathers_and_waits(
     layout: Layout, costs: Sequence[StageCost], microbatches: int, share: float
 ) -> tuple[list[float], list[float]]:
-    """Of each stage in one pass, the number of its gathers and the seconds its rank loses to them."""
+    """The number of each stage's gathers in one pass, and the seconds its rank loses to them."""
     stages = stages_of_ranks(layout.schedule, layout.pp, len(costs) // layout.pp)
     gathers, waits = [0.0] * len(costs), [0.0] * len(costs)
     for actions in torch_order(layout.schedule, stages, microbatches, gathers=True):
@@ -275,7 +275,7 @@ def _gathers_and_waits(
                 continue
             if stage in ready:
                 waited = max(ready.pop(stage) - now, 0.0)
-                # The rest of the gather has run in parallel to the computation.
+                # The rest of the gather ran in parallel to the computation.
                 lost = waited + share * max(cost.unshard.seconds - waited, 0.0)
                 waits[stage] += lost
                 now += lost

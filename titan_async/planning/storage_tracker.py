@@ -1,7 +1,7 @@
 """Tracks live and peak bytes of tensor storages, by origin.
 
-On CPU no allocator reports these. Tracked are tensors that an operator returns while the tracker is active,
-but not workspaces inside of a kernel. A storage counts until it is freed. torch's `MemTracker` finds the same
+On CPU no allocator reports these. Tensors that an operator returns while the tracker is active are tracked,
+but not workspaces inside a kernel. A storage counts until it is freed. torch's `MemTracker` finds the same
 bytes; this one takes 0.6 of its time, and can reset the peak and count a subset of tensors.
 """
 
@@ -41,7 +41,7 @@ class StorageTracker(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # has no storage; operators on its local tensors are dispatched here
+            return NotImplemented  # has no storage; operators on its local tensor are dispatched here
         result = func(*args, **(kwargs or {}))
         for leaf in tree_iter(result):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
@@ -75,7 +75,7 @@ class StorageTracker(TorchDispatchMode):
         self._live -= self._alive.pop(key)[1]
 
     def exclude(self, *tensors: Tensor) -> None:
-        """Do not count the storages of `tensors`, which existed before, nor their views."""
+        """Do not count the storages of `tensors`, which existed before, or their views."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._alive[address_of(storage)] = "excluded", 0
@@ -94,7 +94,7 @@ class StorageTracker(TorchDispatchMode):
 
     @property
     def live(self) -> int:
-        """Bytes live now."""
+        """Live bytes."""
         return self._live
 
     @property

@@ -30,9 +30,9 @@ from titan_async.training.pipeline.schedule import is_async
 __all__ = ["LEAST_GAIN", "Searcher", "Suggestion"]
 
 LEAST_GAIN = 0.02
-"""Of the step time; less is within what the model does not know."""
+"""Minimal relative gain in step time; smaller ones are within the error of plans."""
 
-_MOST_SIMULATED = 12
+_MAX_SIMULATED = 12
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class Searcher:
     calibration: Calibration
     """From measured times."""
     parts_of: Callable[[Trainer.Config], dict[str, Part]]
-    """The parts of a configuration for its microbatch size; called often."""
+    """Returns the parts of a configuration for its microbatch size; called often."""
     fits: Callable[[Trainer.Config, Layout, dict[str, Part]], bool]
-    """Whether a layout fits into memory."""
+    """Returns whether a layout fits into memory."""
 
     def fastest(
         self,
@@ -83,17 +83,17 @@ class Searcher:
         """The fastest layout that fits and takes less than `limit` seconds a step; None if there is none.
 
         Args:
-            config: the run on any ranks; its shard degree is not -1.
+            config: of a run with any number of ranks; its shard degree is not -1.
             world_size: ranks to use.
             limit: seconds.
-            only: a filter of layouts.
+            only: returns whether to consider a layout.
         """
         candidates = [c for c in self._candidates(config, world_size, only) if c.bound < limit]
         candidates.sort(key=lambda candidate: candidate.bound)
         best: tuple[StepTime, Trainer.Config] | None = None
         simulated = 0
         for candidate in candidates:
-            if candidate.bound >= limit or simulated == _MOST_SIMULATED:
+            if candidate.bound >= limit or simulated == _MAX_SIMULATED:
                 break
             if not self.fits(candidate.config, candidate.layout, candidate.parts):
                 continue
@@ -147,7 +147,7 @@ def _choices(config: Trainer.Config, world_size: int) -> Iterator[Degrees]:
     delayed = is_async(parallelism)
     rest = world_size // parallelism.tensor_parallel_degree
     own, experts = parallelism.pipeline_parallel_microbatch_size, _experts(config)
-    sequences = sequences_of(config)
+    sequences = sequences_of(config.training, parallelism)
     sizes = sorted({max(own // 4, 1), max(own // 2, 1), own, 2 * own})
     for pp, microbatch in itertools.product(_divisors(rest), sizes):
         data_parallel = rest // pp
@@ -186,7 +186,7 @@ def _least_seconds(layout: Layout, costs: list[StageCost]) -> float:
     fills, drains = [0.0] * layout.pp, [0.0] * layout.pp
     if not layout.delayed:
         # The first microbatch reaches a rank through the first stages of the previous ranks, and the last one
-        # returns through them. The weight halves of split backwards may fill that time.
+        # returns through them. Weight halves of split backwards may fill the latter time.
         before = costs[: layout.pp - 1]
         fills = [0.0, *itertools.accumulate(cost.forward for cost in before)]
         if layout.schedule not in SPLIT_BACKWARD:

@@ -1,8 +1,8 @@
 """Overrides of torchtitan's modules for tracing with fake tensors.
 
 Fake tensors have no values, so operators that depend on the routing of tokens or on a mask's blocks cannot
-run. Here tokens are distributed evenly over the experts. For accelerators, attention and norms are the fused
-kernels, which save the same tensors as other implementations.
+run. These overrides distribute tokens evenly over the experts. For accelerators, attention and norms are the
+fused kernels, which save the same tensors as other implementations.
 """
 
 from dataclasses import dataclass

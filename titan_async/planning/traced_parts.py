@@ -29,7 +29,7 @@ from titan_async.training.models import cpu_overrides
 from titan_async.training.models.tying import EMBEDDING, HEAD, is_tied, untied
 from titan_async.training.pipeline.model_parts import PartInputs, PartMaker, alike_layers
 
-__all__ = ["Part", "Weight", "together", "trace_parts"]
+__all__ = ["Part", "Weight", "deduplicated", "trace_parts"]
 
 # Shapes: B microbatch size, L sequence, D model, K experts of a token
 
@@ -65,33 +65,33 @@ class Part:
     """"tok_embeddings", "layers.0", ..., "head"."""
     weights: tuple[Weight, ...]
     active: int
-    """Active parameters per token: of the experts, the chosen ones. An embedding counts fully, as usual."""
+    """Active parameters per token: of the routed experts, the chosen ones. An embedding counts fully."""
     forward_flops: float
     attention_flops: float
-    """Of these, those of attention's scores and their product with the values."""
+    """Part of `forward_flops`: attention's scores and their product with the values."""
     input_flops: float
-    """Of the gradient of the input; as `forward_flops` for matrix products, more for attention."""
+    """Of the gradient of the input: equal to `forward_flops` for matrix products, more for attention."""
     weight_flops: float
     """Of the gradients of the weights."""
     recompute_flops: float
     """Of the recomputation of activation checkpointing."""
     passed_bytes: int
-    """What its forward would save without activation checkpointing: approximately what its elementwise
-    operations write, or read once."""
+    """Bytes that its forward would save without activation checkpointing: approximately those that its
+    elementwise operations write, or read once."""
     saved_bytes: int
-    """What the forward saves for the backward, including its output, excluding its input."""
+    """Bytes that the forward saves for the backward, including its output, excluding its input."""
     forward_peak: int
-    """Peak bytes of the forward, beyond those before it."""
+    """Peak bytes of the forward, relative to before it."""
     backward_peak: int
-    """Peak bytes of the backward, beyond those before the forward, if it accumulates into gradients."""
+    """Peak bytes of a backward that accumulates into gradients, relative to before the forward."""
     first_backward_peak: int
-    """The same if it allocates the gradients, which are included."""
+    """The same for a backward that allocates the gradients, which are included."""
     input_peak: int
     """Peak bytes of the input half of a split backward."""
     between_bytes: int
-    """Bytes held between the two halves."""
+    """Bytes held between the two halves of a split backward."""
     unused_bytes: int
-    """Of the output if the backward does not need it: schedules keep logits, a single stage does not."""
+    """Of the output, if the backward does not need it: schedules keep logits, a single stage does not."""
     gradient_bytes: int
     """Of its parameters' gradients in the compute dtype."""
     message_bytes: int
@@ -102,8 +102,8 @@ class Part:
     chunked: bool
     """Whether it is a head with a chunked loss, whose backward runs in its forward."""
     dispatched_bytes: int
-    """Of the tokens dispatched to experts: twice in the forward (dispatch and combine) and twice in the
-    backward expert-parallel ranks exchange them, except for a rank's own share of 1/ep."""
+    """Of the tokens dispatched to experts. Expert-parallel ranks exchange them twice in the forward (dispatch
+    and combine) and twice in the backward, except for a rank's own share of 1/ep."""
 
     @property
     def dense(self) -> int:
@@ -121,7 +121,7 @@ def trace_parts(config: Trainer.Config, *, on_cpu: bool = False) -> dict[str, Pa
 
     Args:
         config: resolved; not changed. Its degrees of parallelism are ignored.
-        on_cpu: trace the modules that run on a CPU, with other attention and experts.
+        on_cpu: whether to trace the modules that run on a CPU, with other attention and experts.
 
     Raises:
         ValueError: if torchtitan refuses the model.
@@ -171,16 +171,16 @@ def _without_parallelism(config: Trainer.Config) -> Any:
     return config
 
 
-def together(parts: Iterable[Part]) -> list[Part]:
+def deduplicated(parts: Iterable[Part]) -> list[Part]:
     """The parts of one stage, or of a whole model, with tied weights only in the first part that has them."""
     seen: set[str] = set()
-    lying = []
+    unique = []
     for part in parts:
         own = tuple(weight for weight in part.weights if weight.name not in seen)
-        again = sum(weight.size for weight in part.weights) - sum(weight.size for weight in own)
-        lying.append(dataclasses.replace(part, weights=own, active=part.active - again))
+        repeated = sum(weight.size for weight in part.weights) - sum(weight.size for weight in own)
+        unique.append(dataclasses.replace(part, weights=own, active=part.active - repeated))
         seen |= {weight.name for weight in own}
-    return lying
+    return unique
 
 
 def _weights_of(model: nn.Module, tied: bool) -> dict[str, tuple[Weight, ...]]:
@@ -300,7 +300,7 @@ def _bytes_of(maker: PartMaker, modules: list[str], *, masked: bool) -> dict[str
         mask = inputs.keywords.get("attention_masks")
         mask_bytes = mask.untyped_storage().nbytes() if masked and isinstance(mask, torch.Tensor) else 0
         peaks = []
-        for _ in range(2):  # the second time gradients exist
+        for _ in range(2):  # gradients exist in the second backward
             start = inputs.start(part)
             before = tracker.live
             tracker.reset_peak()

@@ -1,4 +1,4 @@
-"""Whether Async2BW pays: compares the fastest known layout under it with the fastest synchronous one.
+"""Whether Async2BW pays: compares its fastest known layout with the fastest synchronous one.
 
 Both have the same ranks and the same batch. Candidates are the layouts of the recipe and of the plan's
 suggestion, each under Async2BW and torch's schedules; the fastest layout with one stage; and, if the recipe
@@ -26,9 +26,7 @@ COMPARED = (ASYNC_SCHEDULE, "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 """The schedules that every plan compares with its own."""
 
 Outcome = Literal["pays", "no difference", "does not pay", "only Async2BW", "only synchronous", "nothing"]
-"""Which of the two is faster by at least `LEAST_GAIN`, or is the only one that runs and fits."""
-
-_FOUND = "the fastest synchronous layout found"
+"""Which of the two is faster by at least `LEAST_GAIN`, or the only one that runs and fits."""
 
 _CLOSE = 2 * LEAST_GAIN
 """Relative error of step times whose parts are scaled from another microbatch size."""
@@ -44,27 +42,27 @@ class Contender:
 
     @property
     def seconds(self) -> str:
-        """Of a step, with the unit."""
+        """`step_seconds` with a unit."""
         return in_seconds(self.step_seconds)
 
     def __str__(self) -> str:
-        """Its layout and, for a synchronous pipeline, its schedule."""
+        """The layout and, for a synchronous pipeline, the schedule."""
         layout = self.layout
         if layout.pp == 1:
             return f"one stage of {layout.degrees}"
-        words = layout.degrees
+        text = layout.degrees
         if layout.lookahead:
-            words += f", lookahead {layout.lookahead}"
+            text += f", lookahead {layout.lookahead}"
         if layout.overlap:
-            words += ", overlapped pairs"
+            text += ", overlapped pairs"
         if layout.delayed:
-            return words
+            return text
         if layout.schedule in SPLIT_BACKWARD and self.config.compile.enable:
-            words += ", not compiled"
-        return f"{layout.schedule} on {words}"
+            text += ", not compiled"
+        return f"{layout.schedule} on {text}"
 
     def to_json(self) -> dict[str, Any]:
-        """Its layout without the parts of its stages, and the seconds of a step."""
+        """The layout without the parts of its stages, and `step_seconds`."""
         values = dataclasses.asdict(self.layout)
         del values["stages"], values["steps"]
         return values | {"step_seconds": self.step_seconds}
@@ -104,36 +102,37 @@ class Verdict:
     def sentence(self) -> str:
         """The verdict as one sentence."""
         text = self._sentence()
-        return text if self.searched else f"{text[:-1]}; other layouts were not looked for (--no-suggest)."
+        return text if self.searched else f"{text[:-1]}; other layouts were not searched (--no-suggest)."
 
     def _sentence(self) -> str:
         fast, plain = self.asynchronous, self.synchronous
         if fast is None and plain is None:
-            return "Nothing fits here, neither under Async2BW nor without a delay."
+            return "No layout fits, neither under Async2BW nor without a delay."
         if fast is None:
             assert plain is not None
             if plain.layout.world_size == 1:
-                return "On one rank there is no pipeline, and nothing for Async2BW to win."
+                return "Async2BW cannot be faster on one rank, which has no pipeline."
             if plain.layout.pp == 1 and not self.searched:
-                return "One stage has no bubble for Async2BW to take away."
-            return f"Async2BW has no layout here that runs and fits: {plain} takes {plain.seconds} a step."
+                return "Async2BW cannot be faster on one stage, which has no bubble."
+            return f"No layout under Async2BW runs and fits: {plain} takes {plain.seconds} per step."
         size = self.second_version
         amount = f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.2g} MB"
-        copy = f"{amount} a rank for a second version of the weights"
-        cost = f"for one update of delay and up to {copy}"
+        cost = f"at the cost of one update of delay and up to {amount} per rank for a second weight version"
         if plain is None:
-            return f"Async2BW alone runs and fits here: {fast.seconds} a step ({fast}), {cost}."
-        against = f"{fast.seconds} a step ({fast}) against {plain.seconds} for {_FOUND} ({plain})"
+            return f"Only Async2BW runs and fits: {fast.seconds} per step ({fast}), {cost}."
+        against = (
+            f"{fast.seconds} per step ({fast}) against {plain.seconds} for the fastest synchronous layout "
+            f"found ({plain})"
+        )
         if self.outcome == "pays":
             return f"Async2BW pays: {against}, {self.gain:.0%} faster, {cost}."
         if self.outcome == "no difference":
-            unknown = f"within the {LEAST_GAIN:.0%} that plans do not know"
-            return f"Async2BW makes no difference here: {against}, {unknown}."
-        who = "No pipeline pays" if plain.layout.pp == 1 else "Async2BW does not pay"
-        return f"{who} here: {plain} takes {plain.seconds} a step, Async2BW {fast.seconds} ({fast})."
+            return f"Async2BW makes no difference: {against}, within the plan's {LEAST_GAIN:.0%} error."
+        loser = "No pipeline pays" if plain.layout.pp == 1 else "Async2BW does not pay"
+        return f"{loser}: {plain} takes {plain.seconds} per step, Async2BW {fast.seconds} ({fast})."
 
     def to_json(self) -> dict[str, Any]:
-        """Numbers and names: seconds, bytes."""
+        """The verdict as JSON values: seconds, bytes."""
         return {
             "outcome": self.outcome,
             "asynchronous": self.asynchronous and self.asynchronous.to_json(),
@@ -184,7 +183,7 @@ def verdict_of(
     synchronous = _first([each for each in found if not each.layout.delayed])
     if asynchronous and synchronous and _close(asynchronous, synchronous):
         # The search scales parts from traced sizes, which may change the outcome.
-        asynchronous, synchronous = _again(asynchronous, time), _again(synchronous, time)
+        asynchronous, synchronous = _retimed(asynchronous, time), _retimed(synchronous, time)
     return Verdict(
         asynchronous=asynchronous,
         synchronous=synchronous,
@@ -197,7 +196,7 @@ def _close(one: Contender, other: Contender) -> bool:
     return abs(one.step_seconds / other.step_seconds - 1) < _CLOSE
 
 
-def _again(contender: Contender, time: Callable[[Trainer.Config], StepTime]) -> Contender:
+def _retimed(contender: Contender, time: Callable[[Trainer.Config], StepTime]) -> Contender:
     return dataclasses.replace(contender, step_seconds=time(contender.config).step_seconds)
 
 
@@ -240,7 +239,7 @@ def _fastest(searcher: Searcher, config: Trainer.Config, only: Callable[[Layout]
 
 
 def _second_version(contender: Contender, searcher: Searcher) -> int:
-    """Its bytes, the maximum over ranks."""
+    """Bytes of the second version of the weights, the maximum over ranks."""
     config, layout = contender.config, contender.layout
     parts = searcher.parts_of(config)
     memory = [memory_of(config, layout, parts, rank) for rank in range(layout.pp)]

@@ -2,5 +2,5 @@
 
 Each rank is built as in the real run, in a fake process group of the run's size (torch's backend "fake"),
 which sends nothing. At its real width a rank is built on the meta device; it trains with every width divided
-by a number, and what it receives is noise.
+by a number, and receives noise.
 """

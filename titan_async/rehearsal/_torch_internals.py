@@ -1,6 +1,6 @@
 """All uses of torch's private names in this layer.
 
-`tests/rehearsal/test_internals.py` fails when one of them is gone.
+`tests/rehearsal/test_internals.py` fails if one of them is removed.
 """
 
 import torch

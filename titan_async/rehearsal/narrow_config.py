@@ -43,7 +43,7 @@ _WIDTHS = (
 """Fields of torchtitan's modules that are widths; numbers of layers, heads, experts and tokens are not."""
 
 _NUMBERED_OUTPUTS = ("lm_head", "router.gate")
-"""Modules whose `out_features` are the vocabulary size or the number of experts."""
+"""Modules whose `out_features` is the vocabulary size or the number of experts."""
 
 
 def world_size(config: Trainer.Config) -> int:
@@ -55,8 +55,8 @@ def world_size(config: Trainer.Config) -> int:
     parallelism = config.parallelism
     if parallelism.data_parallel_shard_degree < 1:
         raise UserError(
-            "parallelism.data_parallel_shard_degree is -1, for as many as there are GPUs: set it to the "
-            "number of the run that is to be rehearsed"
+            "parallelism.data_parallel_shard_degree is -1, which depends on the number of GPUs: set it to "
+            "the degree of the run to rehearse"
         )
     return (
         non_data_parallel_size(parallelism)
@@ -74,13 +74,13 @@ def prepared(config: Trainer.Config, *, steps: int, folder: str) -> Trainer.Conf
         folder: for the files of the run.
 
     Raises:
-        UserError: if the model's vocabulary is too small for that text.
+        UserError: if the model's vocabulary is too small for the text.
     """
     vocabulary = getattr(config.model_spec.model, "vocab_size", _VOCABULARY)
     if vocabulary < _VOCABULARY:
         raise UserError(
-            f"a rehearsal reads text of {_VOCABULARY} different tokens, but the model has room for "
-            f"{vocabulary}: use a recipe of a larger vocabulary"
+            f"a rehearsal needs a vocabulary of at least {_VOCABULARY} tokens, but the model has "
+            f"{vocabulary}: use a recipe with a larger one"
         )
     changes: dict[str, Any] = {
         "comm": {"mode": "fake_backend"},
@@ -150,8 +150,8 @@ def narrowed(config: Trainer.Config, divisor: int) -> Trainer.Config:
                 setattr(node, field, _divided(width, divisor, f"{name}.{field}".lstrip(".")))
                 if isinstance(node, RoPE.Config) and getattr(node, field) % 2:
                     raise UserError(
-                        f"the width divisor {divisor} makes {name}.{field} odd, where positions are pairs of "
-                        f"numbers: use half of it"
+                        f"the width divisor {divisor} makes {name}.{field} odd, but rotary embeddings need "
+                        "even sizes: use half the divisor"
                     )
     optimizer = copy.deepcopy(config.optimizer)
     for group in optimizer.param_groups:
@@ -168,6 +168,6 @@ def narrowed(config: Trainer.Config, divisor: int) -> Trainer.Config:
 def _divided(width: int, divisor: int, name: str) -> int:
     if width % divisor:
         raise UserError(
-            f"the width divisor {divisor} does not divide {name}, which is {width}: use a divisor of both"
+            f"the width divisor {divisor} does not divide {name}, which is {width}: use a divisor of {width}"
         )
     return width // divisor

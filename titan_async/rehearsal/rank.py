@@ -51,15 +51,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of a rank's training in a rehearsal, and the plan of its checkpoint."""
+    """The result of a rank's training in a rehearsal, and its save plan."""
 
     rank: int
     stage: int
     updates: int
-    moved: int
-    """Parameters whose shard on this rank has had a gradient; all of them have changed."""
-    still: tuple[str, ...]
-    """Parameters whose shard on this rank has had no gradient but zeros."""
+    changed: int
+    """Number of parameters whose shard on this rank had a gradient; all of them changed."""
+    without_gradient: tuple[str, ...]
+    """Parameters whose gradients were all zero on this rank."""
     loss: float | None
     """Of the last step, on the last stage."""
     plan: SavePlan
@@ -68,7 +68,7 @@ class Trained:
 def build_at_real_width(config: Trainer.Config, rank: int, world: int) -> Shape:
     """Build a rank on the meta device, where tensors have shapes and no values.
 
-    Call it by `for_each`: torch keeps the rank for good.
+    Call it through `for_each`: torch does not reset the rank of a process.
     """
     with _as_rank(rank, world), tempfile.TemporaryDirectory() as folder:
         before = utils.device_type
@@ -91,17 +91,17 @@ def build_at_real_width(config: Trainer.Config, rank: int, world: int) -> Shape:
 def rehearse(config: Trainer.Config, rank: int, world: int, *, steps: int, divisor: int) -> Trained:
     """Train a rank for a few steps with a fake process group, and plan its part of a checkpoint.
 
-    Call it by `for_each`: torch keeps the rank for good.
+    Call it through `for_each`: torch does not reset the rank of a process.
 
     Args:
         config: the recipe's; not changed.
         rank: of this process.
         world: ranks of the run.
-        steps: updates; with 0 the rank is only built, and plans the checkpoint of its initial state.
+        steps: updates; with 0 the rank is only built, and its save plan is that of the initial state.
         divisor: of all widths.
 
     Raises:
-        RuntimeError: if a parameter's shard has had a gradient and has not changed, or is not finite, or the
+        RuntimeError: if a parameter's shard had a gradient and did not change, or is not finite, or the
             number of updates is not `steps`.
     """
     with _as_rank(rank, world), tempfile.TemporaryDirectory() as folder, FakeReceives(seed=rank):
@@ -119,13 +119,13 @@ def rehearse(config: Trainer.Config, rank: int, world: int, *, steps: int, divis
             trainer.train()
         else:
             trainer.checkpointer.save(0, last_step=True)
-        moved, still = tracker.check(steps)
+        changed, without_gradient = tracker.check(steps)
         return Trained(
             rank=rank,
             stage=_stage_index(trainer),
             updates=tracker.updates,
-            moved=moved,
-            still=still,
+            changed=changed,
+            without_gradient=without_gradient,
             loss=tracker.loss,
             plan=plan_of(saved, rank),
         )
@@ -134,8 +134,8 @@ def rehearse(config: Trainer.Config, rank: int, world: int, *, steps: int, divis
 def for_each(function: Callable[..., Any], calls: Iterable[tuple]) -> Iterator[Any]:
     """The results of `function(*call)` for each of `calls`, in their order.
 
-    Each call runs in its own process, because torch keeps its rank for good, and as many at a time as there
-    are cores. The processes are forks of one that has imported this module and nothing else.
+    Each call runs in its own process, because torch does not reset the rank of a process; as many run at a
+    time as there are cores. The processes are forked from one that has only imported this module.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["titan_async.rehearsal.rank"])
@@ -151,11 +151,10 @@ def for_each(function: Callable[..., Any], calls: Iterable[tuple]) -> Iterator[A
 
 
 class FakeReceives(TorchDispatchMode):
-    """Completes torch's backend "fake": what a rank receives is normally distributed noise, by a fixed seed.
+    """Completes torch's backend "fake": received tensors are filled with normally distributed noise.
 
-    That backend returns at once. Its collectives behave as if all ranks had this rank's data, but the buffer
-    of a receive keeps what was in memory before, and in an uneven all-to-all a rank that sends nothing has
-    nothing to receive from.
+    That backend returns immediately. Its collectives behave as if all ranks had this rank's data, but it does
+    not write to the buffer of a receive, and an uneven all-to-all lacks data if this rank sends too little.
 
     Args:
         seed: of the noise.
@@ -169,8 +168,7 @@ class FakeReceives(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.c10d.alltoall_base_.default and args[3]:
-            # (output, input, group, output splits, input splits, ...): the others send what is to be
-            # received.
+            # (output, input, group, output splits, input splits, ...): input as large as the output.
             sent = self._noise(args[0])
             args = (args[0], sent, args[2], args[3], args[3], *args[5:])
         result = func(*args, **(kwargs or {}))
@@ -195,8 +193,8 @@ def _as_rank(rank: int, world: int) -> Iterator[None]:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    gc.freeze()  # torchtitan collects garbage often: exclude the objects of imports
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+    gc.freeze()  # excludes imported objects from torchtitan's frequent garbage collections
+    with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):
         try:
             yield
         finally:
@@ -205,10 +203,8 @@ def _as_rank(rank: int, world: int) -> Iterator[None]:
 
 
 def _set_message_metas(trainer: Trainer) -> None:
-    training, microbatch = (
-        trainer.config.training,
-        trainer.config.parallelism.pipeline_parallel_microbatch_size,
-    )
+    training = trainer.config.training
+    microbatch = trainer.config.parallelism.pipeline_parallel_microbatch_size
     tokens = torch.Size((microbatch, training.seq_len))
     set_message_metas(
         stage_of(trainer.pp_schedule),
@@ -235,7 +231,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _ParameterTracker:
-    """Tracks which parameters have had gradients, and whether they have changed."""
+    """Tracks which parameters had nonzero gradients, and whether they changed."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._parameters = {
@@ -269,18 +265,22 @@ class _ParameterTracker:
                 self._had_gradient.add(name)
 
     def check(self, steps: int) -> tuple[int, tuple[str, ...]]:
-        """The number of shards that have changed, and the parameters without gradient."""
+        """The number of shards that changed, and the parameters without gradient.
+
+        Raises:
+            RuntimeError: see `rehearse`.
+        """
         if self.updates != steps:
-            raise RuntimeError(f"{steps} batches led to {self.updates} updates")
-        unmoved = [
+            raise RuntimeError(f"{self.updates} updates after {steps} batches")
+        unchanged = [
             name
             for name in sorted(self._had_gradient)
             if torch.equal(_local(self._parameters[name]), self._before[name])
         ]
-        if unmoved:
-            raise RuntimeError(f"gradients but no change: {', '.join(unmoved)}")
-        broken = [name for name, value in self._parameters.items() if not _local(value).isfinite().all()]
-        if broken:
-            raise RuntimeError(f"not finite after {steps} updates: {', '.join(broken)}")
-        there = {name for name, value in self._before.items() if value.numel()}
-        return len(self._had_gradient), tuple(sorted(there - self._had_gradient))
+        if unchanged:
+            raise RuntimeError(f"parameters with gradients did not change: {', '.join(unchanged)}")
+        not_finite = [n for n, value in self._parameters.items() if not _local(value).isfinite().all()]
+        if not_finite:
+            raise RuntimeError(f"parameters are not finite after {steps} updates: {', '.join(not_finite)}")
+        sharded_here = {name for name, value in self._before.items() if value.numel()}
+        return len(self._had_gradient), tuple(sorted(sharded_here - self._had_gradient))

@@ -29,13 +29,13 @@ from titan_async.training.pipeline.schedule import delays_gradients
 __all__ = ["Entries", "check_plans", "entries_of", "expected_entries", "plan_of"]
 
 Entries = Mapping[str, tuple[int, ...] | None]
-"""The entries of a checkpoint by key: the shape of a tensor, None for anything else."""
+"""The entries of a checkpoint by key: the shape of a tensor, None for other values."""
 
 _Region = tuple[tuple[int, int], ...]  # start and end in each dimension
 
 
 def plan_of(state: dict[str, Any], rank: int) -> SavePlan:
-    """The plan of torch.distributed.checkpoint for what a rank writes of a state."""
+    """The plan of torch.distributed.checkpoint for a rank's part of a state."""
     planner = DefaultSavePlanner()
     values = {
         key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()
@@ -47,11 +47,11 @@ def plan_of(state: dict[str, Any], rank: int) -> SavePlan:
 def expected_entries(config: Trainer.Config, world: int, *, divisor: int) -> Entries:
     """The entries that a checkpoint must have: the state of the whole model, built without parallelism.
 
-    Call it by `for_each`, in a process in which no other model is built.
+    Call it through `for_each`, in a process that builds no other model.
 
     Args:
         config: the recipe's.
-        world: ranks of the run, each of which saves its random generators.
+        world: ranks of the run, each of which saves its RNG state.
         divisor: of all widths, as in the rehearsal.
     """
     logging.disable(logging.WARNING)  # torchtitan's warnings about a configuration
@@ -85,7 +85,7 @@ def expected_entries(config: Trainer.Config, world: int, *, divisor: int) -> Ent
 
 
 def entries_of(plans: Sequence[SavePlan]) -> Entries:
-    """The entries that the plans write; where they differ, those of the last plan."""
+    """The entries that the plans write; if plans differ, those of the last one."""
     return {
         item.index.fqn: None if item.tensor_data is None else tuple(item.tensor_data.size)
         for plan in plans
@@ -94,9 +94,9 @@ def entries_of(plans: Sequence[SavePlan]) -> Entries:
 
 
 def check_plans(plans: Sequence[SavePlan], expected: Entries) -> list[str]:
-    """Compare the plans of all ranks with the expected entries; one sentence for each error.
+    """Compare the plans of all ranks with the expected entries; returns one sentence per error.
 
-    The keys must be equal, and every tensor covered by regions that do not overlap, each of them on the same
+    The keys must be equal, and every tensor must be covered by regions that do not overlap, each on the same
     number of ranks.
 
     Args:
@@ -113,7 +113,7 @@ def check_plans(plans: Sequence[SavePlan], expected: Entries) -> list[str]:
             shape = None if data is None else tuple(data.size)
             if key in expected and shape != expected[key]:
                 wrong.append(
-                    f"{key} is {_named(shape)} on rank {rank} and {_named(expected[key])} in the model"
+                    f"{key} is {_text(shape)} on rank {rank} but {_text(expected[key])} in the model"
                 )
             elif data is not None:
                 chunk = data.chunk
@@ -125,12 +125,12 @@ def check_plans(plans: Sequence[SavePlan], expected: Entries) -> list[str]:
     for key, places in regions.items():
         problem = _uncovered(places, found[key] or ())
         if problem:
-            wrong.append(f"{key}, of {_named(found[key])}: {problem}")
+            wrong.append(f"{key}, of {_text(found[key])}: {problem}")
     if not wrong:
         try:
             DefaultSavePlanner().create_global_plan(list(plans))
         except ValueError as error:
-            wrong.append(f"torch.distributed.checkpoint refuses the plans: {error}")
+            wrong.append(f"torch.distributed.checkpoint rejects the plans: {error}")
     return wrong
 
 
@@ -140,8 +140,8 @@ def _uncovered(places: Counter[_Region], shape: tuple[int, ...]) -> str | None:
     filled = {region: ranks for region, ranks in places.items() if all(start < end for start, end in region)}
     for region in filled:
         if any(start < 0 or end > size for (start, end), size in zip(region, shape, strict=True)):
-            return f"the part {_named(region)} reaches out of it"
-    # Every edge of a region cuts the whole tensor, so that a cell lies inside or outside of each region.
+            return f"region {_text(region)} exceeds it"
+    # Every edge of a region cuts the whole tensor, so each cell is either inside or outside a region.
     cuts = [
         sorted({edge for region in (whole, *filled) for edge in region[dimension]})
         for dimension in range(len(shape))
@@ -158,17 +158,15 @@ def _uncovered(places: Counter[_Region], shape: tuple[int, ...]) -> str | None:
         )
     for cell in itertools.product(*(itertools.pairwise(edges) for edges in cuts)):
         if covering[cell] != 1:
-            return (
-                f"the part {_named(cell)} is in {covering[cell] or 'no'} region{'s' * (covering[cell] > 1)}"
-            )
+            return f"{_text(cell)} is in {covering[cell] or 'no'} region{'s' * (covering[cell] > 1)}"
     if len(set(filled.values())) > 1:
-        return f"some of its parts are on {min(filled.values())} ranks, others on {max(filled.values())}"
+        return f"some regions are on {min(filled.values())} ranks, others on {max(filled.values())}"
     return None
 
 
-def _named(shape: Sequence | None) -> str:
+def _text(shape: Sequence | None) -> str:
     if shape is None:
-        return "no tensor"
+        return "not a tensor"
     if shape and isinstance(shape[0], tuple):
         return "[" + ", ".join(f"{start}:{end}" for start, end in shape) + "]"
     return "[" + ", ".join(map(str, shape)) + "]"
