@@ -6,7 +6,7 @@ the layers, including experts, with momentum 0.95 as in its first uses and in Mo
 less with a higher momentum; AdamW for embedding, head, norms and routers.
 
 No synchronous start (`pipeline.synchronous_ratio`): in docs/study.md, Muon with error feedback ends 0.007 +-
-0.011 nats a byte above its synchronous run after 3000 updates, and 0.001 +- 0.005 after a start of a quarter,
+0.011 nats per byte above its synchronous run after 3000 updates, and 0.001 +- 0.005 after a start of a quarter,
 while the bubbles of that start cost time in every run.
 """
 
