@@ -102,8 +102,8 @@ def test_titles_say_how_busy_ranks_are() -> None:
         "1F1B, 8 microbatches: busy 72.7% of the time",
         "GPipe, 8 microbatches: busy 72.7% of the time",
         "Async2BW, 8 microbatches: busy 100.0% of the time",
-        "ZBVZeroBubble, 8 microbatches, two stages a rank, the second darker: busy 94.1% of the time",
-        "Interleaved1F1B, 8 microbatches, two stages a rank, the second darker: busy 84.2% of the time",
+        "ZBVZeroBubble, 8 microbatches, two stages per rank, the second darker: busy 94.1% of the time",
+        "Interleaved1F1B, 8 microbatches, two stages per rank, the second darker: busy 84.2% of the time",
     ]
 
 
@@ -148,8 +148,7 @@ MISTAKES = [
     ),
     (
         ["1F1B", "--microbatches", "3"],
-        "1F1B does not go together with these numbers: "
-        "1F1B needs at least as many microbatches (3) as stages (4)",
+        "1F1B does not support these numbers: 1F1B needs at least as many microbatches (3) as stages (4)",
     ),
     (
         ["1F1B", "--out", "{tmp}/file/x.svg"],
