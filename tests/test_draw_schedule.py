@@ -79,14 +79,14 @@ def test_overlapped_pairs_are_split_boxes() -> None:
     assert title == "Async2BW, 8 microbatches, overlapped pairs: busy 100.0% of the time"
 
 
-def test_schedules_go_on_until_the_slowest_is_done() -> None:
+def test_schedules_continue_until_the_slowest_is_done() -> None:
     figure = charts_of("1F1B", "Async2BW")
     synchronous, asynchronous = figure.axes
     # 1F1B takes 3 (m + d - 1) a batch.
     assert synchronous.get_xlim() == asynchronous.get_xlim() == (0, 3 * 3 * (MICROBATCHES + RANKS - 1))
     # A rank of Async2BW does 24 of work a batch, and the first has waited for 6 before: 91 or more until 99.
     arguments = tool.parse(["Async2BW"])
-    run = tool._going_on("Async2BW", arguments, tool.simulated("Async2BW", arguments, 3), 99.0)
+    run = tool._extended("Async2BW", arguments, tool.simulated("Async2BW", arguments, 3), 99.0)
     for rank in range(RANKS):
         assert is_busy(tool.boxes_of(run), rank, 33.0, 99.0)
     texts = [text.get_text() for text in asynchronous.texts]

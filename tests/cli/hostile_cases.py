@@ -409,7 +409,7 @@ DATA = [
         "gzip-of-nothing",
         files.many_empty("a.jsonl.gz"),
         "a.jsonl.gz",
-        ["empty documents in a row", "remove them"],
+        ["consecutive empty documents", "remove them"],
     ),
     data(
         "endless-zeros",
@@ -686,7 +686,7 @@ CHECKPOINTS = [
         "convert",
         "no-tensors",
         files.spoiled_index(without_tensors),
-        ["holds another object", "take another"],
+        ["contains another object", "take another"],
     ),
     checkpoint(
         "convert",

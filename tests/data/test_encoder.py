@@ -77,7 +77,7 @@ def test_same_tokens_as_torchtitan(tmp_path: Path, name: str) -> None:
     assert encoder.vocab_size == reference.get_vocab_size()
     texts = [text for text in TEXTS if "<" not in text]
     expected = [reference.encode(text, add_bos=True, add_eos=True) for text in texts]
-    if name == "the same mark added by itself":  # which torchtitan takes for one at the end
+    if name == "the same mark added by itself":  # torchtitan then adds no EOS
         expected = [[*tokens, 0] for tokens in expected]
     assert [tokens.tolist() for tokens in encoder(texts)] == expected
 

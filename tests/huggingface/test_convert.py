@@ -281,7 +281,7 @@ def test_free_space_is_checked_first(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 10**7))
     assert main(["convert", str(run_dir), str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == (
-        f"{tmp_path}/out needs 0.01 GB, and its disk has 0.01 GB of free space: free more, or name a folder "
+        f"{tmp_path}/out needs 0.01 GB, and its disk has 0.01 GB available: free space, or name a folder "
         "on another disk\n"
     )
     assert not any(tmp_path.iterdir())

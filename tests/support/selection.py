@@ -1,7 +1,8 @@
 """Selects the tests that run by default (not slow, covering cases of crossed parameters), and their workers.
 
 Tests with ranks that wait for each other's messages are slow next to other tests with ranks. So the first
-worker of xdist starts with the files of tests with ranks, and the second one with the others, until they meet.
+worker of xdist starts with the files of tests with ranks, and the second one with the others, until they
+meet.
 """
 
 from __future__ import annotations

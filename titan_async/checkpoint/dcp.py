@@ -100,7 +100,7 @@ def save_tensors(
     Raises:
         UserError, OSError: from `load`, or from writing.
     """
-    # Planned with meta tensors. torch asks for the data when it writes them.
+    # Planned with meta tensors; torch requests the data when it writes them.
     plan = {key: torch.empty(info.shape, dtype=info.dtype, device="meta") for key, info in tensors.items()}
     # torch keeps all tensors of a file in memory until the file is complete.
     writer = ChecksumWriter(folder, single_file_per_rank=False)

@@ -90,7 +90,7 @@ def tensor_infos(files: SafetensorsFolder, mapping: KeyMapping) -> dict[str, Ten
         for name, shape in names.items():
             found = files.tensors.get(name)
             if found is None:
-                raise UserError(f"{files.folder} has no tensor {name}: fetch the whole model")
+                raise UserError(f"{files.folder} has no tensor {name}: fetch the complete model")
             if found.shape != shape:
                 raise UserError(
                     f"{name} in {files.folder} is {list(found.shape)}, where the recipe's model has "
