@@ -195,7 +195,7 @@ def _config(
             **validation,
         ),
         metrics=AsyncMetrics.Config(log_freq=10),
-        # A run cannot resume from a checkpoint of the model alone.
+        # A run cannot resume from a checkpoint with only the model.
         checkpoint=AsyncCheckpointer.Config(
             enable=True, last_save_model_only=False, keep_latest_k=2, **checkpoint
         ),

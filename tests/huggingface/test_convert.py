@@ -158,7 +158,7 @@ def test_no_file_contains_a_local_path(tmp_path: Path) -> None:
 def test_last_save_in_hf_format_is_converted(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With `checkpoint.last_save_in_hf` torchtitan writes the weights alone instead of a checkpoint."""
+    """With `checkpoint.last_save_in_hf` torchtitan writes only the weights instead of a checkpoint."""
     run, last = tmp_path / "run", tmp_path / "run" / "checkpoint" / "step-9"
     save_run(run, recipe)
     weights = expected(recipe, random_weights(recipe, seed=9))

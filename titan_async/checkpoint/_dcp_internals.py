@@ -237,7 +237,7 @@ class _Unpickler(pickle.Unpickler):
 def load_index(file: Path) -> Metadata:
     """Reads a `.metadata`. All files that it names are in its own folder.
 
-    A checkpoint that torch alone has written has no checksum of its index.
+    Checkpoints of torch's own writer have no checksum of the index.
 
     Raises:
         OSError: the file cannot be read.

@@ -1,6 +1,6 @@
 """Tensors of checkpoints of torch.distributed.checkpoint, one at a time, without a process group.
 
-Tensors are read unsharded, whatever the number of ranks and the layout that wrote them. A checkpoint that one
+Tensors are read unsharded, from checkpoints of any number of ranks and any layout. A checkpoint that one
 process writes can be loaded into any layout.
 """
 

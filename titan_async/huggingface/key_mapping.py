@@ -57,7 +57,7 @@ def key_mapping_of(config: Trainer.Config) -> KeyMapping:
         UserError: Hugging Face's format has no place for some tensor.
     """
     spec = config.model_spec
-    # All layers, whatever the pipeline's stages.
+    # All layers, without pipeline stages.
     model = build_on_meta(dataclasses.replace(config, parallelism=ParallelismConfig()))
     tied = is_tied(spec.model)
     # The adapter of a tied model would require the embedding with every other tensor.

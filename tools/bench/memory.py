@@ -141,7 +141,7 @@ class AllocatorTracker:
         pass  # they were made before
 
     def bytes_of(self, tensors: Iterable[Tensor]) -> int:
-        return 0  # it knows no origins
+        return 0  # origins are not tracked
 
     def attributed(self, origin: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return function

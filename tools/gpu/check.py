@@ -111,7 +111,7 @@ def rows_of(checks: dict[str, Check], gpus: int) -> Iterator[Row]:
         if not gpus and not check.on_cpu:
             yield not_checked(name, "needs a GPU")
         elif left < 20:
-            yield not_checked(name, f"the {SECONDS} seconds are over; --only {name} runs it alone")
+            yield not_checked(name, f"the time limit of {SECONDS} s is over; run it with --only {name}")
         else:
             # The cores of a CPU may be busy with other work.
             yield from run(name, check, gpus, min(check.seconds if gpus else 4 * check.seconds, left))

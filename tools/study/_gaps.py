@@ -59,7 +59,7 @@ class Losses:
         return self._seeds.get(replace(run, seed=0), {})
 
     def wallclock(self, budget_s: float) -> list[dict[str, Any]]:
-        """The results of question 8 for runs of so many seconds."""
+        """The results of question 8 for runs of `budget_s` seconds."""
         return [row for row in self._results.wallclock if row["budget_s"] == budget_s]
 
     def rate(self, run: Run) -> float | None:

@@ -52,7 +52,7 @@ def measure(scratch: Path, *, quick: bool) -> Iterator[Result]:
     yield summarize("signals", f"SIGSTOP of a rank for {PAUSE:.0f} s", _paused(scratch / "paused", expected))
     ranks = (1,) if quick else (1, 0)
     stopped = [_silent(scratch / f"stopped-{rank}", rank, expected, hangs=False) for rank in ranks]
-    yield summarize("signals", "SIGSTOP of a rank for ever", stopped)
+    yield summarize("signals", "permanent SIGSTOP of a rank", stopped)
     stuck = [_silent(scratch / f"stuck-{rank}", rank, expected, hangs=True) for rank in ranks]
     yield summarize("signals", "a rank stuck in a forward", stuck)
 
