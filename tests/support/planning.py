@@ -7,8 +7,6 @@ from titan_async.planning.layout import Layout
 from titan_async.planning.traced_parts import Part, Weight
 from titan_async.recipes.debug import debug
 
-GIB = 2**30
-
 ROUND = Cluster(
     accelerator=Accelerator(
         name="round",

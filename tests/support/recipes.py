@@ -27,6 +27,7 @@ from titan_async.recipes.moe_models import moe
 from titan_async.training.dataloader import Batch, TextDataLoader
 from titan_async.training.optimizer.config import HIDDEN_MATRICES, ErrorFeedbackConfig, SGDConfig
 from titan_async.training.trainer import AsyncTrainer
+from tools.bench._chunked_recipes import debug_in_chunks  # noqa: F401 - a recipe
 
 STEPS = 6
 LR = 0.5
@@ -75,12 +76,6 @@ def small() -> AsyncTrainer.Config:
     config = debug()
     model = llama(vocab_size=VOCAB_SIZE, dim=2 * DIM, n_layers=2, n_heads=4, hidden_dim=4 * DIM)
     return dataclasses.replace(config, model_spec=dataclasses.replace(config.model_spec, model=model))
-
-
-def debug_in_chunks() -> AsyncTrainer.Config:
-    """The debug recipe with a loss in chunks."""
-    config = debug()
-    return dataclasses.replace(config, loss=ChunkedLossWrapper.Config(num_chunks=8, loss_fn=config.loss))
 
 
 def titan_llama() -> Trainer.Config:

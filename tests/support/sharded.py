@@ -165,7 +165,6 @@ def prepare(
     wrap: Callable[[Stage, DeviceMesh], Any],
     names: tuple[str, ...],
     *,
-    batches: int = BATCHES,
     schedule_class: type = ScheduleAsync2BW,
     **model: Any,
 ) -> Run:
@@ -179,7 +178,7 @@ def prepare(
     pp = where.mesh.get_group("pp")
     stage = PipelineStage(module, where.stage, where.stages, torch.device("cpu"), group=pp)
     schedule = schedule_class(stage, MICROBATCHES, loss_fn=loss_fn)
-    inputs, targets = data(where.shares, batches, model.get("dtype", torch.float64))
+    inputs, targets = data(where.shares, model.get("dtype", torch.float64))
     share = slice(where.share, None, where.shares)
     return Run(module, stage, schedule, adamw(module.parameters()), inputs[:, share], targets[:, share])
 
@@ -227,7 +226,7 @@ def train(
     return whole(run.module), losses, norms
 
 
-def data(shares: int, batches: int = BATCHES, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+def data(shares: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """Inputs and targets of all shares of the data; microbatch `i` of a share is `i * shares + share`."""
-    inputs, targets = build_data(batches, MICROBATCHES * shares)
+    inputs, targets = build_data(BATCHES, MICROBATCHES * shares)
     return inputs.to(dtype), targets.to(dtype)

@@ -56,7 +56,7 @@ def oracle(
     """Weights, losses and norms of the recurrence on the whole model; `delay=0` trains synchronously."""
     newest = build_model(**model)
     optimizer = adamw(newest.parameters())
-    inputs, targets = data(shares, dtype=model.get("dtype", torch.float64))
+    inputs, targets = data(shares, model.get("dtype", torch.float64))
     history, losses, norms = [copy.deepcopy(newest.state_dict())], [], []
     for batch in range(BATCHES):
         reader = copy.deepcopy(newest)

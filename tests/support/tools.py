@@ -20,9 +20,9 @@ def module_folders() -> list[str]:
     return [str(TOOLS / folder) for folder in ("", "bench", "gpu", "study")]
 
 
-def run_tool(script: str, *flags: object, timeout: float = 600) -> CompletedProcess[str]:
+def run_tool(script: str, *flags: object) -> CompletedProcess[str]:
     """Runs `script`, a path in tools/."""
-    return forks.run([sys.executable, TOOLS / script, *flags], timeout=timeout)
+    return forks.run([sys.executable, TOOLS / script, *flags], timeout=600)
 
 
 def measured(folder: Path, script: str, *flags: object, statuses: tuple[int, ...] = (0,)) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["MOST_SECONDS", "has_ended", "is_gone", "times_waited", "until"]
+__all__ = ["MOST_SECONDS", "has_ended", "times_waited", "until"]
 
 MOST_SECONDS = 100
 """Timeout of tests, many times the duration of any event on a busy machine."""
@@ -23,11 +23,6 @@ def until(condition: Callable[[], _T], what: str) -> _T:
         assert time.monotonic() < deadline, what
         time.sleep(0.01)
     return found
-
-
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended and its parent has waited for it."""
-    return not Path(f"/proc/{pid}").exists()
 
 
 def has_ended(pid: int) -> bool:
