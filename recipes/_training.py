@@ -5,9 +5,9 @@ error feedback. Synchronous twins have the same hyperparameters, as in the paper
 the layers, including experts, with momentum 0.95 as in its first uses and in Moonlight, because a delay costs
 less with a higher momentum; AdamW for embedding, head, norms and routers.
 
-No synchronous start (`pipeline.synchronous_ratio`): in docs/study.md, Muon with error feedback ends 0.007 +-
-0.011 nats a byte above its synchronous run after 3000 updates, and 0.001 +- 0.005 after a start of a quarter,
-while the bubbles of that start cost time in every run.
+No synchronous start (`pipeline.synchronous_ratio`): in docs/study.md, the loss of Muon with error feedback
+after 3000 updates is 0.007 +- 0.011 nats per byte above that of its synchronous run, and 0.001 +- 0.005 above
+it with a synchronous first quarter, while the bubbles of that start cost time in every run.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ def on_a_laptop(spec: ModelSpec, *, name: str, muon_lr: float, adamw_lr: float) 
         spec,
         name=name,
         tokenizer=str(shakespeare_tokenizer_folder()),
-        # Few laptops have bfloat16 instructions; without them products take ten times as long.
+        # Without bfloat16 instructions, which few laptops have, products take ten times as long.
         muon=MuonConfig(lr=muon_lr, compute_dtype="float32"),
         adamw_lr=adamw_lr,
         training={
@@ -59,7 +59,7 @@ def on_a_laptop(spec: ModelSpec, *, name: str, muon_lr: float, adamw_lr: float) 
 
 
 def from_the_hub(spec: ModelSpec, *, seq_len: int, lr: float, head_layers: int) -> AsyncTrainer.Config:
-    """Trains a model of the Hub with the settings for a laptop; the user names another text.
+    """Trains a model of the Hub with the settings for a laptop; the user sets the text.
 
     Args:
         spec: the model.
@@ -122,7 +122,7 @@ def on_gpus(
         stages: of the pipeline.
         head_layers: cost of the head in layers; the embedding, which has no FLOPs, counts as none.
         shards: data-parallel ranks of each stage (FSDP2); -1 for all available GPUs.
-        local_sequences: per batch on each of them, in one pass of the pipeline.
+        local_sequences: per batch on each data-parallel rank, in one pass of the pipeline.
         microbatch: sequences per microbatch.
         experts_over: expert-parallel degree.
         overlap: whether stages compute overlapped pairs (docs/overlap.md).
@@ -195,7 +195,7 @@ def _config(
             **validation,
         ),
         metrics=AsyncMetrics.Config(log_freq=10),
-        # A run cannot resume from a checkpoint of the model alone.
+        # A run cannot resume from a checkpoint with only the model.
         checkpoint=AsyncCheckpointer.Config(
             enable=True, last_save_model_only=False, keep_latest_k=2, **checkpoint
         ),

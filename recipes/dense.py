@@ -1,6 +1,6 @@
 """Dense models for GPUs, with the shapes of SmolLM2 and Llama 3.2, trained on 20 tokens per parameter.
 
-Their vocabulary is SmolLM2's: 49 152 entries, openly licensed, for text as in FineWeb-Edu, and small enough
+Their vocabulary is SmolLM2's: 49 152 entries, openly licensed, for texts like FineWeb-Edu, and small enough
 that the head does not dominate the cost of the layers.
 """
 
@@ -13,14 +13,14 @@ def dense_135m() -> AsyncTrainer.Config:
     """SmolLM2-135M's shape (163 M parameters untied), 3.3 B tokens of FineWeb-Edu; 1 to 8 GPUs.
 
     - Width, depth, heads and RoPE base are SmolLM2-135M's. SmolLM2 ties embedding and head (`smollm2_135m`);
-      untied, any schedule supports them. The head's 28.3 M parameters are added to 134.5 M, and count in the
-      20 tokens per parameter.
+      here they are untied, which all schedules support. The head adds 28.3 M parameters to 134.5 M; both
+      count in the 20 tokens per parameter.
     - Sequences of 2048, as SmolLM2's; batches of 262 144 tokens, in the middle of the paper's 180 to 360 K.
     - Peak learning rate 1.5e-3, by the law in `_training.on_gpus`; not swept.
     - The head has the FLOPs of six layers (not measured), so that 30 layers and the head split evenly over 2,
       3, 4 and 6 stages. `pipeline.balance = "measured"` needs no such estimate.
-    - Four stages with microbatches of eight. On 8 GPUs planned are 173 ms a step, 236 ms for the twin's
-      schedule, and 171 ms for one stage.
+    - Four stages with microbatches of eight. The planned step time on 8 GPUs is 173 ms, 236 ms with the
+      twin's schedule, and 171 ms for one stage.
     """
     return _135m("135M-untied", name="dense_135m", steps=12_423)
 
@@ -28,15 +28,14 @@ def dense_135m() -> AsyncTrainer.Config:
 def dense_360m() -> AsyncTrainer.Config:
     """SmolLM2-360M's shape (409 M parameters untied), 8.2 B tokens of FineWeb-Edu; 1 to 8 GPUs.
 
-    - Width, depth, heads and RoPE base are SmolLM2-360M's (`smollm2_360m`). Untied, its head adds 47.2 M
+    - Width, depth, heads and RoPE base are SmolLM2-360M's (`smollm2_360m`). The untied head adds 47.2 M
       parameters to 361.8 M; both count in the 20 tokens.
     - Sequences of 2048, as SmolLM2's; batches of 327 680 tokens, within the paper's 180 to 360 K.
     - Peak learning rate 1.2e-3, by the law in `_training.on_gpus`; not swept.
     - The head has the FLOPs of four layers (not measured), so that 32 layers and the head split evenly over
-    2,
-      3, 4, 6 and 9 stages.
-    - Four stages with microbatches of eight. On 8 GPUs planned are 426 ms a step, 547 ms for the twin's
-      schedule, and 433 ms for one stage.
+      2, 3, 4, 6 and 9 stages.
+    - Four stages with microbatches of eight. The planned step time on 8 GPUs is 426 ms, 547 ms with the
+      twin's schedule, and 433 ms for one stage.
     """
     return _360m("360M-untied", name="dense_360m", steps=24_965)
 
@@ -44,9 +43,9 @@ def dense_360m() -> AsyncTrainer.Config:
 def smollm2_135m() -> AsyncTrainer.Config:
     """SmolLM2-135M unchanged, with tied embeddings, 2.7 B tokens of FineWeb-Edu; 1 to 8 GPUs.
 
-    - All of its config.json: width, depth, heads, RoPE base, tied embeddings, norm epsilon 1e-5.
-    - Batches, learning rate by the law, and stages are those of `dense_135m`. The steps are fewer: 20 tokens
-      for each of 134.5 M parameters.
+    - All values of its config.json: width, depth, heads, RoPE base, tied embeddings, norm epsilon 1e-5.
+    - Batches, learning rate by the law, and stages are those of `dense_135m`, with fewer steps: 20 tokens for
+      each of 134.5 M parameters.
     - Only Async2BW supports tied embeddings with several stages, so the synchronous twin has one stage.
     """
     return _135m("SmolLM2-135M", name="smollm2_135m", steps=10_263, tied=True)
@@ -55,7 +54,7 @@ def smollm2_135m() -> AsyncTrainer.Config:
 def smollm2_360m() -> AsyncTrainer.Config:
     """SmolLM2-360M unchanged, with tied embeddings, 7.2 B tokens of FineWeb-Edu; 1 to 8 GPUs.
 
-    - All of its config.json, as in `smollm2_135m`: the model of the table of optimizers in arXiv 2606.30634.
+    - All values of its config.json; this is the model of the table of optimizers in arXiv 2606.30634.
     - Batches, learning rate by the law, and stages are those of `dense_360m`; 20 tokens for each of 361.8 M
       parameters. The synchronous twin has one stage.
     """
@@ -72,8 +71,8 @@ def dense_1b() -> AsyncTrainer.Config:
     - Peak learning rate 9e-4, by that law; not swept.
     - Two stages: the head has the FLOPs of one and a half layers and counts as two, so that each stage has
       nine. For four stages, which are uneven, `pipeline.balance = "measured"` finds the best split.
-    - Two stages with microbatches of four: planned are 1.42 s a step, 1.57 s for the twin, and 1.36 s for one
-      stage, which is the fastest here. Microbatches of sixteen gain less than 2 %.
+    - Microbatches of four. The planned step time is 1.42 s, 1.57 s for the twin, and 1.36 s for one stage,
+      which is the fastest here. Microbatches of sixteen gain less than 2 %.
     """
     return on_gpus(
         dense_spec(

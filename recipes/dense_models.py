@@ -27,20 +27,20 @@ NORM: dict[str, Callable] = {"weight": nn.init.ones_}
 
 
 def depth_scaled(layer: int) -> dict[str, Callable]:
-    """Their initialization of matrices that write to the residual stream, smaller in deeper layers."""
+    """torchtitan's initialization of matrices that write to the residual stream, smaller in deeper layers."""
     std = depth_scaled_std(0.02, layer)
     return {"weight": partial(nn.init.trunc_normal_, std=std), "bias": nn.init.zeros_}
 
 
 def embedding(vocab_size: int, dim: int) -> Embedding.Config:
-    """Their token embedding, with unit variance, comparable to the layers' outputs."""
+    """torchtitan's token embedding, with unit variance, comparable to the layers' outputs."""
     return Embedding.Config(
         num_embeddings=vocab_size, embedding_dim=dim, param_init={"weight": partial(nn.init.normal_, std=1.0)}
     )
 
 
 def head(vocab_size: int, dim: int) -> Linear.Config:
-    """Their output projection."""
+    """torchtitan's output projection."""
     std = dim**-0.5
     return Linear.Config(
         in_features=dim,
@@ -50,7 +50,7 @@ def head(vocab_size: int, dim: int) -> Linear.Config:
 
 
 def dense_spec(flavor: str, model: Llama3Model.Config) -> ModelSpec:
-    """torchtitan's spec of a Llama, which can be exported for Hugging Face's `LlamaForCausalLM`."""
+    """torchtitan's spec of a Llama, which can be exported as Hugging Face's `LlamaForCausalLM`."""
     return ModelSpec(
         name="llama3",
         flavor=flavor,

@@ -68,8 +68,8 @@ def moe(
       feed-forward layer of `n_shared_experts` times an expert's width.
 
     torchtitan supports neither DeepSeek-V3's auxiliary loss within a sequence (weight 1e-4) nor a z-loss. The
-    latter prevents a common drift of a softmax's logits, to which the softmax is invariant. A router's
-    sigmoid is not invariant, and computes in float32; the head's logits are limited by weight decay only.
+    latter prevents a common drift of logits, to which a softmax is invariant. A router's sigmoid is not
+    invariant, and is computed in float32; the head's logits are limited by weight decay only.
 
     Args:
         vocab_size: rows of the embedding and of the head, which are not tied.

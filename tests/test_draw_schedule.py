@@ -86,7 +86,7 @@ def test_schedules_continue_until_the_slowest_is_done() -> None:
     assert synchronous.get_xlim() == asynchronous.get_xlim() == (0, 3 * 3 * (MICROBATCHES + RANKS - 1))
     # Each rank of Async2BW is busy from 33, when the pipeline has filled, to the end.
     arguments = tool.parse(["Async2BW"])
-    run = tool._going_on("Async2BW", arguments, tool.simulated("Async2BW", arguments, 3), 99.0)
+    run = tool._extended("Async2BW", arguments, tool.simulated("Async2BW", arguments, 3), 99.0)
     for rank in range(RANKS):
         assert is_busy(tool.boxes_of(run), rank, 33.0, 99.0)
     texts = [text.get_text() for text in asynchronous.texts]
@@ -102,8 +102,8 @@ def test_titles_contain_the_utilization() -> None:
         "1F1B, 8 microbatches: busy 72.7% of the time",
         "GPipe, 8 microbatches: busy 72.7% of the time",
         "Async2BW, 8 microbatches: busy 100.0% of the time",
-        "ZBVZeroBubble, 8 microbatches, two stages a rank, the second darker: busy 94.1% of the time",
-        "Interleaved1F1B, 8 microbatches, two stages a rank, the second darker: busy 84.2% of the time",
+        "ZBVZeroBubble, 8 microbatches, two stages per rank, the second darker: busy 94.1% of the time",
+        "Interleaved1F1B, 8 microbatches, two stages per rank, the second darker: busy 84.2% of the time",
     ]
 
 
@@ -148,8 +148,7 @@ MISTAKES = [
     ),
     (
         ["1F1B", "--microbatches", "3"],
-        "1F1B does not go together with these numbers: "
-        "1F1B needs at least as many microbatches (3) as stages (4)",
+        "1F1B does not support these numbers: 1F1B needs at least as many microbatches (3) as stages (4)",
     ),
     (
         ["1F1B", "--out", "{tmp}/file/x.svg"],

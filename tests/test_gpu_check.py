@@ -177,7 +177,7 @@ def test_verdicts() -> None:
 @pytest.mark.parametrize(
     ("flags", "version", "says"),
     [
-        ([], None, "torch finds no CUDA device here; --cpu runs what needs none"),
+        ([], None, "torch finds no CUDA device; --cpu runs the checks that need none"),
         ([], "2.10.0", "torch 2.10.0 is too old: 2.11 or newer is needed"),
         (["--only", "speed", "gemm"], None, "--only speed: the checks are device, recurrence,"),
     ],

@@ -71,4 +71,4 @@ def test_a_tree_is_copied_and_imported(tree: Path, tmp_path: Path) -> None:
 def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         tool.main(["nothing"])
-    assert "there is no fault nothing; there are recompute-with" in capsys.readouterr().err
+    assert "there is no fault nothing; choose from recompute-with" in capsys.readouterr().err

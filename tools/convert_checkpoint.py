@@ -1,4 +1,4 @@
-"""Writes a checkpoint in Hugging Face's format: `titan-async convert`, where the command is not installed.
+"""Writes a checkpoint in Hugging Face's format, as `titan-async convert` does, if that is not installed.
 
 python tools/convert_checkpoint.py outputs/debug hf/debug --dtype bf16
 """

@@ -1,12 +1,12 @@
-"""The cost of a delay on problems of known solution, with error feedback and without.
+"""The cost of a delay for problems with a known solution, with and without error feedback.
 
     python tools/delay_theory.py            # three minutes on one core
 
-Two convex problems whose solution W* is known, of matrices [16, 8], for 16 seeds: how far from W* does an
-optimizer end, at delays of 0, 1, 2 and 4 updates, with error feedback and without? Learning rates are chosen
-on synchronous runs alone, with other seeds, so that nothing is tuned to the delay; a second table shows what
-a rate chosen for the delay changes. Prints both as Markdown, as docs/delay.md has them, and writes
-docs/delay.json (every number) and docs/delay.svg.
+For two convex problems of matrices [16, 8] with a known solution W*, and 16 seeds: the distance of the final
+weights from W*, for delays of 0, 1, 2 and 4 updates, with and without error feedback. Learning rates are
+selected on synchronous runs only, with other seeds, so that nothing is tuned for the delay; a second table
+has rates selected for the delay. Prints both tables of docs/delay.md as Markdown, and writes docs/delay.json
+(all values) and docs/delay.svg.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from titan_async.optim import DelayedGradients, ErrorFeedback, Lion, Muon
 
 ROWS, COLS = 16, 8
-CONDITION = 100.0  # of the quadratic
-SAMPLES, NOISE = 32, 1.0  # of a batch of the regression
+CONDITION = 100.0  # of the quadratic problem
+SAMPLES, NOISE = 32, 1.0  # per batch of the regression
 STEPS = 300
 SEEDS, CHOICE_SEEDS = 16, 8
 DELAYS = (0, 1, 2, 4)
@@ -44,7 +44,7 @@ class Problem:
 
 
 def quadratic(seeds: int, first: int = 0) -> Problem:
-    """tr((W - W*)' H (W - W*)) / 2, the logarithms of H's eigenvalues evenly from 1/CONDITION to 1."""
+    """tr((W - W*)' H (W - W*)) / 2, with eigenvalues of H logarithmically spaced from 1/CONDITION to 1."""
     solutions, curvatures = [], []
     values = torch.logspace(-math.log10(CONDITION), 0, ROWS, dtype=torch.float64)
     for seed in range(first, first + seeds):
@@ -62,7 +62,7 @@ def quadratic(seeds: int, first: int = 0) -> Problem:
 
 
 def regression(seeds: int, first: int = 0) -> Problem:
-    """Mean of |x'W - y|^2 / 2 over SAMPLES new x ~ N(0, I) a batch, with y = x'W* + NOISE N(0, I)."""
+    """Mean of |x'W - y|^2 / 2 over SAMPLES new x ~ N(0, I) per batch, with y = x'W* + NOISE N(0, I)."""
     solutions, generators = [], []
     for seed in range(first, first + seeds):
         generators.append(torch.Generator().manual_seed(seed))
@@ -70,7 +70,7 @@ def regression(seeds: int, first: int = 0) -> Problem:
     solution = torch.stack(solutions)
 
     def loss(weights: Tensor, batch: int) -> Tensor:
-        # The same samples for every optimizer and delay: differences between runs are paired.
+        # The same samples for every optimizer and delay, so that differences between runs are paired.
         drawn = [g.manual_seed(1_000_003 * (first + i + 1) + batch) for i, g in enumerate(generators)]
         x = torch.stack([torch.randn(SAMPLES, ROWS, dtype=torch.float64, generator=g) for g in drawn])
         noise = torch.stack([torch.randn(SAMPLES, COLS, dtype=torch.float64, generator=g) for g in drawn])
@@ -91,7 +91,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter], float], torch.optim.Optimize
 
 
 def schedule(step: int, steps: int) -> float:
-    """The paper's: linear over the first tenth, then a cosine to a tenth of the peak."""
+    """That of arXiv 2606.30634: linear over the first tenth, then a cosine to a tenth of the peak."""
     warm_up = steps // 10
     if step < warm_up:
         return (step + 1) / warm_up
@@ -101,7 +101,7 @@ def schedule(step: int, steps: int) -> float:
 def distances(
     problem: Problem, optimizer: str, lr: float, delay: int, feedback: str | None, steps: int = STEPS
 ) -> Tensor:
-    """|W - W*| / |W*| (Frobenius) after a run from W = 0, one a seed; not finite where a run diverged."""
+    """|W - W*| / |W*| (Frobenius) after a run from W = 0, by seed; not finite if a run diverged."""
     weights = nn.ParameterList([torch.zeros_like(problem.solution)])
     built = OPTIMIZERS[optimizer](list(weights), lr)
     if feedback is not None:
@@ -119,7 +119,7 @@ def distances(
 
 
 def best_rate(problem: Problem, optimizer: str, delay: int = 0, feedback: str | None = None) -> float:
-    """The learning rate of the grid whose runs end nearest to the solution, in the mean over seeds."""
+    """The learning rate of the grid with the smallest distance, averaged over seeds."""
     means = {lr: float(distances(problem, optimizer, lr, delay, feedback).mean()) for lr in RATES}
     return min((lr for lr in means if math.isfinite(means[lr])), key=means.__getitem__)
 
@@ -136,12 +136,12 @@ _T_95 = {8: 2.365, 16: 2.131}  # two-sided, by the number of seeds
 
 
 def cells() -> list[tuple[int, str | None]]:
-    """Every delay with every kind of feedback; without a delay there is nothing to feed back."""
+    """Every delay with every kind of feedback; without a delay there is no feedback."""
     return [(0, None), *((delay, feedback) for delay in DELAYS[1:] for feedback in FEEDBACKS)]
 
 
 def measure() -> dict[str, Any]:
-    """All runs: by problem and optimizer the rate, and by cell every seed's distance; then with own rates."""
+    """Results by problem and optimizer: rate, distances by cell and seed, and distances with own rates."""
     results: dict[str, Any] = {}
     for problem_name, make in PROBLEMS.items():
         choice, problem = make(CHOICE_SEEDS, 1000), make(SEEDS)
@@ -165,7 +165,7 @@ def key(delay: int, feedback: str | None) -> str:
 
 
 def tables(results: dict[str, Any]) -> str:
-    """Two Markdown tables: distances at the synchronous runs' rates, and at rates of their own."""
+    """Two Markdown tables: distances with the rates of synchronous runs, and with own rates."""
     lines = [
         "| problem | optimizer, rate | synchronous | delay | no feedback | update level | gradient level |",
         "|---|---|---|---|---|---|---|",
@@ -206,11 +206,11 @@ def _shown(found: Tensor, base: Tensor) -> str:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Distance against delay: a row of panels for each problem, a column for each optimizer."""
+    """Plots distance against delay: a row of panels for each problem, a column for each optimizer."""
     import matplotlib
 
     matplotlib.use("Agg")
-    # The same file for the same numbers.
+    # Reproducible files.
     matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "delay", "font.size": 8}
     from matplotlib import pyplot
 
@@ -226,7 +226,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
             for entry in optimizers.values()
             for values in entry["distances"].values()
         ]
-        # What diverged leaves the panel at the top: a run starts at a distance of 1.
+        # The initial distance is 1; diverged runs are outside of the panel.
         low, high = 0.7 * min(means), min(1.4 * max(means), 1.5)
         digits = (1,) if high / low > 100 else (1, 2, 5)
         ticks = [digit * 10.0**exponent for exponent in range(-6, 1) for digit in digits]
@@ -252,8 +252,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     docs = Path(__file__).resolve().parents[1] / "docs"
-    parser.add_argument("--out", type=Path, default=docs, help="where delay.json and delay.svg go")
-    parser.add_argument("--from-json", action="store_true", help="only show what delay.json holds")
+    parser.add_argument("--out", type=Path, default=docs, help="folder of delay.json and delay.svg")
+    parser.add_argument("--from-json", action="store_true", help="only print and plot delay.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     arguments.out.mkdir(parents=True, exist_ok=True)

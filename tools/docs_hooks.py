@@ -1,6 +1,6 @@
-"""Hooks of mkdocs: the README and its like become pages, and links to source files plain text.
+"""Hooks of mkdocs that add the README and other files above docs/, and unlink source files.
 
-On a code host the same files link to each other and to the sources where they lie.
+On a code host the same files link to each other and to the sources by relative paths.
 """
 
 import re
@@ -12,14 +12,14 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
-"""Pages that lie above docs/, and their names in the site."""
+"""Pages above docs/, and their names in the site."""
 
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 IMAGE = re.compile(r"(!\[[^\]]*\]\()docs/")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages that lie above docs/."""
+    """Adds the pages above docs/."""
     for name, page in PAGES.items():
         text = (ROOT / name).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=IMAGE.sub(r"\1", text)))
@@ -27,14 +27,14 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
-    """Points links at the site's pages, and takes those away that lead to no page."""
+    """Resolves links to the site's pages, and replaces other links by their text."""
     above = page.file.src_uri in PAGES.values()
     folder = ROOT if above else (ROOT / "docs" / page.file.src_uri).parent
 
     def resolved(link: re.Match[str]) -> str:
         target = (folder / link[2]).resolve()
         if not target.exists():
-            raise FileNotFoundError(f"{page.file.src_uri} links to {link[2]}, which is not there")
+            raise FileNotFoundError(f"{page.file.src_uri} links to {link[2]}, which does not exist")
         shown = target.relative_to(ROOT).as_posix()
         name = PAGES.get(shown, shown.removeprefix("docs/"))
         if files.get_file_from_path(name) is None or not (shown in PAGES or shown.startswith("docs/")):

@@ -2,8 +2,8 @@
 
     python tools/draw_pair.py --out docs/images/pair.svg
 
-Attention and experts take 1 forward and 2 backward, the tokens of an all-to-all 0.75, so that messages take
-half as long as the computation. Nothing is measured.
+Attention and experts take 1 forward and 2 backward, and an all-to-all 0.75, so that messages take half as
+long as the computation. Nothing is measured.
 """
 
 import argparse
@@ -17,14 +17,14 @@ from titan_async.pipelining.recording import Kind
 
 MESSAGE = 0.75
 FORWARD = [1.0, 1.0, 1.0, 1.0, 0.0]
-"""Computation before each all-to-all, attention and experts by turns, and after the last one."""
+"""Computation before each all-to-all, alternately of attention and experts, and after the last one."""
 BACKWARD = [0.0, 2.0, 2.0, 2.0, 2.0]
 KINDS = (Kind.BACKWARD, Kind.FORWARD)
 ROWS = ("computation", "tokens of the backward", "tokens of the forward")
 
 
 def one_after_the_other() -> list[Box]:
-    """What takes how long where each half waits for its own tokens."""
+    """The boxes if each half waits for its own tokens."""
     boxes: list[Box] = []
     now = 0.0
     for half in (1, 0):
@@ -37,7 +37,7 @@ def one_after_the_other() -> list[Box]:
 
 
 def together() -> list[Box]:
-    """The same by turns: a half continues once its tokens have arrived and the other one waits."""
+    """The boxes of a pair: a half continues when its tokens have arrived and the other half waits."""
     boxes: list[Box] = []
     now, arrived = 0.0, [0.0, 0.0]
     for number, segments in enumerate(zip(BACKWARD, FORWARD, strict=True), 1):
@@ -49,7 +49,7 @@ def together() -> list[Box]:
 
 
 def _segment(half: int, start: float, seconds: float) -> list[Box]:
-    """A computation of a half, and the tokens that it sends then."""
+    """A computation of a half, and its following all-to-all."""
     end = start + seconds
     return [Box(0, start, end, KINDS[half]), Box(1 + half, end, end + MESSAGE, KINDS[half], tint=0.45)]
 

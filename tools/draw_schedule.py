@@ -1,12 +1,12 @@
-"""Draws schedules under each other on one time axis: what each rank computes when, from its list of actions.
+"""Draws schedules below each other on one time axis, from the list of actions of each rank.
 
     python tools/draw_schedule.py 1F1B ZBVZeroBubble Async2BW --pp 4 --microbatches 8 --out schedules.svg
 
-Nothing is measured: a forward of one microbatch through all layers of a rank takes 1, a backward what
---backward says, and each half of a divided one half of that. Where a rank has two stages, each takes half as
-long. With --overlap Async2BW runs overlapped pairs, the forward above the backward, which take what both do.
-Batches alternate between two shades. Every schedule goes on until the slowest has done its batches; the
-utilization in the titles is that of the steady state.
+Nothing is measured: a forward of one microbatch through all layers of a rank takes 1, a backward the value of
+--backward, and each half of a split backward half of that. If a rank has two stages, each takes half as long.
+With --overlap Async2BW runs overlapped pairs, drawn with the forward above the backward; a pair takes the sum
+of both. Batches alternate between two shades. All schedules are drawn until the slowest has finished its
+batches; the utilization in the titles is that of the steady state.
 """
 
 import argparse
@@ -29,14 +29,14 @@ SCHEDULES = (*ONE_STAGE, "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"
 
 KINDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.BACKWARD_INPUT, "W": Kind.BACKWARD_WEIGHT}
 
-STEADY_BATCHES = 8  # of the simulation that the utilization is taken from
+STEADY_BATCHES = 8  # of the simulation for the utilization
 
 
 def simulated(schedule: str, arguments: argparse.Namespace, batches: int) -> Run:
-    """Run some batches of a schedule.
+    """Simulates some batches of a schedule.
 
     Raises:
-        UserError: if the schedule is unknown, or does not go together with the numbers.
+        UserError: the schedule is unknown, or does not support the numbers.
     """
     if schedule not in SCHEDULES:
         raise UserError(unknown_name("the schedule", schedule, SCHEDULES))
@@ -52,7 +52,7 @@ def simulated(schedule: str, arguments: argparse.Namespace, batches: int) -> Run
     try:
         programs = schedule_programs(schedule, ranks, microbatches, batches, lookahead, overlap=overlap)
     except ValueError as error:
-        raise UserError(f"{schedule} does not go together with these numbers: {error}") from None
+        raise UserError(f"{schedule} does not support these numbers: {error}") from None
     stages = stages_of_ranks(schedule, ranks)
     total = sum(map(len, stages))
     share = ranks / total
@@ -61,7 +61,7 @@ def simulated(schedule: str, arguments: argparse.Namespace, batches: int) -> Run
 
 
 def boxes_of(run: Run) -> list[Box]:
-    """What a chart shows of a simulation: a row for each rank."""
+    """The boxes of a simulation, with a row for each rank."""
     boxes = []
     for rank, spans in enumerate(run.timelines):
         first = min(span.task.stage for span in spans)
@@ -75,31 +75,31 @@ def boxes_of(run: Run) -> list[Box]:
 
 
 def draw(figure: Figure, schedules: Sequence[str], arguments: argparse.Namespace) -> None:
-    """Draw one chart for each schedule, until the slowest of them has done its batches."""
+    """Draws a chart for each schedule, until the slowest has finished its batches."""
     runs = [simulated(schedule, arguments, arguments.batches) for schedule in schedules]
     until = max(run.makespan for run in runs)
     rows = [f"rank {rank}" for rank in range(arguments.pp)]
     charts = []
     for schedule, run in zip(schedules, runs, strict=True):
-        boxes = [box for box in boxes_of(_going_on(schedule, arguments, run, until)) if box.start < until]
+        boxes = [box for box in boxes_of(_extended(schedule, arguments, run, until)) if box.start < until]
         charts.append(Chart(title_of(schedule, arguments), rows, boxes))
     draw_charts(figure, charts, "time, forwards of a microbatch", until)
 
 
-def _going_on(schedule: str, arguments: argparse.Namespace, run: Run, until: float) -> Run:
-    """A schedule with so many batches that it does not end before that time."""
+def _extended(schedule: str, arguments: argparse.Namespace, run: Run, until: float) -> Run:
+    """A simulation with enough batches not to end before `until`."""
     batches = arguments.batches
     if run.makespan == until:
         return run
     while run.makespan < until:
         batches += 1
         run = simulated(schedule, arguments, batches)
-    return simulated(schedule, arguments, batches + 1)  # Async2BW drains in the last one
+    return simulated(schedule, arguments, batches + 1)  # Async2BW drains in the last batch
 
 
 def title_of(schedule: str, arguments: argparse.Namespace) -> str:
-    """What a chart is of, and how busy the ranks are in the steady state."""
-    several = "" if schedule in ONE_STAGE else ", two stages a rank, the second darker"
+    """The title of a chart, with the utilization in the steady state."""
+    several = "" if schedule in ONE_STAGE else ", two stages per rank, the second darker"
     busy = simulated(schedule, arguments, STEADY_BATCHES).utilization
     if arguments.overlap and schedule == "Async2BW":
         several = ", overlapped pairs"
@@ -113,12 +113,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("schedules", nargs="+", metavar="SCHEDULE", help=", ".join(SCHEDULES))
     parser.add_argument("--pp", type=_positive, default=4, help="ranks of the pipeline (default: 4)")
-    parser.add_argument("--microbatches", type=_positive, default=8, help="of a batch (default: 8)")
+    parser.add_argument("--microbatches", type=_positive, default=8, help="per batch (default: 8)")
     parser.add_argument("--batches", type=_positive, default=3, help="of the slowest schedule (default: 3)")
     parser.add_argument("--lookahead", type=_from_zero, default=0, help="of Async2BW (default: 0)")
     parser.add_argument("--overlap", action="store_true", help="overlapped pairs in Async2BW")
-    parser.add_argument("--backward", type=_time, default=2.0, help="its time (default: 2)")
-    parser.add_argument("--latency", type=_time, default=0.0, help="of a message (default: 0)")
+    parser.add_argument("--backward", type=_time, default=2.0, help="time of a backward (default: 2)")
+    parser.add_argument("--latency", type=_time, default=0.0, help="time of a message (default: 0)")
     parser.add_argument("--out", type=Path, default=Path("schedules.svg"), help="a .svg or .png file")
     arguments = parser.parse_args(argv)
     if arguments.out.suffix not in (".svg", ".png"):

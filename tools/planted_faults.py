@@ -1,12 +1,12 @@
 """Plants faults in a copy of the tree, one at a time, and reports those that no test catches.
 
     python tools/planted_faults.py                         # every fault of planted_faults.toml
-    python tools/planted_faults.py drain-without-delay     # this one
+    python tools/planted_faults.py drain-without-delay     # one fault
     python tools/planted_faults.py --jobs 1 --json faults.json
-    python tools/planted_faults.py --whole NAME            # the whole suite, not the files named for it
+    python tools/planted_faults.py --whole NAME            # with the whole suite
 
-A fault replaces a few lines of a file in `titan_async/`. The test files that the table names for it then run
-in the copy, up to the first failure:
+A fault replaces a few lines of a file in `titan_async/`. Then the test files in its entry of the table run in
+the copy, up to the first failure:
 
     caught          a test failed
     hung            no test failed within the time limit, which counts as caught
@@ -14,8 +14,8 @@ in the copy, up to the first failure:
     broken          pytest could not collect the tests, so the fault is not a plausible one
     does not apply  the lines are not in the file exactly once: the code has changed, update the table
 
-The exit status is 1 if a fault was neither caught nor hung. The test files run once without a fault first,
-since a test that fails anyway catches nothing; `--no-check` skips this.
+The exit status is 1 if a fault was neither caught nor hung. The test files first run once without a fault,
+because a test that fails anyway catches nothing; `--no-check` skips this.
 """
 
 import argparse
@@ -71,34 +71,34 @@ def read_table(table: Path = TABLE) -> list[Fault]:
 
 
 def changed(text: str, fault: Fault) -> str:
-    """The content of the fault's file with the fault; ValueError if the lines are not there exactly once."""
+    """The file's content with the fault; raises ValueError unless it has the lines exactly once."""
     if (count := text.count(fault.old)) != 1:
         raise ValueError(f"{fault.file} has the lines {count} times, not once")
     return text.replace(fault.old, fault.new)
 
 
 def copy_tree(source: Path, target: Path) -> Path:
-    """Copy what tests need, and stop unless `titan_async` is imported from the copy."""
+    """Copies the files that tests need, and exits unless `titan_async` is imported from the copy."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns(*_NOT_COPIED), symlinks=True)
     command = [sys.executable, "-c", "import titan_async; print(titan_async.__file__)"]
     found = subprocess.check_output(command, cwd=target, env=_environment(target), text=True).strip()
     if not Path(found).resolve().is_relative_to(target.resolve()):
-        sys.exit(f"titan_async is imported from {found} and not from the copy in {target}")
+        sys.exit(f"titan_async is imported from {found} instead of the copy in {target}")
     return target
 
 
 def _environment(tree: Path) -> dict[str, str]:
-    # An editable installation only finds what is not on the path: `titan_async.recipes`, which is the folder
+    # An editable installation only provides what is not on the path: `titan_async.recipes`, the folder
     # recipes/ of the checkout. No fault is planted there.
     return {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def run_tests(tree: Path, tests: Sequence[str], timeout: float) -> Result:
-    """Run test files of a tree, or all if none are named, up to the first failure."""
+    """Runs test files of a tree, or all if none are named, up to the first failure."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     start = time.monotonic()
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
-        # In a session of its own, so that the processes that tests start can be killed with it.
+        # In a new session, so that the processes that tests start can be killed with it.
         process = subprocess.Popen(
             command, cwd=tree, env=_environment(tree), stdout=output, stderr=output, start_new_session=True
         )
@@ -124,7 +124,7 @@ def run_tests(tree: Path, tests: Sequence[str], timeout: float) -> Result:
 
 
 def try_fault(tree: Path, fault: Fault, *, whole: bool = False) -> Result:
-    """Plant a fault in a tree, run its tests, and restore the file."""
+    """Plants a fault in a tree, runs its tests, and restores the file."""
     file = tree / fault.file
     content, times = file.read_text(encoding="utf-8"), file.stat()
     try:
@@ -134,21 +134,21 @@ def try_fault(tree: Path, fault: Fault, *, whole: bool = False) -> Result:
         return Result("does not apply", str(error))
     finally:
         file.write_text(content, encoding="utf-8")
-        # Compiled code counts as current if it was made of a source of this time.
+        # Compiled code is valid if its source has this time.
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="faults to plant (default: all)")
-    parser.add_argument("--jobs", type=int, default=2, help="faults side by side, each in its own copy")
+    parser.add_argument("--jobs", type=int, default=2, help="faults at the same time, each in its own copy")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     parser.add_argument("--whole", action="store_true", help="run the whole test suite for each fault")
     parser.add_argument("--no-check", action="store_true", help="skip the run without a fault")
     arguments = parser.parse_args(argv)
     table, jobs = {fault.name: fault for fault in read_table()}, max(arguments.jobs, 1)
     if unknown := [name for name in arguments.names if name not in table]:
-        parser.error(f"there is no fault {unknown[0]}; there are {', '.join(table)}")
+        parser.error(f"there is no fault {unknown[0]}; choose from {', '.join(table)}")
     faults = [table[name] for name in arguments.names or table]
 
     with tempfile.TemporaryDirectory(prefix="planted_faults_") as folder, ThreadPoolExecutor(jobs) as pool:

@@ -1,12 +1,12 @@
-"""Tokenizes text once, into files that training maps into memory. Examples:
+"""Tokenizes text into files that training memory-maps. Examples:
 
     python tools/prepare_data.py data/fineweb --tokenizer assets/smollm \\
         --dataset HuggingFaceFW/fineweb-edu --dataset_config sample-10BT
     python tools/prepare_data.py data/mine --tokenizer assets/smollm --dataset_path my_texts/
     python tools/prepare_data.py data/mine --verify
 
-Train on them with `dataset = "tokens"` and `dataset_path = "data/mine"` in `[dataloader]`. Interrupted in any
-way, the same command goes on where it stopped; the files do not depend on that, nor on --processes.
+Train on them with `dataset = "tokens"` and `dataset_path = "data/mine"` in `[dataloader]`. After an
+interruption the same command resumes; the files do not depend on interruptions or on --processes.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("Stopped: the same command goes on from here.", file=sys.stderr)
+        print("Interrupted; the same command resumes.", file=sys.stderr)
         return 130
     return 0
 
@@ -44,7 +44,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("folder", help="where the token files are, or will be")
+    parser.add_argument("folder", help="folder of the token files")
     parser.add_argument("--tokenizer", help="folder with a tokenizer.json (and tokenizer_config.json)")
     parser.add_argument(
         "--dataset",
@@ -52,20 +52,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help='"owner/name" of the Hugging Face hub, or "shakespeare" (%(default)s)',
     )
     parser.add_argument("--dataset_path", help="file or folder of .txt, .jsonl, .jsonl.gz or .parquet")
-    parser.add_argument("--dataset_config", help="configuration of the hub dataset, where it has several")
-    parser.add_argument("--dataset_revision", help="commit or tag of the hub dataset; by default the newest")
+    parser.add_argument("--dataset_config", help="configuration of the hub dataset, if it has several")
+    parser.add_argument("--dataset_revision", help="commit or tag of the hub dataset; by default the latest")
     parser.add_argument(
-        "--split", default=defaults.split, help="split of the hub dataset (%(default)s); training and "
-        "validation are told apart when the files are read",
+        "--split", default=defaults.split, help="split of the hub dataset (%(default)s); documents for "
+        "validation are selected when the files are read",
     )  # fmt: skip
     parser.add_argument(
         "--text_column", default=defaults.text_column, help="column or key of the text (%(default)s)"
     )
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that tokenize (%(default)s)")
     parser.add_argument(
-        "--shard_tokens", type=int, default=SHARD_TOKENS, help="tokens of a file (%(default)s)"
+        "--processes", type=int, default=os.cpu_count(), help="for tokenization (%(default)s)"
     )
-    parser.add_argument("--verify", action="store_true", help="compare the files with their SHA-256, only")
+    parser.add_argument(
+        "--shard_tokens", type=int, default=SHARD_TOKENS, help="tokens per file (%(default)s)"
+    )
+    parser.add_argument("--verify", action="store_true", help="only compare the files with their SHA-256")
     arguments = parser.parse_args(argv)
     if not arguments.verify and arguments.tokenizer is None:
         parser.error("--tokenizer is missing: name a folder with a tokenizer.json")
@@ -99,7 +101,7 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 
 class Meter:
-    """Shows the documents done, and the tokens a second since the start."""
+    """Shows the number of documents, and tokens per second since the start."""
 
     def __init__(self, bar: Progress, task: TaskID) -> None:
         self._bar, self._task = bar, task
@@ -107,7 +109,7 @@ class Meter:
 
     def __call__(self, documents: int, tokens: int) -> None:
         if self._first is None:
-            # What an earlier call has done took no time of this one's.
+            # Without the tokens of earlier, interrupted calls.
             self._first = tokens
             self._bar.reset(self._task, completed=documents, rate="")
         seconds = self._bar.tasks[self._task].elapsed or 0
@@ -120,7 +122,7 @@ def verify(arguments: argparse.Namespace) -> None:
     with progress_bar("files") as bar:
         task = bar.add_task("", total=len(files.index.shards), rate="")
         files.verify(lambda shard: bar.advance(task))
-    print(f"{arguments.folder}: all {len(files.index.shards)} files are as they were written")
+    print(f"{arguments.folder}: the SHA-256 of all {len(files.index.shards)} files is correct")
 
 
 def progress_bar(of_what: str) -> Progress:
@@ -133,7 +135,7 @@ def progress_bar(of_what: str) -> Progress:
         TextColumn("remaining"),
         TimeRemainingColumn(),
         console=console,
-        disable=not console.is_terminal,  # when output is not a terminal, there is no progress bar
+        disable=not console.is_terminal,
     )
 
 

@@ -1,8 +1,7 @@
-# Sourced by run_train.sh and run_tests.sh: defines setup_env, which makes .venv ready.
+# Sourced by run_train.sh, run_tests.sh and build_docs.sh: defines setup_env, which creates or updates .venv.
 #
-# The environment is made once and again whenever pyproject.toml changes; otherwise the check is a few
-# milliseconds. PYTHON names the interpreter to use; without it, the first of the usual names that is
-# 3.11 or newer.
+# The environment is updated when pyproject.toml changes; otherwise the check takes a few milliseconds. PYTHON
+# selects the interpreter; the default is the first of the usual names that is 3.11 or newer.
 
 find_python() {
     local candidates=(python3.13 python3.12 python3.11 python3) candidate
@@ -23,21 +22,21 @@ find_python() {
     return 1
 }
 
-# setup_env ROOT [EXTRA]: installs the checkout in ROOT, with an extra of pyproject.toml if named.
-# The two are stamped apart, so that running the tests does not make training install again.
+# setup_env ROOT [EXTRA]: installs the checkout in ROOT, with an extra of pyproject.toml if given.
+# Each extra has its own stamp, so that training does not install again after the tests.
 setup_env() {
     local root=$1 extra=${2:-}
     local venv="$root/.venv" python
     local stamp="$venv/.installed${extra:+-$extra}" wanted
     wanted=$(cksum <"$root/pyproject.toml")
-    # An environment does not work after it was moved, so it knows its place, and says so only when
-    # its making was finished.
+    # An environment does not work after it was moved, so this file contains its path. It is written when the
+    # environment is complete.
     local made_for="$venv/.made-for"
     if is_ready; then
         return 0
     fi
 
-    # One at a time: a second start waits here, and then finds the work done.
+    # One process at a time; others wait here.
     exec 9<"$root/tools/setup_env.sh"
     if command -v flock >/dev/null && ! flock -n 9; then
         echo "Waiting for another setup of .venv ..." >&2

@@ -1,11 +1,11 @@
 # ruff: noqa: E402
-"""Computes the tables and the picture of docs/when.md: what Async2BW wins, against what, and where nothing.
+"""Computes the tables and the figure of docs/when.md: plans of Async2BW and of other schedules.
 
     python tools/when_it_pays.py [--only bubbles,dense,...] [--json when.json] [--write]
 
-Strong scaling of a dense model and of two mixtures of experts: each number of GPUs and each family of layouts
-has the fastest layout that fits. Then the bubble by microbatches, slower networks, and memory. Nothing is
-measured; the figures are the same on every machine. It takes some minutes.
+Strong scaling of a dense model and of two MoE models: the fastest layout that fits, for each number of GPUs
+and each family of layouts. Then the bubble by microbatches, slower networks, and memory. Nothing is measured;
+the results are the same on every machine. It takes some minutes.
 """
 
 import argparse
@@ -74,8 +74,8 @@ def dense_8b() -> Trainer.Config:
 
 
 def moe_100b() -> Trainer.Config:
-    """104 B parameters, 9 B active: the 10B recipe at twice its width, with twice the experts of 1.8 times
-    their width. Two trillion tokens in batches of 33.6 M, as a model of that size may have."""
+    """104 B parameters, 9 B active: twice the width of the 10B recipe, and twice as many experts of 1.8 times
+    the width. Two trillion tokens in batches of 33.6 M."""
     return on_gpus(
         moe_spec(
             "104B-A9B",
@@ -96,7 +96,7 @@ def moe_100b() -> Trainer.Config:
         steps=59_605,
         sequences=8192,
         seq_len=4096,
-        stages=8,  # over which ZBV's two stages a rank split it too
+        stages=8,  # also possible with ZBV's two stages per rank
         head_layers=2,
         shards=8,
         local_sequences=1024,
@@ -107,7 +107,7 @@ def moe_100b() -> Trainer.Config:
 
 
 def layout_label(config: Trainer.Config) -> str:
-    """Stages x replicas x shards, experts' ranks, sequences of a microbatch, lookahead, overlapped pairs."""
+    """Stages x replicas x shards, expert-parallel degree, sequences per microbatch, lookahead, pairs."""
     parallelism = config.parallelism
     degrees = [
         parallelism.pipeline_parallel_degree,
@@ -123,12 +123,12 @@ def layout_label(config: Trainer.Config) -> str:
 
 
 def write_table(path: Path, name: str, text: str) -> None:
-    """Put a table between the two marks that have its name."""
+    """Replaces a table between the two comments with its name."""
     begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
     document = path.read_text(encoding="utf-8")
     if not pattern.search(document):
-        sys.exit(f"{path} has no marks {begin} and {end}")
+        sys.exit(f"{path} has no comments {begin} and {end}")
     path.write_text(pattern.sub(lambda _: f"{begin}\n{text}\n{end}", document), encoding="utf-8")
 
 
@@ -180,18 +180,18 @@ class Row:
     layout: str
     time: StepTime
     memory: Memory
-    """Of the fullest rank."""
+    """Of the rank with the highest peak."""
 
 
 def families_of(name: str) -> list[Family]:
-    """Those that a model has: without experts no tokens travel."""
+    """The families of a model; dense models have no overlapped pairs."""
     return [family for family in FAMILIES if name != "dense" or not family.overlap]
 
 
 def fastest(
     planner: Planner, config: Trainer.Config, family: Family, world_size: int, receives: Receives = "auto"
 ) -> Row | None:
-    """The fastest layout of a family, or None if none fits or the batch cannot be shared out."""
+    """The fastest layout of a family, or None if none fits or the batch is not divisible."""
     found = planner.searcher.fastest(family.of(config, receives), world_size, only=family.holds)
     if found is None:
         return None
@@ -217,7 +217,7 @@ def scale(name: str) -> list[Row]:
 
 
 def cells(rows: Sequence[Row | None]) -> list[str]:
-    """A step of each, those within `LEAST_GAIN` of the fastest in bold."""
+    """Step times and layouts, with those within `LEAST_GAIN` of the fastest in bold."""
     least = min((row.time.step_seconds for row in rows if row), default=0.0)
     words = []
     for row in rows:
@@ -239,7 +239,7 @@ def markdown(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def scaling_table(name: str, rows: Sequence[Row]) -> str:
-    """GPUs down, families across."""
+    """A row for each number of GPUs, a column for each family."""
     found = {(row.world_size, row.family): row for row in rows}
     names = [family.name for family in families_of(name)]
     lines = [[str(n), *cells([found.get((n, family)) for family in names])] for n in WORLD_SIZES[name]]
@@ -251,19 +251,19 @@ BUBBLE_SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "Async2BW", "Asy
 
 
 def bubble(schedule: str, stages: int, microbatches: int) -> float | None:
-    """Of a step, what ranks idle, where stages are equal, a backward takes two forwards, and messages and
-    updates nothing; None where there are too few microbatches."""
+    """Idle fraction of a step, for equal stages, backwards twice as long as forwards, and messages and
+    updates that take no time; None if there are too few microbatches."""
     schedule, _, overlapped = schedule.partition(", ")
     if schedule == "Async2BW" and microbatches < min_microbatches(stages, 0, overlap=bool(overlapped)):
         return None
     total = sum(map(len, stages_of_ranks(schedule, stages)))
-    batches = 6 if schedule == "Async2BW" else 3  # which takes some to settle
+    batches = 6 if schedule == "Async2BW" else 3  # until the steady state
     programs = schedule_programs(schedule, stages, microbatches, batches, overlap=bool(overlapped))
     return 1 - simulate(programs, Timing([1.0] * total, [2.0] * total)).utilization
 
 
 def bubble_table() -> str:
-    """Schedules down, stages and microbatches across."""
+    """A row for each schedule, a column for each number of stages and microbatches."""
     shapes = [(d, times * d) for d in BUBBLE_STAGES for times in BUBBLE_TIMES]
     lines = []
     for schedule in BUBBLE_SCHEDULES:
@@ -278,13 +278,13 @@ NETWORKS = {
     "25 Gb/s a GPU": (3.125e9, 50e-6),
     "100 Gb/s a node of 8": (1.5625e9, 50e-6),
 }
-"""Bytes a second of a GPU to other nodes, and the latency in seconds; inside a node NVLink, as ever."""
+"""Bytes per second from a GPU to other nodes, and latency in seconds; within a node always NVLink."""
 
 NETWORK_WORLD_SIZE = 32
 
 
 def network_table(name: str) -> str:
-    """Networks down, families across, on four nodes."""
+    """A row for each network, a column for each family, on four nodes."""
     names, lines = [family.name for family in families_of(name)], []
     for network, (bandwidth, latency) in NETWORKS.items():
         cluster: Cluster = dataclasses.replace(
@@ -298,7 +298,7 @@ def network_table(name: str) -> str:
 
 
 def _fastest_by_receives(planner: Planner, config: Trainer.Config, family: Family) -> Row | None:
-    """With receives posted early wherever that is faster: it hides what slow networks take."""
+    """The fastest layout, with early receives if they are faster, as in slow networks."""
     early: tuple[Receives, ...] = ("auto", "always") if family.name.startswith("Async2BW") else ("auto",)
     rows = [fastest(planner, config, family, NETWORK_WORLD_SIZE, receives) for receives in early]
     return min((row for row in rows if row), key=lambda row: row.time.step_seconds, default=None)
@@ -308,7 +308,7 @@ _HELD = ("second version", "error feedback", "activations")
 
 
 def memory_table(rows: dict[str, list[Row]]) -> str:
-    """What the fullest rank holds on some numbers of GPUs."""
+    """Memory of the rank with the highest peak, for `MEMORY_WORLD_SIZES`."""
     lines = [
         [name, str(row.world_size), row.family, row.layout, f"{row.memory.total / 1e9:.1f}"]
         + [f"{row.memory.items.get(kind, 0) / 1e9:.1f}" for kind in _HELD]
@@ -320,7 +320,7 @@ def memory_table(rows: dict[str, list[Row]]) -> str:
 
 
 def draw(rows: dict[str, list[Row]], path: Path) -> None:
-    """MFU against GPUs, a panel for each model."""
+    """Plots MFU against GPUs, with a panel for each model."""
     titles = {
         "dense": "8B dense, 4.2 M tokens a batch",
         "mixture": "10B mixture, 2.1 M tokens a batch",
@@ -357,7 +357,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(TABLES), help=f"of {', '.join(TABLES)}")
     parser.add_argument("--json", type=Path, help="file for every number of the scaling tables")
-    parser.add_argument("--write", action="store_true", help="put tables and picture into docs/when.md")
+    parser.add_argument("--write", action="store_true", help="update tables and figure of docs/when.md")
     arguments = parser.parse_args()
     wanted = arguments.only.split(",")
     if unknown := sorted(set(wanted) - set(TABLES)):

@@ -413,7 +413,7 @@ DATA = [
         "gzip-of-nothing",
         files.many_empty("a.jsonl.gz"),
         "a.jsonl.gz",
-        ["empty documents in a row", "remove them"],
+        ["consecutive empty documents", "remove them"],
     ),
     data(
         "endless-zeros",
@@ -690,7 +690,7 @@ CHECKPOINTS = [
         "convert",
         "no-tensors",
         files.spoiled_index(without_tensors),
-        ["holds another object", "take another"],
+        ["contains another object", "take another"],
     ),
     checkpoint(
         "convert",

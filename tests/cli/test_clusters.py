@@ -150,7 +150,7 @@ def test_a_signal_lets_the_ranks_save(
         script.kill()
         (tmp_path / "calls" / "scancel").touch()  # ends the fake torchrun
     assert script.returncode == 0
-    assert "asked to stop" in out
+    assert "stop requested" in out
     assert calls(tmp_path, "scancel") == [["--signal=TERM", "1234567"]]
     assert (["requeue", "1234567"] in calls(tmp_path, "scontrol")) == requeued
 
@@ -158,11 +158,11 @@ def test_a_signal_lets_the_ranks_save(
 @pytest.mark.parametrize(
     ("change", "arguments", "message"),
     [
-        ({"SLURM_JOB_ID": ""}, ["recipe.toml"], "this is no Slurm job; start it with sbatch"),
+        ({"SLURM_JOB_ID": ""}, ["recipe.toml"], "this is not a Slurm job; start it with sbatch"),
         ({}, [], "no recipe is named; give a recipe file, then flags of titan-async train"),
         ({}, ["other.toml"], "there is no recipe file other.toml in "),
         ({"VENV": "/nowhere"}, ["recipe.toml"], "there is no torchrun in /nowhere/bin; set VENV, or "),
-        ({"SLURM_GPUS_ON_NODE": ""}, ["recipe.toml"], "Slurm has given no GPUs to "),
+        ({"SLURM_GPUS_ON_NODE": ""}, ["recipe.toml"], "Slurm allocated no GPUs on "),
     ],
 )
 def test_missing_variables_are_reported(

@@ -71,7 +71,7 @@ RESUME = """
 def check_a_new_process_resumes(
     module: str, new_loader: Callable, data: object, shares: list[tuple[int, int, int]], scratch: Path
 ) -> None:
-    """Loads states after 11 batches into loaders of a new process, which must go on with the same batches.
+    """Loads states after 11 batches into loaders of a new process, which must continue with the same batches.
 
     Args:
         module: in this folder, with `new_loader`.

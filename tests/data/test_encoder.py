@@ -31,7 +31,7 @@ def cuts(tokenizer: Tokenizer) -> None:
 
 MADE: dict[str, tuple[dict | None, Callable[[Tokenizer], None] | None]] = {
     "without a configuration": (None, None),
-    "both marks the same": ({"bos_token": END, "eos_token": END}, None),
+    "both tokens the same": ({"bos_token": END, "eos_token": END}, None),
     # As SmolLM's, whose tokens are described at length.
     "described in full": (
         {
@@ -44,12 +44,18 @@ MADE: dict[str, tuple[dict | None, Callable[[Tokenizer], None] | None]] = {
         },
         None,
     ),
-    "an end only": ({"eos_token": {"content": END, "__type": "AddedToken"}}, None),
-    "no marks": ({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": None}, None),
+    "EOS only": ({"eos_token": {"content": END, "__type": "AddedToken"}}, None),
+    "neither token": ({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": None}, None),
     "new tokens": ({"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<|pad|>"}, None),
-    "added by itself": ({"bos_token": "<s>", "eos_token": "</s>"}, adds("<s> $A", **{"<s>": 2048})),
-    "the same mark added by itself": ({"bos_token": END, "eos_token": END}, adds(f"{END} $A", **{END: 0})),
-    "both added by itself": ({"bos_token": END, "eos_token": END}, adds(f"{END} $A {END}", **{END: 0})),
+    "added by the tokenizer": ({"bos_token": "<s>", "eos_token": "</s>"}, adds("<s> $A", **{"<s>": 2048})),
+    "the same token, added by the tokenizer": (
+        {"bos_token": END, "eos_token": END},
+        adds(f"{END} $A", **{END: 0}),
+    ),
+    "both added by the tokenizer": (
+        {"bos_token": END, "eos_token": END},
+        adds(f"{END} $A {END}", **{END: 0}),
+    ),
     "a token that is not there": ({"bos_token": END, "eos_token": END, "added_tokens_decoder": {}}, None),
 }
 
@@ -77,7 +83,7 @@ def test_same_tokens_as_torchtitan(tmp_path: Path, name: str) -> None:
     assert encoder.vocab_size == reference.get_vocab_size()
     texts = [text for text in TEXTS if "<" not in text]
     expected = [reference.encode(text, add_bos=True, add_eos=True) for text in texts]
-    if name == "the same mark added by itself":  # which torchtitan takes for one at the end
+    if name == "the same token, added by the tokenizer":  # torchtitan then adds no EOS
         expected = [[*tokens, 0] for tokens in expected]
     assert [tokens.tolist() for tokens in encoder(texts)] == expected
 
@@ -85,12 +91,12 @@ def test_same_tokens_as_torchtitan(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", MADE)
 def test_spelling_of_a_special_token_is_text(tmp_path: Path, name: str) -> None:
     encoder = DocumentEncoder(make(tmp_path / "made", *MADE[name]))
-    marks = {encoder.bos_id, encoder.eos_id, encoder.pad_id, 0, 2048, 2049}
+    special = {encoder.bos_id, encoder.eos_id, encoder.pad_id, 0, 2048, 2049}
     decode = Tokenizer.from_file(str(shakespeare_tokenizer_folder() / "tokenizer.json")).decode
     for text, tokens in zip(TEXTS, encoder(TEXTS), strict=True):
         ids = tokens.tolist()
         inner = ids[ids[:1] == [encoder.bos_id] : len(ids) - (ids[-1:] == [encoder.eos_id])]
-        assert not marks & set(inner)
+        assert not special & set(inner)
         assert decode(inner, skip_special_tokens=False) == text
 
 
@@ -99,11 +105,11 @@ def test_bos_and_eos(tmp_path: Path) -> None:
         tokens = DocumentEncoder(make(tmp_path / name, *MADE[name]))(["word"])[0].tolist()
         return tokens[0], tokens[-1]
 
-    assert ends("both marks the same") == ends("both added by itself") == (0, 0)
-    assert ends("the same mark added by itself") == (0, 0)
-    assert ends("new tokens") == ends("added by itself") == (2048, 2049)
-    assert ends("an end only")[1] == 0 != ends("an end only")[0]
-    assert 0 not in ends("no marks") + ends("without a configuration")
+    assert ends("both tokens the same") == ends("both added by the tokenizer") == (0, 0)
+    assert ends("the same token, added by the tokenizer") == (0, 0)
+    assert ends("new tokens") == ends("added by the tokenizer") == (2048, 2049)
+    assert ends("EOS only")[1] == 0 != ends("EOS only")[0]
+    assert 0 not in ends("neither token") + ends("without a configuration")
 
 
 def test_saved_truncation_is_disabled(tmp_path: Path) -> None:

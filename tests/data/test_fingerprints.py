@@ -36,7 +36,7 @@ def test_fingerprint_covers_blocks_of_a_long_file(tmp_path: Path) -> None:
 
 def test_fingerprint_reads_little_of_a_huge_file(tmp_path: Path) -> None:
     with (tmp_path / "a").open("wb") as file:
-        file.truncate(2**40)  # a hole, of which reading all would take minutes
+        file.truncate(2**40)  # a sparse file, which would take minutes to read
     assert fingerprints_of_files([tmp_path / "a"], [2**40])[0].endswith(" a")
 
 

@@ -38,9 +38,9 @@ def arrays() -> list[Any]:
 
 
 class Stateful:
-    """Knows where it stands; and how often it has been asked for a document."""
+    """An iterable with a state, which also counts the documents that it has yielded."""
 
-    asked = 0
+    yielded = 0
 
     def __init__(self) -> None:
         self.at = 0
@@ -48,7 +48,7 @@ class Stateful:
     def __iter__(self) -> Iterator[str]:
         while self.at < COUNT:
             self.at += 1
-            Stateful.asked += 1
+            Stateful.yielded += 1
             yield f"document {self.at} {'word ' * (self.at % 20)}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -146,9 +146,9 @@ def test_stateful_iterable_is_resumed_by_its_state(function: Any) -> None:
     state = json.loads(json.dumps(first.state_dict()))
     second = open_documents(TextSource(function=function, validation_fraction=0))
     second.load_state_dict(state)
-    Stateful.asked = 0
+    Stateful.yielded = 0
     assert next(iter(second)).startswith("document 101 ")
-    assert Stateful.asked == 1
+    assert Stateful.yielded == 1
 
 
 def failing() -> Iterator[str]:
@@ -173,8 +173,8 @@ ONCE = iter(["a text"] * 3)
         (lambda: [[[1, 2]]], ["document 0", "is a list"]),
         (lambda: [[1.5, 2.5]], ["document 0", "is a list"]),
         (failing, ["failing failed: KeyError: 'lost'", "test_function_reader.py:"]),
-        (list, ["gives no document in epoch 0"]),
-        (lambda: ONCE, ["gives no document in epoch 1", "return a new iterable at each call"]),
+        (list, ["yields no document in epoch 0"]),
+        (lambda: ONCE, ["yields no document in epoch 1", "return a new iterable at each call"]),
         (Stubborn, ["state_dict()", "numbers, strings, lists"]),
     ],
 )
@@ -207,7 +207,7 @@ def test_position_of_another_function_is_refused(tokenizer: HuggingFaceTokenizer
     next(iterator)
     other = build(tokenizer, source=Stateful)
     other.load_state_dict(loader.state_dict())
-    with pytest.raises(UserError, match="stands in other data"):
+    with pytest.raises(UserError, match="position in other data"):
         next(iter(other))
 
 

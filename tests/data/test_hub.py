@@ -118,7 +118,7 @@ def test_configuration_selects_files(fineweb: Path) -> None:
 def test_ranks_read_every_document_once_in_similar_shares(fineweb: Path, world_size: int, epoch: int) -> None:
     shares = [share(FINEWEB, rank, world_size, epoch) for rank in range(world_size)]
     assert sorted(chain(*shares)) == sorted(documents_of("data/"))
-    # The files are 120, 95 and 101 rows long, and count as equals.
+    # The files have 120, 95 and 101 rows, and are counted as equal.
     assert max(map(len, shares)) <= 120 * 3 / world_size + 1
 
 
@@ -302,8 +302,8 @@ def test_user_errors_of_the_hub(fineweb: Path) -> None:
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    assert "no split 'test': set split to one of those there, 'train'" in message(split="test")
-    assert "no column 'body': set text_column to one of those there, 'text', 'id'" in message(
+    assert "no split 'test': set split to one of 'train'" in message(split="test")
+    assert "no column 'body': set text_column to a column of text; its columns are 'text', 'id'" in message(
         text_column="body"
     )
     assert "holds int instead of text" in message(text_column="int_score")

@@ -121,7 +121,7 @@ def test_default_worker_on_gpus_gives_the_same_batches(
     assert (set_otherwise.num_workers, set_otherwise.prefetch_factor) == (2, 3)
     assert build(tokenizer, num_workers=0).num_workers == 0
 
-    # A run goes on from a checkpoint of another machine, with as many as there were.
+    # A run that resumes on another machine keeps the number of workers.
     resumed = build(tokenizer)
     resumed.load_state_dict(state)
     assert resumed.num_workers == 0
@@ -201,7 +201,7 @@ def test_validation_loaders_are_cheap_to_build(
     for _ in range(10):
         loader = config.build(dp_world_size=1, dp_rank=0, tokenizer=tokenizer, seq_len=64, local_batch_size=4)
         next(iter(loader))
-        # Up to the last document, which fills the batch, there are too few.
+        # Only the last document completes the batch.
         assert encoded and sum(len(tokens) - 1 for tokens in encoded[:-1]) < 4 * 64
         encoded.clear()
     assert not read
@@ -244,7 +244,7 @@ def test_dead_worker_is_a_user_error(
     def compute() -> None:
         with plain_worker_errors():
             os.kill(worker.pid, signal.SIGKILL)
-            while True:  # until torch hears of it, in a handler of a signal
+            while True:  # until torch's signal handler raises
                 time.sleep(0.01)
 
     with pytest.raises(UserError, match=ENDED % r"DataLoader worker \(pid[^:]*: Killed"):
@@ -269,7 +269,7 @@ def test_invalid_states_are_refused(tokenizer: HuggingFaceTokenizer) -> None:
         build(tokenizer, 0, 2, num_workers=1).load_state_dict(state)
     other = build(tokenizer, 0, 2, data_seed=1)
     other.load_state_dict(state)
-    with pytest.raises(UserError, match="stands in other data"):
+    with pytest.raises(UserError, match="position in other data"):
         next(iter(other))
 
 
@@ -326,7 +326,7 @@ def test_changed_data_are_refused_or_accepted(
         accepting = build(tokenizer, accept_changed_data=True, **fields)
         accepting.load_state_dict(state)
         assert len(list(itertools.islice(accepting, 20))) == 20
-    # As they were, and elsewhere.
+    # The previous data, in another folder.
     write_data(tmp_path / "data", ending, TEXTS)
     (tmp_path / "data").rename(tmp_path / "moved")
     moved = str(tmp_path / "moved/tokens") if ending == "tokens" else str(tmp_path / "moved")
@@ -358,11 +358,11 @@ def test_additional_file_is_a_change(
     accepting = build(tokenizer, accept_changed_data=True, **fields)
     accepting.load_state_dict(state)
     assert len(list(itertools.islice(accepting, 20))) == 20
-    # Other data or another order are none that have changed.
+    # Another order or split is still refused.
     for other in ({"data_seed": 1, "shuffle": True}, {"validation_fraction": 0.5}):
         wrong = build(tokenizer, accept_changed_data=True, **{**fields, **other})
         wrong.load_state_dict(state)
-        with pytest.raises(UserError, match="stands in other data"):
+        with pytest.raises(UserError, match="position in other data"):
             next(iter(wrong))
 
 
@@ -392,7 +392,7 @@ def test_state_without_fingerprints_resumes(
 
 
 def test_tokenizer_that_adds_bos_also_ends_documents(tmp_path: Path) -> None:
-    """As OPT's: one token begins and ends documents, and the tokenizer adds the first of the two."""
+    """As for OPT: BOS and EOS are the same token, and the tokenizer adds only BOS."""
     end = "<|endoftext|>"
     folder = make(tmp_path / "made", {"bos_token": end, "eos_token": end}, adds(f"{end} $A", **{end: 0}))
     fields = write_data(tmp_path / "data", "jsonl", [f"a {end} b", "word " * 400])
@@ -401,7 +401,7 @@ def test_tokenizer_that_adds_bos_also_ends_documents(tmp_path: Path) -> None:
     )
     inputs, labels = next(iter(loader))
     (*first, last) = loader.dataset._encode(f"a {end} b")
-    # The letters are text, so that the token is at the beginning and at the end alone.
+    # Its spelling in the text is not encoded as the token.
     assert first[0] == last == 0 and 0 not in first[1:]
     assert Tokenizer.from_file(str(folder / "tokenizer.json")).decode(first[1:]) == f"a {end} b"
     assert inputs["input"][0, : len(first)].tolist() == first

@@ -166,7 +166,7 @@ def test_fewer_sequences_than_a_batch(folder: Path) -> None:
 
 def test_position_in_other_data_is_refused(folder: Path) -> None:
     state = PackedDataset(TextSource(dataset_path=str(folder)), encode, seq_len=8).state_dict()
-    with pytest.raises(UserError, match=r"stands in other data .3 files .* than is configured .shakespeare"):
+    with pytest.raises(UserError, match=r"position in other data .3 files .* than configured .shakespeare"):
         PackedDataset(TextSource(), encode, seq_len=8).load_state_dict(state)
 
 

@@ -262,7 +262,7 @@ def test_position_in_other_token_files_is_refused(source: TextSource, tmp_path: 
     shards = some_shards()
     shards[0][0][0] += 1
     for other in (write_tokens(tmp_path, shards), replaced(source, seed=1), replaced(source, shuffle=False)):
-        with pytest.raises(UserError, match="stands in other data"):
+        with pytest.raises(UserError, match="position in other data"):
             TokenBatches(other, seq_len=8, batch_size=1).load_state_dict(state)
 
 
@@ -288,7 +288,7 @@ def test_token_outside_the_vocabulary_is_a_user_error(tmp_path: Path) -> None:
     source = write_tokens(tmp_path, [[[1, 2, 3], [4, 5, 6]]])
     index = json.loads((tmp_path / "index.json").read_text())
     (tmp_path / "index.json").write_text(json.dumps(index | {"vocab_size": 6}))
-    with pytest.raises(UserError, match="hold a token 6 where the vocabulary has 6 entries"):
+    with pytest.raises(UserError, match="contain the token 6, but the vocabulary has 6 entries"):
         list(TokenBatches(source, seq_len=4, batch_size=1))
 
 

@@ -68,7 +68,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def tool(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Runs the command in this process; gives its status, and what it says on stdout and stderr."""
+    """Runs the command in this process; returns its status, stdout and stderr."""
     main = runpy.run_path(str(TOOL))["main"]
 
     def run(*arguments: object) -> tuple[int, str, str]:
@@ -129,7 +129,7 @@ prepare.write_json = write_and_stop
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""The tool, whose first process stops after its first note of a complete file."""
+"""The tool, but its first process stops after it has recorded the first complete file."""
 
 
 def test_resuming_after_a_kill_gives_the_same_files(source: TextSource, made: Path, tmp_path: Path) -> None:
@@ -146,11 +146,11 @@ def test_resuming_after_a_kill_gives_the_same_files(source: TextSource, made: Pa
         process.kill()
         process.wait()
     assert not (folder / "index.json").exists()
-    with pytest.raises(UserError, match=r"unfinished: run tools/prepare_data.py again"):
+    with pytest.raises(UserError, match=r"incomplete: run tools/prepare_data.py again"):
         TokenFiles(folder)
     assert len(workers) >= 2
     until(lambda: all(map(has_ended, workers)), "workers outlive a killed parent")
-    # A kill may also come between a file and the note of it, or within a file.
+    # A process can also be killed before it records a file, or while it writes one.
     (folder / ".tokens-00002.safetensors.partial").write_bytes(b"half")
     kept = [shard["name"] for shard in json.loads(progress.read_text())["shards"]]
     times = {name: (folder / name).stat().st_mtime_ns for name in kept}
@@ -169,7 +169,7 @@ def test_resumes_after_any_file(
 
     def write_and_die(file: Path, value: object) -> None:
         written.append(file.name)
-        # Odd ones die before the note of the file is written, even ones after it.
+        # Odd cases fail before the file is recorded, even ones after it.
         if len(written) == stop and stop % 2:
             raise KeyboardInterrupt
         write(file, value)
@@ -244,7 +244,7 @@ def flip(file: Path, offset: int) -> None:
 def test_verify_detects_flipped_bits(copy: Path, tool: Callable[..., tuple[int, str, str]]) -> None:
     for offset in (20, 500, 9000, -1):
         flip(copy / "tokens-00001.safetensors", offset)
-        with pytest.raises(UserError, match=r"SHA-256 of tokens-00001.safetensors is not that of the index"):
+        with pytest.raises(UserError, match=r"SHA-256 of tokens-00001.safetensors does not match the index"):
             TokenFiles(copy).verify()
         flip(copy / "tokens-00001.safetensors", offset)
     TokenFiles(copy).verify()
@@ -252,7 +252,7 @@ def test_verify_detects_flipped_bits(copy: Path, tool: Callable[..., tuple[int, 
     flip(copy / "tokens-00002.safetensors", 700)
     status, _, said = tool(copy, "--verify")
     assert status == 2
-    assert "SHA-256 of tokens-00000.safetensors, tokens-00002.safetensors is not" in said
+    assert "SHA-256 of tokens-00000.safetensors, tokens-00002.safetensors does not match" in said
 
 
 def edit(name: str, change: Callable[[dict], object]) -> Callable[[Path], object]:
@@ -277,12 +277,12 @@ SECOND = "tokens-00001.safetensors"
     [
         (lambda folder: (folder / SECOND).unlink(), f"{SECOND} is missing: copy the folder again"),
         (lambda folder: os.truncate(folder / SECOND, 1000), f"{SECOND} has 1000 bytes instead of"),
-        (lambda folder: shutil.rmtree(folder), "holds no token files: make them"),
-        (lambda folder: (folder / "index.json").unlink(), "holds no token files: make them"),
+        (lambda folder: shutil.rmtree(folder), "has no token files: create them"),
+        (lambda folder: (folder / "index.json").unlink(), "has no token files: create them"),
         (lambda folder: (folder / "index.json").write_text("{"), "index.json can't be read"),
-        (lambda folder: (folder / "index.json").write_text("[]"), "is not one of token files"),
-        (edit("index.json", lambda index: index.pop("shards")), "is not one of token files"),
-        (edit("index.json", lambda index: index.update(format="x 2")), "of the format 'x 2', not"),
+        (lambda folder: (folder / "index.json").write_text("[]"), "is not an index of token files"),
+        (edit("index.json", lambda index: index.pop("shards")), "is not an index of token files"),
+        (edit("index.json", lambda index: index.update(format="x 2")), "have the format 'x 2', not"),
         (
             edit("index.json", lambda index: index["shards"][0].update(name="../../etc/passwd")),
             "'../../etc/passwd' is not the name of a token file",
@@ -321,24 +321,24 @@ def test_damage_detected_on_mapping(copy: Path, damage: Callable[[Path], None]) 
     damage(copy / SECOND)
     files = TokenFiles(copy)
     files.map(0)
-    with pytest.raises(UserError, match=rf"{SECOND} (can't be read|is not the one that the index names)"):
+    with pytest.raises(UserError, match=rf"{SECOND} (can't be read|does not match the index)"):
         files.map(1)
 
 
 def test_files_of_another_dtype_are_refused(copy: Path) -> None:
     edit("index.json", lambda index: index.update(dtype="U32"))(copy)
-    with pytest.raises(UserError, match="is not the one that the index names"):
+    with pytest.raises(UserError, match="does not match the index"):
         TokenFiles(copy).map(0)
 
 
 def test_user_errors_of_prepare_tokens(source: TextSource, made: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="hold no text: name the text"):
+    with pytest.raises(UserError, match="contain no text: name the text"):
         prepare_tokens(TextSource(dataset="tokens", dataset_path=str(made)), TOKENIZER, tmp_path)
-    with pytest.raises(UserError, match='no text but token files: set dataset to "tokens"'):
+    with pytest.raises(UserError, match='contains token files, not text: set dataset to "tokens"'):
         open_documents(TextSource(dataset_path=str(made)))
     with pytest.raises(UserError, match="has no tokenizer.json"):
         prepare_tokens(source, tmp_path, tmp_path)
-    with pytest.raises(UserError, match="0 processes"):
+    with pytest.raises(UserError, match="processes is 0"):
         prepare_tokens(source, TOKENIZER, tmp_path, processes=0)
     (tmp_path / "a.txt").write_text(" ")
     with pytest.raises(UserError, match="has no document"):
@@ -356,7 +356,7 @@ def test_command_line_of_prepare_data(tmp_path: Path, tool: Callable[..., tuple[
     )
     assert (status, "tokens of 10 documents in 1 files" in out) == (0, True), err
     status, out, err = tool(made, "--verify")
-    assert (status, "all 1 files are as they were written" in out) == (0, True), err
+    assert (status, "the SHA-256 of all 1 files is correct" in out) == (0, True), err
     status, out, err = tool(made, "--tokenizer", TOKENIZER, "--dataset_path", tmp_path / "nowhere")
     assert (status, out) == (2, "")
     assert err.strip().endswith("nowhere does not exist: set dataset_path to a file or folder of text.")

@@ -158,7 +158,7 @@ def test_no_file_contains_a_local_path(tmp_path: Path) -> None:
 def test_last_save_in_hf_format_is_converted(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With `checkpoint.last_save_in_hf` torchtitan writes the weights alone instead of a checkpoint."""
+    """With `checkpoint.last_save_in_hf` torchtitan writes only the weights instead of a checkpoint."""
     run, last = tmp_path / "run", tmp_path / "run" / "checkpoint" / "step-9"
     save_run(run, recipe)
     weights = expected(recipe, random_weights(recipe, seed=9))
@@ -281,7 +281,7 @@ def test_free_space_is_checked_first(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 10**7))
     assert main(["convert", str(run_dir), str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == (
-        f"{tmp_path}/out needs 0.01 GB, and its disk has 0.01 GB of free space: free more, or name a folder "
+        f"{tmp_path}/out needs 0.01 GB, and its disk has 0.01 GB available: free space, or name a folder "
         "on another disk\n"
     )
     assert not any(tmp_path.iterdir())

@@ -142,7 +142,7 @@ NORM = "model.norm.weight"
         (of_another_kind, '{model}/config.json has model_type = "gpt2", where the model of debug has'),
         (without_a_file, "{model}/model-00002-of-00005.safetensors, which {model}/model.safetensors.index"),
         (with_pickles_only, "{model} has only pickled weights, which can run code when they are loaded"),
-        (rewritten(lambda w: w.pop(NORM)), "{model} has no tensor model.norm.weight: fetch the whole model"),
+        (rewritten(lambda w: w.pop(NORM)), "{model} has no tensor model.norm.weight: fetch the complete "),
         (rewritten(lambda w: w.update({NORM: torch.ones(3)})),
          "model.norm.weight in {model} is [3], where the recipe's model has [192]: name a recipe of"),
         (rewritten(lambda w: w.update(more=torch.ones(3))),

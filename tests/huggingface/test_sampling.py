@@ -96,7 +96,7 @@ def test_prompt_is_encoded_as_in_training(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
     without_bos = PromptTokenizer(str(tmp_path))
     assert without_bos.encode("To be") == reference.encode("To be").ids
-    with pytest.raises(UserError, match="has no token that begins a text: give a --prompt"):
+    with pytest.raises(UserError, match="has no BOS token: give a --prompt"):
         without_bos.encode("")
 
 

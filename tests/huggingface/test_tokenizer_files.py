@@ -100,7 +100,7 @@ def test_tokenizer_that_adds_bos_is_copied(tmp_path: Path, processor: Any) -> No
 
 
 def test_exported_tokenizer_encodes_as_training(tmp_path: Path) -> None:
-    """The pre-tokenizer is that of the file, here with single digits as SmolLM2's, whatever the class."""
+    """The pre-tokenizer of the file is used, here with single digits as in SmolLM2, not that of a class."""
     transformers = pytest.importorskip("transformers")
     source = tmp_path / "source"
     source.mkdir()

@@ -11,15 +11,8 @@ import itertools
 import pytest
 import torch
 
-from tests.support.rendezvous import (
-    Program,
-    Step,
-    one_channel_per_direction,
-    one_channel_per_rank,
-    overwritten,
-    programs,
-    walk,
-)
+from tests.support.rank_programs import Program, Step, overwritten, programs
+from tests.support.rendezvous import one_channel_per_direction, one_channel_per_rank, walk
 from tests.support.selection import slow
 from titan_async.pipelining import actions
 from titan_async.pipelining.actions import ALL_EARLY, Action, EarlyReceives, in_flight

@@ -1,4 +1,4 @@
-"""The study: what its runs compute, how results are kept, and that docs/ shows them."""
+"""The study: training of a run, results and their selection, and the tables in docs/."""
 
 import functools
 import itertools
@@ -50,10 +50,10 @@ TINY = Run(model="tiny", lr=1e-2, steps=20, sequences=4)
 
 
 def loop(run, delay, switch=0, end=None):
-    """An independent reading of the recurrence: a list of weights, and gradients at those of `delay` ago.
+    """An independent computation of the recurrence: gradients are taken at the weights `delay` updates ago.
 
-    Before the batch `switch` there is no delay, and no feedback either; nor is there from the batch `end` on,
-    where the last proposed displacement D, which feedback has applied twice, is taken back once.
+    Before the batch `switch` and from the batch `end` there is no delay and no feedback. At `end` the last
+    proposed displacement, which feedback has applied twice, is subtracted once.
     """
     torch.manual_seed(run.seed)
     model = Decoder(MODELS[run.model])
@@ -110,7 +110,7 @@ def test_a_run_follows_the_recurrence(optimizer, delay):
 
 
 @pytest.mark.parametrize("feedback", [slow("none"), "update"])
-def test_a_synchronous_start_ends_when_it_says(feedback):
+def test_a_synchronous_start_ends_after_its_fraction_of_the_run(feedback):
     run = replace(TINY, optimizer="muon", lr=3e-2, delay=1, synchronous_start=0.5, feedback=feedback)
     expected = loop(run, 1, switch=10)
     assert train(run)["test"] == pytest.approx(expected, abs=5e-5)
@@ -118,7 +118,7 @@ def test_a_synchronous_start_ends_when_it_says(feedback):
 
 
 @pytest.mark.parametrize("feedback", ["none", "update"])
-def test_a_synchronous_end_has_neither_delay_nor_look_ahead(feedback):
+def test_synchronous_end_has_no_delay_and_no_look_ahead(feedback):
     run = replace(TINY, optimizer="muon", lr=3e-2, delay=1, synchronous_end=0.5, feedback=feedback)
     expected = loop(run, 1, end=10)
     assert train(run)["test"] == pytest.approx(expected, abs=5e-5)
@@ -134,15 +134,15 @@ def test_rates_rise_over_a_tenth_and_fall_to_a_tenth():
     )
 
 
-def test_a_longer_warm_up_and_another_rate_of_the_rest_reach_the_run():
+def test_warm_up_and_the_rate_of_adamw_next_to_muon_change_the_run():
     muon = replace(TINY, optimizer="muon", lr=3e-2)
     plain = train(muon)["test"]
     others = [train(replace(muon, **change))["test"] for change in ({"warm_up": 0.5}, {"rest_lr": 6e-3})]
     assert min(abs(other - plain) for other in others) > 1e-3
 
 
-def test_compiled_runs_differ_in_rounding_alone(monkeypatch):
-    """Captured as a whole, as for a C++ compiler, but run without one."""
+def test_compiled_runs_differ_only_in_rounding(monkeypatch):
+    """With the full graph, but a backend that needs no C++ compiler."""
     run = replace(TINY, optimizer="muon", delay=1, feedback="update", steps=3)
     plain = train(run)["test"]
     monkeypatch.setattr(_training, "_loss_of_batch", language_loss)
@@ -152,7 +152,7 @@ def test_compiled_runs_differ_in_rounding_alone(monkeypatch):
     assert train(run)["test"] == pytest.approx(plain, abs=2e-5)
 
 
-def test_a_compiler_that_is_missing_is_one_sentence(monkeypatch, capsys, tmp_path):
+def test_the_error_of_a_missing_compiler_is_one_sentence(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert run_study.main(["q10", "--compile", "--results", str(tmp_path / "r.jsonl")]) == 2
     assert capsys.readouterr().err == (
@@ -160,7 +160,7 @@ def test_a_compiler_that_is_missing_is_one_sentence(monkeypatch, capsys, tmp_pat
     )
 
 
-def test_the_average_of_the_weights_is_that_of_the_last_fiftieth(monkeypatch):
+def test_the_time_constant_of_the_averaged_weights_is_a_fiftieth_of_the_run(monkeypatch):
     heads, evaluated = [], []
     step = _training._Loop.step
 
@@ -183,7 +183,7 @@ def test_the_average_of_the_weights_is_that_of_the_last_fiftieth(monkeypatch):
     torch.testing.assert_close(evaluated[2:], [average] * 2)
 
 
-def test_curvature_brings_a_gradient_to_the_newest_weights():
+def test_curvature_extrapolates_a_gradient_to_the_newest_weights():
     param = nn.Parameter(torch.tensor([3.0, 5.0]))
     param.grad = torch.tensor([2.0, -1.0])
     compensate_gradients_([param], [torch.tensor([1.0, 6.0])], 0.5)
@@ -203,21 +203,21 @@ def test_rotated_adamw_is_adamw_in_the_basis_of_the_first_moment():
     left, _ = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))
     right, _ = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64))
     weight = nn.Parameter(torch.randn(3, 4, dtype=torch.float64))
-    turned = nn.Parameter(left.T @ weight.detach() @ right)
-    # So large an eps keeps what is zero but for rounding where it is.
+    rotated = nn.Parameter(left.T @ weight.detach() @ right)
+    # With this eps, entries that are zero up to rounding have no update.
     options = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-4}
-    optimizer, reference = RotatedAdamW([weight], **options), torch.optim.AdamW([turned], **options)
+    optimizer, reference = RotatedAdamW([weight], **options), torch.optim.AdamW([rotated], **options)
     for step in range(25):
         diagonal = torch.zeros(3, 4, dtype=torch.float64)
         diagonal.diagonal().copy_(torch.tensor([8.0, 3.0, 1.0]) * (1 + 0.5 * math.sin(step)))
-        weight.grad, turned.grad = left @ diagonal @ right.T, diagonal
+        weight.grad, rotated.grad = left @ diagonal @ right.T, diagonal
         optimizer.step()
         reference.step()
-        torch.testing.assert_close(weight.detach(), left @ turned.detach() @ right.T, atol=1e-9, rtol=0)
+        torch.testing.assert_close(weight.detach(), left @ rotated.detach() @ right.T, atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_optimizer_takes_every_parameter_once_and_survives_feedback(optimizer):
+def test_every_optimizer_updates_every_parameter_once_and_trains_with_feedback(optimizer):
     torch.manual_seed(0)
     model = Decoder(MODELS["tiny"])
     built = build_optimizers(model, optimizer, 1e-3)
@@ -228,7 +228,7 @@ def test_every_optimizer_takes_every_parameter_once_and_survives_feedback(optimi
     )
 
 
-def test_a_mixture_sends_each_byte_to_its_best_experts_alone():
+def test_a_mixture_routes_each_byte_only_to_its_best_experts():
     shape = Shape(width=8, layers=1, heads=1, hidden=4, length=4, experts=4)
     torch.manual_seed(0)
     mixture = Mixture(shape)
@@ -249,7 +249,7 @@ def test_a_mixture_sends_each_byte_to_its_best_experts_alone():
         torch.testing.assert_close(out[0, place], expected)
 
 
-def test_averaged_feedback_without_averaging_is_the_librarys():
+def test_smoothed_feedback_without_smoothing_is_the_librarys():
     runs = [
         replace(TINY, optimizer="muon", delay=1, feedback="update", strength=0.5),
         replace(TINY, optimizer="muon", delay=1, feedback="smoothed", strength=0.5, smoothing=0.0),
@@ -260,7 +260,7 @@ def test_averaged_feedback_without_averaging_is_the_librarys():
     assert abs(other - library) > 2e-4
 
 
-def test_averaged_feedback_by_hand():
+def test_smoothed_feedback_follows_its_formula():
     weight = nn.Parameter(torch.tensor([0.0], dtype=torch.float64))
     feedback = SmoothedFeedback([weight], strength=2.0, smoothing=0.75)
     own, average = 0.0, None
@@ -271,11 +271,11 @@ def test_averaged_feedback_by_hand():
         feedback.after_step()
         own += displacement
         average = displacement if average is None else 0.75 * average + 0.25 * displacement
-        # The sum of all changes of the average, twice; the first displacement of 1 is no change.
+        # Twice the sum of all changes of the average; the first displacement, 1, does not change it.
         assert weight.item() == pytest.approx(own + 2.0 * (average - 1.0))
 
 
-def test_prediction_moves_by_the_displacement_known_at_the_begin_of_the_batch():
+def test_prediction_moves_by_the_displacement_known_at_the_start_of_the_batch():
     weight = nn.Parameter(torch.tensor([0.0]))
     prediction = Prediction([weight], horizon=2.0)
     displacements = [1.0, 10.0, 100.0]
@@ -284,16 +284,16 @@ def test_prediction_moves_by_the_displacement_known_at_the_begin_of_the_batch():
             weight.add_(displacement)
         prediction.after_step()
     with torch.no_grad():
-        weight.fill_(11.0)  # what a delay of one shows of 111
+        weight.fill_(11.0)  # the weights of one update ago; the newest are 111
     prediction.move()
     assert weight.item() == 11.0 + 2.0 * 10.0
 
 
-def test_feedback_trains_where_prediction_looks():
-    """Both take gradients at the same places: weights under feedback are those of prediction, moved ahead.
+def test_feedback_and_prediction_take_gradients_at_the_same_weights():
+    """Weights under feedback are those of prediction, moved ahead, except for the first displacement.
 
-    But for the first displacement, which feedback leaves uncorrected; plain gradient descent here, because
-    decay acts on different weights.
+    Feedback leaves that one uncorrected. With plain gradient descent, because weight decay would act on
+    different weights.
     """
 
     def gradient(w):
@@ -318,7 +318,7 @@ def test_feedback_trains_where_prediction_looks():
         displacements.append(-rate * float(gradient(torch.tensor(at, dtype=torch.float64))))
         y.append(y[-1] + displacements[-1])
     assert places_fed == pytest.approx(places, abs=1e-12)
-    # What the study calls settled.
+    # The "settled" weights of the study.
     settled = fed.detach() - optimizer.state[fed]["error_feedback_update"]
     assert float(settled) == pytest.approx(y[-1] - displacements[0], abs=1e-12)
 
@@ -344,7 +344,7 @@ class TwoStages(nn.Module):
         return self.second(torch.tanh(self.first(x))), x.new_zeros(())
 
 
-def test_paci_goes_forward_with_old_and_backward_with_new_weights():
+def test_paci_uses_old_weights_in_the_forward_and_new_ones_in_the_backward():
     torch.manual_seed(0)
     model = TwoStages().double()
     stages = [list(model.first.parameters()), list(model.second.parameters())]
@@ -363,7 +363,7 @@ def test_paci_goes_forward_with_old_and_backward_with_new_weights():
     expected = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for index in range(2):
         part, wanted = x[2 * index : 2 * index + 2].flatten(0, 1), target[2 * index : 2 * index + 2].flatten()
-        # Stage 0 of 2 is one microbatch ahead: the first one of a batch met its weights before the update.
+        # Stage 0 of 2 is one microbatch ahead: the first forward of a batch precedes its update.
         first = old["first.weight"] if index == 0 else new["first.weight"]
         hidden = torch.tanh(part @ first.T)
         second = new["second.weight"]
@@ -375,8 +375,8 @@ def test_paci_goes_forward_with_old_and_backward_with_new_weights():
         torch.testing.assert_close(param.grad, expected[name])
 
 
-def test_paci_sends_errors_back_through_new_weights():
-    """With three stages the middle one's weights differ between forward and backward."""
+def test_paci_propagates_gradients_through_new_weights():
+    """With three stages the weights of the middle one differ between forward and backward."""
     torch.manual_seed(1)
 
     class Three(nn.Module):
@@ -411,7 +411,7 @@ def test_paci_sends_errors_back_through_new_weights():
     assert all(torch.equal(part.weight, weight) for part, weight in zip(model.parts, new, strict=True))
 
 
-def test_stages_are_cut_in_order_and_complete():
+def test_stages_are_in_order_and_complete():
     model = Decoder(MODELS["tiny"])
     names = {param: name for name, param in model.named_parameters()}
     for count in (1, 2, 4, 8, 16):
@@ -444,7 +444,7 @@ def result(validation, test, diverged=False):
 
 
 def tuned(results, *rows):
-    """Fill a grid of two rates with (rate, seed, validation, test, diverged)."""
+    """Fills a grid of two rates with (rate, seed, validation, test, diverged)."""
     for rate, seed, *losses in rows:
         results.add(replace(TINY, lr=rate, seed=seed), result(*losses))
     return tuned_rate(replace(TINY, lr="tuned"), results)
@@ -452,7 +452,7 @@ def tuned(results, *rows):
 
 def test_the_rate_is_chosen_by_validation_loss_of_complete_synchronous_grids(tmp_path):
     low, high = rates_of("tiny", "adamw")
-    # The test split says otherwise, one seed alone as well, and so does a delayed run.
+    # The test split, a single seed and a delayed run would each select the other rate.
     rows = [
         (low, 0, 2.0, 9.0),
         (high, 0, 2.2, 1.0),
@@ -469,22 +469,22 @@ def test_the_rate_is_chosen_by_validation_loss_of_complete_synchronous_grids(tmp
         tuned(Results(tmp_path / "none.jsonl"), (low, 0, 1.0, 1.0))
 
 
-def test_an_arms_own_rate_is_searched_until_the_best_is_inside(tmp_path):
-    """Losses of delayed runs that fall with the rate down to a quarter of the grid's lowest one."""
+def test_the_search_of_a_runs_own_rate_ends_when_the_best_is_inside(tmp_path):
+    """Losses of delayed runs, with a minimum at a quarter of the grid's lowest rate."""
     results = Results(tmp_path / "results.jsonl")
-    arm = replace(TINY, lr="own", delay=1, seed=3)
+    delayed = replace(TINY, lr="own", delay=1, seed=3)
     low, high = rates_of("tiny", "adamw")
     tried = []
-    while missing := own_rate_runs([arm, replace(arm, seed=0), replace(TINY, lr=low)], results):
+    while missing := own_rate_runs([delayed, replace(delayed, seed=0), replace(TINY, lr=low)], results):
         with pytest.raises(UserError, match="have not been compared"):
-            own_rate(arm, results)
+            own_rate(delayed, results)
         for run in missing:
-            assert replace(run, lr="own") == replace(arm, seed=0)
+            assert replace(run, lr="own") == replace(delayed, seed=0)
             tried.append(run.lr)
             results.add(run, result(abs(math.log(run.lr / (low / 4))), 0.0))
     assert tried == pytest.approx([low, high, low / 2, low / 4, low / 8])
-    assert own_rate(arm, results) == low / 4
-    assert resolved([arm], results) == [replace(arm, lr=low / 4)]
+    assert own_rate(delayed, results) == low / 4
+    assert resolved([delayed], results) == [replace(delayed, lr=low / 4)]
 
 
 def test_a_gap_is_paired_by_seed_and_a_diverged_run_has_none(tmp_path):
@@ -493,7 +493,7 @@ def test_a_gap_is_paired_by_seed_and_a_diverged_run_has_none(tmp_path):
         results.add(replace(TINY, seed=seed), result(0.0, base))
         results.add(replace(TINY, seed=seed, delay=1), result(0.0, delayed))
     found = Losses(results).gap(replace(TINY, delay=1))
-    # Student's t of two degrees of freedom: 4.303 times the standard deviation 0.1 over the root of three.
+    # Student's t with two degrees of freedom: 4.303 times the standard deviation 0.1 over the root of three.
     assert found.mean == pytest.approx(0.2) and found.half == pytest.approx(4.303 * 0.1 / math.sqrt(3))
     assert Losses(results).shown_gap(replace(TINY, delay=1)) == "+0.200 ± 0.248"
     results.add(replace(TINY, seed=2, delay=2), result(0.0, 9.0, True))
@@ -501,7 +501,7 @@ def test_a_gap_is_paired_by_seed_and_a_diverged_run_has_none(tmp_path):
     assert math.isnan(interval([1.0]).half)
 
 
-def test_long_tables_say_how_many_seeds_there_are_and_make_nothing_up(tmp_path):
+def test_long_tables_report_the_number_of_seeds_and_leave_out_missing_runs(tmp_path):
     results = Results(tmp_path / "results.jsonl")
     empty = {name: table(Losses(results)) for name, table in LONG_TABLES.items()}
     assert empty["length"] == "Not run yet." and "±" not in "".join(empty.values())
@@ -520,14 +520,14 @@ def test_long_tables_say_how_many_seeds_there_are_and_make_nothing_up(tmp_path):
     assert "| q10_length | 7 | 162 |" in made["progress"]
 
 
-def test_the_rates_of_long_runs_are_those_that_synchronous_runs_chose():
+def test_the_rates_of_long_runs_are_the_tuned_ones():
     results = Results(DEFAULT_PATH)
     assert {name: tuned_rate(Run(optimizer=name), results) for name in RATES} == RATES
     for question in load_questions(["q10", "q12"]):
         assert {(run.optimizer, run.lr) for run in question.runs} <= set(RATES.items()), question.name
 
 
-def test_tables_of_a_question_file(tmp_path):
+def test_a_question_file_expands_to_runs(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text(
         'title = "Mine"\n[defaults]\nmodel = "tiny"\n[[runs]]\ndelay = [0, 1]\nlr = "grid"\nseed = [0, 1]\n'
@@ -535,7 +535,7 @@ def test_tables_of_a_question_file(tmp_path):
     )
     (question,) = load_questions([str(file)])
     assert len(question.runs) == 2 * 2 * len(rates_of("tiny", "adamw")) + 2
-    # The default momentum spelled out is the default.
+    # An explicit default momentum is the same run.
     assert {run.momentum for run in question.runs if run.optimizer == "muon"} == {0.9, None}
     assert {run.lr for run in grid_runs(question.runs)} == set(rates_of("tiny", "muon"))
 
@@ -553,7 +553,7 @@ def test_tables_of_a_question_file(tmp_path):
         ('[[runs]]\nmodel = "huge"', "There is no model 'huge': choose from dense"),
     ],
 )
-def test_a_wrong_question_file_is_one_sentence(tmp_path, capsys, text, sentence):
+def test_the_error_of_an_invalid_question_file_is_one_sentence(tmp_path, capsys, text, sentence):
     (tmp_path / "wrong.toml").write_text(text)
     assert run_study.main([str(tmp_path / "wrong.toml"), "--results", str(tmp_path / "r.jsonl")]) == 2
     said = capsys.readouterr().err
@@ -562,7 +562,7 @@ def test_a_wrong_question_file_is_one_sentence(tmp_path, capsys, text, sentence)
 
 @pytest.mark.slow
 def test_the_study_runs_resumes_and_reports(tmp_path):
-    """The real commands on a question of a minute's length."""
+    """The real command, on a question of one minute."""
     file, path = tmp_path / "short.toml", tmp_path / "results.jsonl"
     file.write_text(
         'title = "Short"\n[defaults]\nmodel = "tiny"\nsteps = 10\nsequences = 2\nseed = [0, 1]\n'
@@ -576,13 +576,13 @@ def test_the_study_runs_resumes_and_reports(tmp_path):
         return path.read_text().splitlines(keepends=True)
 
     lines = run()
-    # Two rates for each optimizer and seed, and the delayed runs at the better one.
+    # Two rates for each optimizer and seed, and delayed runs at the better one.
     assert len(lines) == 2 * 2 * 2 + 4
     rows = [json.loads(line) for line in lines]
     assert all(row["versions"]["torch"] == torch.__version__.split("+")[0] for row in rows)
     assert all(row["seconds"] > 0 and len(row["curve"]) == 10 for row in rows)
     assert sum(row["run"]["delay"] == 1 for row in rows) == 4
-    # Killed while it wrote: that line is lost and no other.
+    # Killed during a write: only that line is lost.
     path.write_text("".join(lines[:-1]) + lines[-1][:50])
     again = run()
     assert again[:-1] == lines[:-1]
@@ -591,10 +591,10 @@ def test_the_study_runs_resumes_and_reports(tmp_path):
     assert run() == again
 
 
-def test_a_results_file_of_something_else_is_one_sentence(tmp_path):
+def test_the_error_of_an_invalid_results_file_names_the_line(tmp_path):
     path = tmp_path / "results.jsonl"
     path.write_text('{"loss": 1}\n')
-    with pytest.raises(UserError, match="line 1 is no result of the study"):
+    with pytest.raises(UserError, match="line 1 is not a result of the study"):
         Results(path)
 
 
@@ -610,7 +610,7 @@ def test_questions_have_three_seeds_and_share_runs():
     assert len({run_key(run) for run in runs}) == len(set(runs)) < len(runs)
 
 
-def test_an_interrupted_question_has_the_shorter_runs_and_all_arms_of_the_first_seeds():
+def test_runs_of_a_question_are_ordered_by_length_and_seed():
     (question,) = load_questions(["q10"])
     places = [(run.steps, run.seed) for run in question.runs]
     assert places == sorted(places)
@@ -618,7 +618,7 @@ def test_an_interrupted_question_has_the_shorter_runs_and_all_arms_of_the_first_
 
 
 def test_the_committed_results_answer_every_question():
-    """Of 300 updates; longer ones take nights, and the document counts what there is of them."""
+    """Questions with 300 updates. Longer runs take nights, and the document counts those that exist."""
     results = Results(DEFAULT_PATH)
     for question in load_questions(["q1", "q2", "q3", "q4", "q5", "q6", "q7", "q9"]):
         missing = [run for run in resolved(question.runs, results) if results.get(run) is None]
@@ -635,12 +635,12 @@ def test_the_document_shows_the_committed_results():
         assert f"study/{picture}.svg" in document and (report.DOCS / "study" / f"{picture}.svg").is_file()
 
 
-def test_every_row_of_a_table_has_a_cell_for_every_heading():
+def test_all_rows_of_a_table_have_equal_numbers_of_cells():
     for name, table in report.tables(Results(DEFAULT_PATH), Run()).items():
         widths = {line.count("|") for line in table.splitlines()}
         assert len(widths) == 1 and len(table.splitlines()) > 2, name
 
 
-def test_a_table_that_does_not_exist_is_named():
+def test_the_error_of_an_unknown_table_names_it():
     with pytest.raises(UserError, match="no table 'nonsense'"):
         report.filled("<!-- table nonsense -->\n<!-- end -->", {"optimizers": ""})

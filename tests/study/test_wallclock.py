@@ -1,4 +1,4 @@
-"""wallclock.py: its pipelines train as one process does, and padding a stage changes times alone."""
+"""wallclock.py: its pipelines train as one process does, and padding changes only times."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ from titan_async.optim import DelayedGradients, ErrorFeedback
 
 STEPS = 8
 MAX_NORM = 0.25
-"""Of the clip, for which the first gradients are all too large."""
+"""Clips all of the first gradients."""
 RUN = PipelineRun(model="tiny", schedule="1F1B", steps=STEPS, seed=3, optimizer="muon", lr=0.02)
 
 
@@ -75,7 +75,7 @@ def train_alone(
             loss.backward()
         losses.append(float(loss.detach()))
         norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        assert max_norm > MAX_NORM or step or norm > 2 * max_norm, "it was not to be clipped"
+        assert max_norm > MAX_NORM or step or norm > 2 * max_norm, "the gradient was not clipped"
         for optimizer, rates in zip(optimizers, peaks, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * learning_rate(step, run.steps)
@@ -104,13 +104,13 @@ def test_a_pipeline_trains_as_one_process_does(pool: Pool, schedule: str, optimi
     found = wallclock.joined_weights(ranks)
     assert farthest(found, weights) < tolerance
     assert farthest(other, weights) > 100 * tolerance
-    # Of ZBVZeroBubble, the first rank has the last stage.
+    # ZBVZeroBubble has the last stage on the first rank.
     last = 0 if schedule == "ZBVZeroBubble" else 1
     assert ranks[last]["losses"] == pytest.approx(losses, abs=tolerance)
     assert ranks[1 - last]["losses"] == []
 
 
-def test_stages_make_up_the_decoder() -> None:
+def test_stages_compose_the_decoder() -> None:
     torch.manual_seed(0)
     model = Decoder(MODELS["tiny"])
     inputs, _ = Batches("training", 2, 32, seed=0)(0)
@@ -125,7 +125,7 @@ def test_stages_make_up_the_decoder() -> None:
 
 
 class Clock:
-    """A time of which a reading takes a little and sleep what it should, and nothing else any."""
+    """A clock that advances by `READING` per reading and by the requested time per sleep."""
 
     READING = 2.0**-12
 
@@ -146,7 +146,7 @@ def train_by_clock(rank: int, group: dist.ProcessGroup, run: PipelineRun) -> dic
         return train_rank(rank, group, run)
 
 
-def test_padding_changes_times_alone(pool: Pool) -> None:
+def test_padding_changes_only_times(pool: Pool) -> None:
     for schedule, kind in SCHEDULES.items():
         run = replace(RUN, schedule=schedule)
         passes = STEPS * RUN.microbatches * kind.stages_per_rank
@@ -168,7 +168,7 @@ def test_padding_changes_times_alone(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_measurement_is_of_the_weights_that_were_trained(
+def test_a_measurement_evaluates_the_trained_weights(
     pool: Pool, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measurement = wallclock.Measurement(
@@ -195,15 +195,15 @@ def test_a_measurement_is_of_the_weights_that_were_trained(
         assert 0 < row["utilization"] < 1 and row["late_share"] is None and row["forward_s"] is None
 
 
-def test_a_setting_has_batches_of_its_microbatches() -> None:
+def test_a_run_has_the_microbatches_of_its_setting() -> None:
     made = wallclock.Measurement(
         setting="pp4-padded-m8", schedule="1F1B", seed=0, optimizer="muon", lr=0.02, budget_s=1.0
     ).training(7, padded=True)
     assert (made.steps, made.microbatches, made.sequences, made.forward_s) == (7, 8, 24, 0.008)
 
 
-def test_the_budget_is_spent_at_the_pace_after_the_first_steps() -> None:
-    # Three first steps of a second each; then 0.2 s in most rounds, and more in those that were disturbed.
+def test_the_step_time_is_a_median_without_the_first_steps() -> None:
+    # Three first steps of a second each, then 0.2 s in most rounds.
     rounds = iter([pace for pace in (0.2, 0.9, 0.2, 0.1, 0.2) for _ in SCHEDULES])
 
     class Fake:
@@ -231,7 +231,7 @@ def test_the_budget_is_spent_at_the_pace_after_the_first_steps() -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
-    """Pipelines of processes that are up, timed by `Clock` for a few steps of some milliseconds."""
+    """Uses the running pool, and times a few steps by `Clock`."""
     monkeypatch.setattr(wallclock, "Pool", lambda sizes: contextlib.nullcontext(pool))
     monkeypatch.setattr(wallclock, "train_rank", train_by_clock)
     monkeypatch.setattr(wallclock, "_ROUNDS", 1)
@@ -239,7 +239,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_what_is_in_the_results_is_not_run_again(
+def test_runs_in_the_results_are_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = tmp_path / "results.jsonl"
@@ -251,7 +251,7 @@ def test_what_is_in_the_results_is_not_run_again(
     shown = capsys.readouterr().out
     assert all(f"{1e3 * row['step_s']:.1f}" in shown and f"{row['test_loss']:.3f}" in shown for row in rows)
 
-    # A run that was interrupted, and a seed that is new.
+    # An interrupted run, and a new seed.
     results.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]) + '{"kind": "wallcl')
     measured = []
 
@@ -270,11 +270,11 @@ def test_what_is_in_the_results_is_not_run_again(
 
 
 @pytest.mark.usefixtures("quick")
-def test_mistakes_are_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_errors_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = tmp_path / "results.jsonl"
     command = ["--model", "tiny", "--setting", "pp2", "--seeds", "0", "--results"]
     assert wallclock.main([*command, str(results), "--budget", "0.001"]) == 2
-    assert "too few to learn: give a larger --budget." in capsys.readouterr().err
+    assert " steps: give a larger --budget." in capsys.readouterr().err
     assert not results.exists()
     assert wallclock.main([*command, str(tmp_path / "no" / "results.jsonl")]) == 2
     assert "There is no folder" in capsys.readouterr().err

@@ -1,7 +1,7 @@
-"""A block that balances itself by buffers, as a mixture of experts does, and the recurrence of its training.
+"""A block that balances itself by buffers, like an MoE layer, and the recurrence of its training.
 
-Weights and buffers follow the same one: batch b reads both as they were after update b - 2, and changes both
-as they are after update b - 1.
+Weights and buffers follow the same recurrence: batch b reads those after update b - 2, and changes those
+after update b - 1.
 """
 
 import copy
@@ -19,11 +19,11 @@ PARTS = 4
 
 
 class Router(nn.Module):
-    """Each row takes one of four vectors; a bias without gradient takes part in the choice.
+    """Selects one of four vectors for each row; a bias without gradient affects the selection.
 
-    Buffers of every kind: `bias` is read by forwards and changed by updates; `counts` (not in the state, as
-    torchtitan's) is changed by forwards and reset by updates; `rows` is an integer under two names, `seen`
-    flags the choices made, and `total` is replaced instead of written to.
+    It has buffers of every kind: `bias` is read by forwards and changed by updates; `counts` (not persistent,
+    as in torchtitan) is changed by forwards and reset by updates; `rows` is an integer with two names, `seen`
+    flags the selected vectors, and `total` is replaced instead of changed in place.
     """
 
     def __init__(self, recompute: bool) -> None:
@@ -48,7 +48,7 @@ class Router(nn.Module):
             self.rows_again.add_(len(x))
             self.seen.logical_or_(chosen.any(0))
             self.total = self.total + chosen.sum(0)
-        # The size of the bias counts too: the result depends on which version of it was read.
+        # Scaled by the bias, so that the result depends on its version.
         weight = (scores * chosen).sum(-1, keepdim=True) * (1 + self.bias.square().sum())
         return x + torch.tanh(weight * self.vectors[choice] * x)
 
@@ -76,7 +76,7 @@ def build_parts(recompute: bool = False) -> list[tuple[str, nn.Module]]:
 
 
 def make_optimizer(model: nn.Module, group: dist.ProcessGroup | None = None) -> torch.optim.Optimizer:
-    """SGD that first moves each bias towards the choices that were rare, as torchtitan does."""
+    """SGD that first moves each bias towards rare choices, as torchtitan does."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     @torch.no_grad()
@@ -95,7 +95,7 @@ def make_optimizer(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the weights and of all buffers, whole."""
+    """Unsharded copies of the weights and of all buffers."""
     named = [*model.named_parameters(), *model.named_buffers()]
     whole = ((name, value.detach()) for name, value in named)
     return {name: (v.full_tensor() if hasattr(v, "full_tensor") else v).clone() for name, v in whole}
@@ -106,7 +106,7 @@ def run_recurrence(
 ) -> tuple[dict[str, Tensor], list[list[float]]]:
     """Weights and buffers after `batches` updates, and all losses.
 
-    A flag that a batch has set or cleared is so after its update.
+    A flag that a batch sets or clears has this value after its update.
     """
     newest = Stage(build_parts(recompute))
     optimizer = make_optimizer(newest)

@@ -1,4 +1,4 @@
-"""Profiles of devices with round numbers, as `titan-async calibrate` would have found them."""
+"""Device profiles with round numbers, in the format of `titan-async calibrate`."""
 
 from titan_async.planning.device_profile import (
     AttentionTiming,
@@ -18,7 +18,7 @@ CORES = Device(kind="cpu", name="Some CPU", memory=16_000_000_000, processors=2)
 
 
 def make_profile(device, *, faster=1.0):
-    """A device that computes and moves `faster` times as much as one of 100 TFLOP/s."""
+    """The profile of a device that is `faster` times as fast as one with 100 TFLOP/s."""
     error = FitError(mean=1.05, worst=1.2)
     product = ProductTiming(m=64, n=64, k=64, groups=1, seconds=1e-6, fitted_seconds=1.1e-6)
     attention = AttentionTiming(

@@ -14,7 +14,7 @@ DEPTH = 3
 
 
 class Several:
-    """Some optimizers that step one after another."""
+    """Optimizers that step one after another."""
 
     def __init__(self, *optimizers):
         self.optimizers = optimizers
@@ -70,7 +70,7 @@ def model(depth=DEPTH, recompute=False):
 
 
 def batch_loss(module, x, y):
-    """One backward a microbatch, as gradient accumulation does it."""
+    """Runs one backward per microbatch, as in gradient accumulation."""
     losses = []
     for one, target in zip(x, y, strict=True):
         loss = loss_fn(module(one), target)
@@ -93,7 +93,7 @@ def train(module, delayed, optimizer, batches, max_norm=None):
 
 
 def oracle(build, delays, max_norm=None, batches=BATCHES):
-    """Batch b reads each parameter from the list of all its versions; a second module does the reading."""
+    """Batch b reads each parameter from the list of all its versions, into a second module."""
     newest, reader = model(), model()
     optimizer = build(newest)
     inputs, targets = build_data(BATCHES, MICROBATCHES)

@@ -1,4 +1,4 @@
-"""The event files of a run that never was: what a simulated schedule would have left."""
+"""Event files of a simulated run."""
 
 import time
 from collections import defaultdict
@@ -27,7 +27,7 @@ _KINDS = {
 
 
 def kind_of(task: Task) -> Kind:
-    """What a rank records a task as."""
+    """The kind of event for a task."""
     return Kind.OVERLAP if task.overlapped else _KINDS[task.kind]
 
 
@@ -48,11 +48,11 @@ def write_run(
     started: float | None = None,
     synchronous_steps: int = 0,
 ) -> Path:
-    """Write a run's files and return its folder of events.
+    """Writes a run's files and returns its folder of events.
 
-    Stages forward in `forward` seconds and backward in twice that; `slow_stage` takes half as long again.
-    Ranks wait (RECEIVE) where the simulation has them idle before a forward or backward. With `closed` false
-    the files are those of a run that is going on. With `synchronous_steps` every step drains the pipeline.
+    A forward takes `forward` seconds and a backward twice that; `slow_stage` takes 1.5 times as long. Ranks
+    that are idle before a forward or backward in the simulation wait (RECEIVE). With `closed` false the files
+    are those of a running run. With `synchronous_steps` every step drains the pipeline.
     """
     ranks = stages_of_ranks(schedule, stages)
     total = sum(map(len, ranks))
@@ -141,7 +141,7 @@ def write_run(
 
 
 def _summaries(records: np.ndarray, info: RunInfo, rank: int) -> np.ndarray:
-    """Rows of two steps each, straight from the records."""
+    """Summaries of two steps each, computed from the records."""
     steps = records[records["kind"] == Kind.STEP]
     rows = []
     for i in range(0, len(steps), 2):

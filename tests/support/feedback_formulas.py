@@ -1,4 +1,4 @@
-"""Error feedback by its formulas, around optimizers that are written out."""
+"""Error feedback and optimizers by their formulas."""
 
 import math
 
@@ -11,8 +11,8 @@ SHAPES = [(6, 4), (3, 5)]
 DECAY = 0.1
 
 
-# Each returns the displacement that an optimizer proposes for a parameter from its weights, its gradient, the
-# learning rate and the optimizer's memory, which it updates. They do not depend on error feedback.
+# Each returns the displacement that an optimizer proposes for a parameter, given its weights, its gradient,
+# the learning rate and the optimizer's state, which it updates. They do not depend on error feedback.
 
 
 def propose_sgd(x, g, lr, memory):
@@ -123,7 +123,7 @@ def gaps(batch, index, x):
 
 
 def zero_in_batch_2(batch, index, x):
-    """Together with a learning rate of zero, like a step that only creates state."""
+    """With a learning rate of zero, this is a step that only creates state."""
     return torch.zeros_like(x) if batch == 2 else noisy_gradient(batch, index, x)
 
 

@@ -1,11 +1,10 @@
-"""Python commands as forks of a process that has imported what they need.
+"""Python commands as forks of a process that has imported their modules.
 
-A training run of two ranks starts three interpreters, each of which imports torch and torchtitan for
-several seconds before it does anything that a test looks at. Here the launcher is a fork of the process of
-which the workers of `WorkerPool` are forks too, and its ranks are forks of the launcher. Process ids,
-signals, sessions, exit statuses, environment, folder, `sys.argv` and `__main__` are those of a new
-interpreter. But ranks share one hash seed, nothing is imported anew, and /proc shows the environment and the
-command line of the process that was forked: tests of these use `subprocess`.
+A training run of two ranks starts three interpreters, each of which imports torch and torchtitan for several
+seconds. Here the launcher is a fork of the same server process as the workers of `WorkerPool`, and its ranks
+are forks of the launcher. Process ids, signals, sessions, exit statuses, environment, folder, `sys.argv` and
+`__main__` are those of a new interpreter. But ranks share one hash seed, modules are not imported again, and
+/proc shows the environment and the command line of the server: tests of these use `subprocess`.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ def context() -> Any:
 
 
 class Forked:
-    """A command that runs as a fork; to be used like a `subprocess.Popen` with text pipes.
+    """A command that runs as a fork, with the interface of `subprocess.Popen` with text pipes.
 
     Args:
         command: `[sys.executable, "-m", module, *arguments]`, or with "-c" and a program, or a script.
-        cwd: the folder that it runs in; by default this process's.
-        env: its environment; by default this process's.
-        start_new_session: whether it leads a session, and so a process group, of its own.
-        stdout, stderr: `subprocess.PIPE`, or an open file that it writes to.
+        cwd: its working directory; by default that of this process.
+        env: its environment; by default that of this process.
+        start_new_session: whether it starts a new session and process group.
+        stdout, stderr: `subprocess.PIPE`, or an open file.
         terminal: a terminal's descriptor, which becomes its stdout, stderr and controlling terminal.
     """
 
@@ -108,7 +107,7 @@ class Forked:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Its further output to stdout and stderr, once it has ended."""
+        """Waits for the end, and returns the rest of stdout and stderr."""
         deadline = None if timeout is None else time.monotonic() + timeout
         texts: dict[int, str] = {}
 
@@ -154,7 +153,7 @@ def run(
 
 
 class _Duplicate:
-    """A descriptor that is passed on to a process when that is started."""
+    """A descriptor that is passed to a process when it starts."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -175,7 +174,7 @@ def _begin(
     start_new_session: bool,
     in_terminal: bool,
 ) -> None:
-    """Makes this process, a fork without a past, the one that runs the command."""
+    """The main function of the fork, which runs the command."""
     for number, fd in enumerate(outputs, start=1):
         os.dup2(fd, number)
         os.close(fd)
@@ -184,7 +183,7 @@ def _begin(
         os.setsid()
     if in_terminal:
         fcntl.ioctl(1, termios.TIOCSCTTY, 0)
-    # torchelastic starts ranks with the class that it has imported.
+    # torchelastic starts ranks with this class.
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     subprocess_handler.Popen = _Rank
@@ -192,7 +191,7 @@ def _begin(
 
 
 class _Rank:
-    """A fork of this process that runs a rank's command; as much of a `Popen` as torchelastic looks at."""
+    """A fork of this process that runs a rank's command, with the part of `Popen` that torchelastic uses."""
 
     def __init__(
         self, args: Sequence[str], env: Mapping[str, str], stdout: Any, stderr: Any, start_new_session: bool
@@ -200,7 +199,7 @@ class _Rank:
         self.args, self.returncode = list(args), None
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        # Until the fork has handlers of its own it must not answer with this process's.
+        # The fork must not run this process's handlers before its own are set.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
         self.pid = os.fork()
         if self.pid:
@@ -244,14 +243,14 @@ class _Rank:
 
 
 def _execute(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
-    """Does what `python` does with its arguments, up to the end of this process."""
-    # A temporary folder of the process that this is a fork of is removed by that process alone.
+    """Runs a command as `python` would, and ends this process."""
+    # Temporary folders of the parent are removed by the parent only.
     weakref.finalize._registry.clear()
-    # Its own children, data workers among them, start as an interpreter's do.
+    # Child processes, such as data workers, start as in a new interpreter.
     mp.set_start_method(None, force=True)
     os.environ.clear()
     os.environ.update(env)
-    # With the buffering of a pipe or of a terminal, as at an interpreter's start.
+    # With the buffering of a new interpreter for a pipe or a terminal.
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
@@ -280,7 +279,7 @@ def _execute(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     with contextlib.suppress(BaseException):
-        threading._shutdown()  # waits for threads, as an interpreter does at its end
+        threading._shutdown()  # joins threads, as the end of an interpreter does
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -1,6 +1,6 @@
-"""Counts what would make the host wait for a device, with the meta device or the CPU in the place of one.
+"""Counts operations that would make the host wait for a device, on the meta device or the CPU.
 
-On the meta device, reading a value or copying to the CPU raises by itself.
+On the meta device, reading a value or copying to the CPU raises an error.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ class HostWaits(TorchDispatchMode):
     """Records operations within it that read values of tensors on the host, and collectives.
 
     Args:
-        on_host: tensors that lie on the host, so that reading them waits for nothing.
+        on_host: tensors on the host, which can be read without waiting.
     """
 
     def __init__(self, *on_host: Tensor) -> None:
@@ -36,7 +36,7 @@ class HostWaits(TorchDispatchMode):
             self.collectives.append(name)
         reads = name in READ and not all(each.data_ptr() in self._on_host for each in tensors)
         result = func(*args, **kwargs)
-        # Without pinned memory such a copy waits, whichever way it goes.
+        # Without pinned memory, copies in both directions wait.
         devices = {each.device for each in [*tensors, result] if isinstance(each, Tensor)}
         copies = name in ("copy_", "_to_copy") and len(devices) > 1
         by_mask = name.startswith("index") and any(each.dtype == torch.bool for each in tensors[1:])

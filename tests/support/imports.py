@@ -1,6 +1,6 @@
-"""What launchers and ranks need: imported once, in the process of which those of tests are forks.
+"""Imports the modules of launchers and ranks once, in the server process that tests fork.
 
-Replaces a wait in torchtitan and a look-up in torchelastic that take seconds a run and affect no result.
+Replaces a sleep in torchtitan and a look-up in torchelastic that take seconds per run and affect no result.
 """
 
 # ruff: noqa: E402, F401
@@ -41,7 +41,7 @@ import titan_async.training.process.hung_ranks
 import titan_async.training.process.run_folder
 import titan_async.training.trainer
 
-# Kept by the process that has read them; else each launcher and rank would spend half a second on it.
+# Cached here; otherwise each launcher and rank would need half a second.
 titan_async.data.shakespeare.play_scenes()
 
 # For its log of each message torchelastic looks for the source of every frame in every imported module.
@@ -49,6 +49,6 @@ rendezvous.get_method_name = lambda depth=2: ""
 # After training torchtitan's rank 0 sleeps for two seconds. Launcher and tests wait for all ranks anyway.
 torchtitan.trainer.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
 
-# Else each fork's first collection writes to, and so copies, every page that all this lies in.
+# Otherwise the first collection of each fork would write to, and so copy, all of these pages.
 gc.collect()
 gc.freeze()

@@ -1,4 +1,4 @@
-"""The launcher in a process of its own: what a test's script does first, and how the test follows it."""
+"""A launcher in a separate process: preparation in a test's script, and waiting in the test."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["begin_launcher", "wait_for_looks"]
 
 
 def begin_launcher(folder: str | Path) -> None:
-    """In a process that will launch workers: let it note each of its looks at them in `folder`."""
+    """Makes the launcher of this process record each poll of its workers in `folder`."""
     from torch.distributed.elastic.multiprocessing import PContext
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
-    tempfile.tempdir = None  # it may have a TMPDIR of its own
-    subprocess_handler.Popen = subprocess.Popen  # type: ignore[misc] # workers that are no forks
+    tempfile.tempdir = None  # TMPDIR may have changed
+    subprocess_handler.Popen = subprocess.Popen  # type: ignore[misc] # workers that are not forks
     notes = os.open(Path(folder, "looks"), os.O_WRONLY | os.O_CREAT)
     wait = PContext.wait
 
@@ -32,10 +32,13 @@ def begin_launcher(folder: str | Path) -> None:
 
 
 def wait_for_looks(folder: Path, more: int = 1) -> None:
-    """Until a launcher has looked at its workers so many times more.
+    """Waits until a launcher has polled its workers `more` times.
 
-    Before it looks for the first time, it has begun to pass signals on.
+    It forwards signals before its first poll.
     """
     looks = folder / "looks"
     before = looks.stat().st_size if looks.exists() else 0
-    until(lambda: looks.exists() and looks.stat().st_size >= before + more, "the launcher does not look")
+    until(
+        lambda: looks.exists() and looks.stat().st_size >= before + more,
+        "the launcher does not poll its workers",
+    )

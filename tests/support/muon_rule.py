@@ -1,4 +1,4 @@
-"""Muon written out for one process, for loops that a sharded Muon must agree with.
+"""Muon by its formulas in one process, for comparison with a sharded Muon.
 
 From the formulas in https://kellerjordan.github.io/posts/muon/, with the scale of arXiv 2502.16982.
 """
@@ -33,11 +33,11 @@ def muon_displacement(
     coefficient: float,
     split_sizes: tuple[int, ...] = (),
 ) -> Tensor:
-    """By how much one step moves a matrix ``[rows, cols]`` or experts ``[experts, rows, cols]``.
+    """The displacement of a matrix ``[rows, cols]`` or of experts ``[experts, rows, cols]`` in one step.
 
     Args:
-        momentum: float64; moved in place.
-        split_sizes: rows of the logical matrices of which a fused one is made.
+        momentum: float64; updated in place.
+        split_sizes: rows of each logical matrix in a fused one.
     """
     if weight.ndim == 3:
         settings = {"lr": lr, "decay": decay, "coefficient": coefficient}

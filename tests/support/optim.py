@@ -60,7 +60,7 @@ def give_gradients(
     missing: Collection[int] = (),
     bad: Mapping[int, float] | None = None,
 ) -> None:
-    """Set gradients that depend on the step alone.
+    """Sets gradients that depend only on the step.
 
     Args:
         missing: the indices of parameters without a gradient.
@@ -75,7 +75,7 @@ def give_gradients(
 
 
 def bits(params: Sequence[Tensor], optimizer: Optimizer) -> Bits:
-    """Copies of the local parts of all weights and of all state."""
+    """Local copies of all weights and of all state."""
     tensors = [("weight", param) for param in params]
     tensors += [entry for param in params for entry in sorted(optimizer.state.get(param, {}).items())]
     return [(key, local_part(value.detach()).clone()) for key, value in tensors]
@@ -96,7 +96,7 @@ def was_skipped(optimizer: Optimizer) -> bool:
 
 
 def full(params: Sequence[Tensor]) -> list[Any]:
-    """Whole weights as numpy arrays, which are sent between processes without shared memory."""
+    """Unsharded weights as numpy arrays, which are sent between processes without shared memory."""
     return [
         (p.full_tensor() if isinstance(p, DTensor) else p).detach().double().numpy().copy() for p in params
     ]
@@ -136,7 +136,7 @@ meshes: dict[str, DeviceMesh] = {}
 
 
 def make_meshes(rank: int, group: Any) -> None:
-    """Once for all tests: each mesh has process groups of its own."""
+    """Creates the meshes once for all tests, because each has its own process groups."""
     if meshes:
         return
     meshes["line"] = init_device_mesh("cpu", (4,))
@@ -149,7 +149,7 @@ def make_meshes(rank: int, group: Any) -> None:
 
 
 def distribute(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """This rank's shard of a tensor that all ranks have; without communication."""
+    """Shards a tensor that is the same on all ranks, without communication."""
     return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 

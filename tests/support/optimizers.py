@@ -1,4 +1,4 @@
-"""Small optimizers like those of other packages, each with a property that a run must handle."""
+"""Small optimizers with properties of those of other packages, which a run must handle."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 
 class Averaged(torch.optim.Optimizer):
-    """Momentum of which the bias is removed; the number of steps is in the group, as in other packages."""
+    """Momentum with bias correction; the number of steps is in the group, as in other packages."""
 
     def __init__(
         self, params: Any, lr: float = 0.1, beta: float = 0.9, name: str = "a", flag: bool = True
@@ -36,7 +36,7 @@ class Averaged(torch.optim.Optimizer):
 
 
 class Normed(Averaged):
-    """Its update of a parameter has the norm 1."""
+    """Its update of a parameter has norm 1."""
 
     def move(self, param: torch.Tensor, mean: torch.Tensor, group: dict[str, Any]) -> None:
         param.add_(mean / mean.norm().clamp(min=1e-30), alpha=-group["lr"])
@@ -85,7 +85,7 @@ class Rateless(Averaged):
 
 
 class Loaded(Averaged):
-    """Keeps its state in a form that changes at the second step."""
+    """Adds state at the second step."""
 
     def move(self, param: torch.Tensor, mean: torch.Tensor, group: dict[str, Any]) -> None:
         if group["step"] > 1:

@@ -1,4 +1,4 @@
-"""The most bytes of live tensors that a rank of a training run holds."""
+"""Peak bytes of live tensors on a rank of a training run."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from tests.support.trainer_loop import become_worker
 
 
 def peak_of_a_run(rank: int, group: Any, argv: list[str]) -> int:
-    """Train as `argv` says, in a process that torchtitan takes for one of `group`'s size."""
+    """Trains the run of `argv` on the ranks of `group`, and returns the peak of this rank."""
     become_worker(rank, group)
     from titan_async.config.recipe_file import resolve
     from titan_async.planning.storage_tracker import peak_of_training

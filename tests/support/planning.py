@@ -1,4 +1,4 @@
-"""Hand-made parts, layouts and hardware with round numbers, whose plans can be worked out on paper."""
+"""Parts, layouts and hardware with round numbers, whose plans can be computed by hand."""
 
 import dataclasses
 
@@ -6,8 +6,6 @@ from titan_async.planning.hardware import Accelerator, Cluster
 from titan_async.planning.layout import Layout
 from titan_async.planning.traced_parts import Part, Weight
 from titan_async.recipes.debug import debug
-
-GIB = 2**30
 
 ROUND = Cluster(
     accelerator=Accelerator(
@@ -30,14 +28,14 @@ ROUND = Cluster(
     network_blocks=0,
     collective_blocks=0,
 )
-"""100 TFLOP/s reached; memory so fast that it does not count; no latency; 80 and 8 GB/s reached, by messages
-that take no processors."""
+"""100 TFLOP/s achieved; memory of practically infinite bandwidth; no latency; 80 and 8 GB/s achieved, by
+messages that need no multiprocessors."""
 
 FREE = dataclasses.replace(ROUND, link_bandwidth=1e30, network_bandwidth=1e30)
 
 
 def make_part(name, *, tflops=1.0, shape=(64, 64), expert=False, **others):
-    """A part with one weight, whose forward and each half of whose backward take `tflops`."""
+    """A part with one weight, with `tflops` for its forward and for each half of its backward."""
     values = {field.name: 0 for field in dataclasses.fields(Part)}
     values |= {
         "name": name,
@@ -51,7 +49,7 @@ def make_part(name, *, tflops=1.0, shape=(64, 64), expert=False, **others):
 
 
 def make_parts(layers, **others):
-    """An embedding and a head that cost nothing, and layers that cost the same."""
+    """An embedding and a head without cost, and layers of equal cost."""
     names = [f"layers.{i}" for i in range(layers)]
     return {
         "tok_embeddings": make_part("tok_embeddings", tflops=0.0),
@@ -61,7 +59,7 @@ def make_parts(layers, **others):
 
 
 def make_layout(layers, **changes):
-    """One layer a stage under 1F1B, embedding and head with the first and the last."""
+    """One layer per stage under 1F1B, with embedding and head on the first and the last stage."""
     values = {
         "schedule": "1F1B",
         "pp": layers,
@@ -109,5 +107,5 @@ def heavy(config):
 
 
 def light(config):
-    """Six layers whose cost grows with the microbatch, and with next to no weights."""
+    """Six layers with costs proportional to the microbatch, and small weights."""
     return make_parts(6, tflops=config.parallelism.pipeline_parallel_microbatch_size / 2)

@@ -1,4 +1,4 @@
-"""Gradients that are not finite, on one stage, in the batches that a test names."""
+"""Non-finite gradients on the last stage, in selected batches."""
 
 from collections.abc import Collection
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 def poison(trainer: Any, batches: Collection[int]) -> None:
-    """Let the losses of these batches, counted from 0, have a NaN for gradient, and stay what they are.
+    """Makes the gradients of the losses of these batches, counted from 0, NaN; the losses do not change.
 
     Only the last stage computes them.
     """

@@ -1,4 +1,4 @@
-"""Processes that stay up for a whole session of tests and run one function after another under gloo."""
+"""Persistent gloo processes that run the functions of all tests of a session."""
 
 import os
 from collections.abc import Callable
@@ -11,7 +11,7 @@ __all__ = ["Pools", "WorkerPool"]
 
 
 def _make_groups(world_size: int, sizes: list[int]) -> dict[int, Any]:
-    """A group for each size. All ranks make each: torch names a group by the number of those made before."""
+    """A group for each size. All ranks create each of them, because torch names groups by a counter."""
     import torch.distributed as dist
 
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(world_size)
@@ -20,10 +20,10 @@ def _make_groups(world_size: int, sizes: list[int]) -> dict[int, Any]:
 
 
 class WorkerPool(Pool):
-    """`world_size` gloo processes that start anew after `most_calls`, or when some of them did not answer.
+    """`world_size` gloo processes, which are restarted after `most_calls`, or if some of them did not answer.
 
-    What is left behind in them, such as groups that nobody destroys, each with a thread that wakes a hundred
-    times a second, would in the end take more of the processor than the tests.
+    Groups that are never destroyed each have a thread that wakes up a hundred times per second; without
+    restarts these would need more processor time than the tests.
     """
 
     def __init__(self, world_size: int, most_calls: int) -> None:
@@ -40,8 +40,8 @@ class WorkerPool(Pool):
     ) -> list:
         """As `Pool.run`.
 
-        With `keeps` later calls need what this one leaves in the processes, which then stay up until
-        `close_if_used_up`.
+        With `keeps` later calls need the state that this one leaves in the processes, which are then not
+        restarted until `close_if_used_up`.
         """
         if not self._is_kept:
             self.close_if_used_up()
@@ -56,7 +56,7 @@ class WorkerPool(Pool):
 
 
 class Pools:
-    """A pool for each number of ranks that is asked for, of which only the last one that was is up."""
+    """A pool for each number of ranks; only the last requested one is running."""
 
     def __init__(self, most_calls: int = 20) -> None:
         self._most_calls = most_calls

@@ -1,6 +1,6 @@
 """Recipes of tiny models, for tests of the whole trainer.
 
-Labels are left out in uneven numbers, so that every run shows how the loss is normalized.
+Rows have different numbers of ignored labels, so that every run tests the normalization of the loss.
 """
 
 import dataclasses
@@ -27,26 +27,27 @@ from titan_async.recipes.moe_models import moe
 from titan_async.training.dataloader import Batch, TextDataLoader
 from titan_async.training.optimizer.config import HIDDEN_MATRICES, ErrorFeedbackConfig, SGDConfig
 from titan_async.training.trainer import AsyncTrainer
+from tools.bench._chunked_recipes import debug_in_chunks  # noqa: F401 - a recipe
 
 STEPS = 6
 LR = 0.5
 MOMENTUM = 0.9
 MAX_NORM = 0.25  # clips every batch
-BALANCE = 0.01  # as large as the differences of scores, so that it changes who gets which token
+BALANCE = 0.01  # as large as differences of scores, so that it affects the routing
 
 MUON = {
     "lr": 0.02,
     "weight_decay": 0.1,
     "momentum": 0.95,
     "adjust_lr": "match_rms_adamw",
-    "compute_dtype": "float32",  # else rounding would be all that a comparison shows
+    "compute_dtype": "float32",  # otherwise rounding would dominate comparisons
 }
 
 DIM, HEAD, EXPERTS = 32, 16, 4
 
 
 def mask_labels(labels: torch.Tensor) -> torch.Tensor:
-    """The labels [B, L] without the first few of each row; how many depends on the row alone."""
+    """Ignores the first few labels of each row of [B, L]; their number depends only on the row."""
     first = (labels.sum(dim=1) % (labels.shape[1] // 2))[:, None]
     return torch.where(torch.arange(labels.shape[1]) < first, IGNORE_INDEX, labels)
 
@@ -64,27 +65,21 @@ class MaskedLoader(TextDataLoader):
 
 
 def tiny_llama() -> AsyncTrainer.Config:
-    """The debug recipe's Llama, small, under SGD."""
+    """The debug recipe's Llama, small, with SGD."""
     spec = debug().model_spec
     model = llama(vocab_size=VOCAB_SIZE, dim=DIM, n_layers=4, n_heads=DIM // HEAD, hidden_dim=2 * DIM)
     return _tiny(dataclasses.replace(spec, model=model))
 
 
 def small() -> AsyncTrainer.Config:
-    """The debug recipe with two narrow layers, for what does not depend on how well a model learns."""
+    """The debug recipe with two narrow layers, for tests that do not depend on the quality of the model."""
     config = debug()
     model = llama(vocab_size=VOCAB_SIZE, dim=2 * DIM, n_layers=2, n_heads=4, hidden_dim=4 * DIM)
     return dataclasses.replace(config, model_spec=dataclasses.replace(config.model_spec, model=model))
 
 
-def debug_in_chunks() -> AsyncTrainer.Config:
-    """The debug recipe with a loss in chunks."""
-    config = debug()
-    return dataclasses.replace(config, loss=ChunkedLossWrapper.Config(num_chunks=8, loss_fn=config.loss))
-
-
 def titan_llama() -> Trainer.Config:
-    """`tiny_llama` as users of torchtitan have it: its trainer, its sections, and a loss by chunks."""
+    """`tiny_llama` with torchtitan's own trainer and sections, and a loss in chunks."""
     config = tiny_llama()
     return Trainer.Config(
         model_spec=config.model_spec,
@@ -109,7 +104,7 @@ def titan_llama() -> Trainer.Config:
 
 
 class FormattedMetrics(MetricsProcessor):
-    """Metrics of a user's, which take torchtitan's word that a norm is a number."""
+    """A user's metrics, which format the norm as a float, as torchtitan's signature permits."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
@@ -120,17 +115,17 @@ class FormattedMetrics(MetricsProcessor):
 
 
 def titan_metrics() -> Trainer.Config:
-    """`titan_llama` with metrics of its user's."""
+    """`titan_llama` with a user's metrics."""
     return dataclasses.replace(titan_llama(), metrics=FormattedMetrics.Config(log_freq=1))
 
 
 def tiny_moe() -> AsyncTrainer.Config:
-    """The mixture of the recipe `debug_moe`, small, under SGD."""
+    """The MoE model of the recipe `debug_moe`, small, with SGD."""
     return _tiny(_moe())
 
 
 def tiny_mixed() -> AsyncTrainer.Config:
-    """The same, whose first two layers are dense: of two stages, one has no experts."""
+    """`tiny_moe` with two dense layers first, so that one of two stages has no experts."""
     spec = _moe()
     first, second, *rest = spec.model.layers
     layers = [_without_experts(first), _without_experts(second), *rest]
@@ -148,24 +143,24 @@ def muon_moe() -> AsyncTrainer.Config:
 
 
 def muon_mixed() -> AsyncTrainer.Config:
-    """`tiny_mixed` likewise, with the parts of fused projections by themselves."""
+    """`tiny_mixed` with Muon, which splits fused projections."""
     return _with_muon(tiny_mixed())
 
 
 def fused_split(name: str) -> tuple[int, ...]:
-    """Rows of the logical matrices of which a weight is made: query, key and value of each head."""
+    """Rows of each logical matrix in a weight: query, key and value of each head."""
     return (HEAD,) * 6 if "wqkv" in name else ()
 
 
 def tied() -> AsyncTrainer.Config:
-    """A model of torchtitan's whose embedding is its head."""
+    """A model of torchtitan with tied embeddings."""
     spec = model_registry("debugmodel")
     assert spec.model.enable_weight_tying
     return _tiny(spec)
 
 
 def tied_llama() -> AsyncTrainer.Config:
-    """`tiny_llama` with one weight for embedding and head."""
+    """`tiny_llama` with tied embeddings."""
     config = tiny_llama()
     model = dataclasses.replace(config.model_spec.model, enable_weight_tying=True)
     return dataclasses.replace(config, model_spec=dataclasses.replace(config.model_spec, model=model))
@@ -229,7 +224,7 @@ def _moe() -> ModelSpec:
 
 
 def _without_experts(layer: Qwen3TransformerBlock.Config) -> Qwen3TransformerBlock.Config:
-    """A dense layer in the place of `layer`, with query, key and value in one matrix."""
+    """A dense layer instead of `layer`, with query, key and value in one matrix."""
     return dataclasses.replace(
         layer,
         attention=make_gqa_config(

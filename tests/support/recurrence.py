@@ -1,4 +1,4 @@
-"""An independent reading of the recurrence: one process, one loop, no pipeline::
+"""An independent computation of the recurrence: one process, one loop, no pipeline::
 
 W[b+1] = W[b] - update(g_b),    g_b = gradient of batch b at W[max(b-1, 0)]
 
@@ -19,11 +19,11 @@ from titan_async.pipelining import hand_over
 WIDTH = 8
 
 Recompute = Literal[False, True, "selective"]
-"""Activation checkpointing: none, full, or of all but the matrix products."""
+"""Activation checkpointing: none, full, or of everything except matrix products."""
 
 
 class Travel(torch.autograd.Function):
-    """Hands its input on, where an exchange between experts would let the other half of a pair compute."""
+    """The identity, with a switch to the other half of a pair, as in an exchange between experts."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class Travel(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """A layer whose gradient needs the weights in more than one way: scale, matrices, bias."""
+    """A layer with a gradient that depends on several kinds of weights: scale, matrices, bias."""
 
     def __init__(self, recompute: Recompute = False, travels: bool = False) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 
 def run_batch(call: Callable, stage: PipelineStage, inputs: Tensor, targets: Tensor) -> list[float]:
-    """Give a schedule's `step` or `eval` a batch, of [microbatches, rows, WIDTH].
+    """Calls a schedule's `step` or `eval` with a batch [microbatches, rows, WIDTH].
 
     Returns:
         The losses of its microbatches, on the last stage.
@@ -106,7 +106,7 @@ def run_recurrence(
 ) -> tuple[dict[str, Tensor], list[list[float]]]:
     """Weights after `batches` updates and every microbatch's loss; `delay=0` is synchronous training.
 
-    The batches of `synchronous` have no delay, and after them it begins anew.
+    The batches of `synchronous` have no delay, and after them the delay starts as at the beginning.
     """
     newest = nn.Sequential(*build_blocks(num_stages))
     reader = copy.deepcopy(newest)

@@ -1,193 +1,43 @@
-"""Walks the stages' programs under rendezvous, where a message moves only when both ends are ready for it.
+"""Simulates the stages' programs under rendezvous: a message moves only when both ends are ready for it.
 
-gloo takes a sent message before its receive is posted; NCCL does not, so a wrong order that no test on gloo
-notices would hang there. The walk is a simulation without processes:
+gloo accepts a message before its receive is posted; NCCL does not, so a wrong order that passes every test on
+gloo could hang there. The simulation needs no processes:
 
-- a message is delivered when its send and its receive have both started, in order within its queue (an edge
-  of the pipeline in one direction);
-- an operation on a channel starts only when all earlier ones on it are delivered; one channel per queue is
-  how `P2PChannels` does it, one channel a rank is a single communicator;
-- a process stops at a wait until the message is there, and at a send until few enough are under way;
-- an all-reduce, of the norm or of tied parameters, is over when all its ranks have started it;
-- so is an exchange of tokens between the replicas of a stage, which have to start them in the same order; a
-  forward or backward goes on only then, but in an overlapped pair its other half has its turn before;
-- where the walk says so, a process stops until all is over that it has started: something has waited for the
-  whole device, as the first launch of a kernel, or an allocation, may do at any time.
+- A message is delivered when its send and its receive have both started, in order within its queue (an edge
+  of the pipeline in one direction).
+- An operation on a channel starts when all earlier ones on it are delivered. `P2PChannels` has one channel
+  per queue; one channel per rank is a single communicator.
+- A rank blocks at a wait until the message is delivered, and at a send while too many sends are pending.
+- An all-reduce, of the norm or of tied parameters, completes when all its ranks have started it.
+- So does an exchange of tokens between the replicas of a stage, which must start exchanges in the same order.
+  A forward or backward continues only then; in an overlapped pair the other half runs in between.
+- Where `device_waits` returns True, a rank blocks until everything it has started completes: the first launch
+  of a kernel, or an allocation, may synchronize with the device at any time.
 
-Any interleaving shows whether there is a deadlock. A rank decides nothing by what happens to come first: it
-waits for one thing, and what is once delivered stays so. Thus a step that can be taken can still be taken
-after any other, as in a Kahn network, and all orders end in the same state, at the same virtual times. And a
-rank that stops less gets as far: if nothing hangs where all wait for the device at every step, nothing does
-where some wait at some of them.
+Any interleaving shows whether there is a deadlock. Each rank waits for one thing at a time, and what is
+delivered stays delivered. So a step that can run can still run after any other step, as in a Kahn network,
+and all orders end in the same state at the same virtual times. A rank that synchronizes less gets at least as
+far: if nothing hangs where all ranks synchronize at every step, nothing hangs where some do at some steps.
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from itertools import zip_longest
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from titan_async.pipelining import actions
-from titan_async.pipelining.actions import (
-    ALL_EARLY,
-    Action,
-    EarlyReceives,
-    Instruction,
-    drain_program,
-    evaluation_program,
-    slots,
-    step_program,
-)
-from titan_async.pipelining.p2p_channels import max_pending_sends
+from tests.support.rank_programs import Program, Step
+from titan_async.pipelining.actions import Action
 
-__all__ = [
-    "Program",
-    "Step",
-    "one_channel_per_direction",
-    "one_channel_per_rank",
-    "overwritten",
-    "programs",
-    "walk",
-]
+__all__ = ["one_channel_per_direction", "one_channel_per_rank", "walk"]
 
 COST = {"F": 1, "B": 2}
-EVALUATION = 0
 
 Queue = tuple[int, int]
 """The rank that sends and the one that receives: an edge of the pipeline in one direction."""
 
 
-class Step(NamedTuple):
-    """An instruction of the pipeline's `filling`-th filling.
-
-    "finish" ends a stage's gradient of a batch, and at the first one joins the all-reduce of tied parameters
-    and waits for it; "tie" joins it at the last one. "exchange" starts an action's exchange of tokens of that
-    `number`, and "collect" waits for it. "reduce" joins the norm's, and "update" waits for that, as clipping
-    does: the optimizer follows. "close" waits for all sends before it ends.
-    """
-
-    kind: Literal[
-        "receive",
-        "wait",
-        "compute",
-        "send",
-        "finish",
-        "tie",
-        "reduce",
-        "update",
-        "close",
-        "exchange",
-        "collect",
-    ]
-    filling: int
-    action: Action | None = None
-    fused: bool = False  # starts together with the step before
-    overlapped: Action | None = None  # the backward of an overlapped pair
-    number: int = 0
-
-    def __str__(self) -> str:
-        return " ".join(map(str, filter(None, (self.kind, self.action))))
-
-
-@dataclass
-class Program:
-    """All that one rank does."""
-
-    steps: list[Step]
-    n_microbatches: int
-    slots: int
-    max_pending_sends: int
-
-
-def programs(
-    d: int,
-    m: int,
-    lookahead: int,
-    plan: Iterable[int],
-    early: Sequence[EarlyReceives] | EarlyReceives = ALL_EARLY,
-    overlap: bool = False,
-    exchanges: tuple[int, int] = (0, 0),
-) -> list[Program]:
-    """What each rank does over `plan`: numbers of batches with a drain after each, 0 for an evaluation.
-
-    With so many exchanges of tokens in each forward and in each backward.
-    """
-    of_rank = [early] * d if isinstance(early, EarlyReceives) else early
-    return [_program((r, d, m), lookahead, plan, of_rank[r], overlap, exchanges) for r in range(d)]
-
-
-def _program(
-    shape: tuple[int, int, int],
-    lookahead: int,
-    plan: Iterable[int],
-    early: EarlyReceives,
-    overlap: bool,
-    exchanges: tuple[int, int],
-) -> Program:
-    stage, d, m = shape
-    # By its module's name, for a test to plant another.
-    tail = actions.in_flight(stage, d, lookahead, overlap)
-    steps: list[Step] = []
-    for filling, batches in enumerate(plan):
-        if batches == EVALUATION:
-            steps += _steps(evaluation_program(*shape, early), filling, exchanges)
-        for batch in range(batches):
-            program = _steps(step_program(*shape, batch, lookahead, early, overlap), filling, exchanges)
-            steps += _with_collectives(program, filling, batch - 1, stage == d - 1, tail)
-        if batches:
-            program = _steps(
-                drain_program(*shape, batches - 1, lookahead, early, overlap), filling, exchanges
-            )
-            steps += _with_collectives(program, filling, batches - 1, stage == d - 1, tail)
-        steps.append(Step("close", filling))
-    return Program(steps, m, slots(stage, d, lookahead, early, overlap), max_pending_sends(tail))
-
-
-def _steps(instructions: list[Instruction], filling: int, exchanges: tuple[int, int]) -> list[Step]:
-    steps = []
-    for kind, action, overlapped in instructions:
-        steps.append(Step(kind, filling, action, overlapped=overlapped))
-        if kind == "compute":
-            halves = [_turns(half, filling, exchanges) for half in (overlapped, action) if half]
-            steps += [step for turns in zip_longest(*halves, fillvalue=[]) for turn in turns for step in turn]
-    return steps
-
-
-def _turns(action: Action, filling: int, exchanges: tuple[int, int]) -> list[list[Step]]:
-    """What a forward or a backward does between any two times that it hands over."""
-    count = exchanges[action.kind == "B"]
-    turns: list[list[Step]] = [[] for _ in range(count + 1)]
-    for number in range(count):
-        turns[number].append(Step("exchange", filling, action, number=number))
-        turns[number + 1].append(Step("collect", filling, action, number=number))
-    return turns
-
-
-def _with_collectives(program: list[Step], filling: int, batch: int, is_last: bool, tail: int) -> list[Step]:
-    """A call that delivers the gradient of `batch`: without a tail it was complete in the call before."""
-    if batch < 0:
-        return program
-    gradient = Action("B", batch, 0)
-    if not tail:
-        first = int(bool(program) and program[0].kind == "receive")
-        return [
-            *program[:first],
-            Step("tie", filling, gradient),
-            Step("reduce", filling, gradient),
-            *program[first:],
-            Step("update", filling, gradient),
-        ]
-    steps = []
-    for step in program:
-        steps.append(step)
-        if step.kind == "finish":
-            steps += [Step("tie", filling, gradient)] * is_last
-            steps.append(Step("reduce", filling, gradient))
-    return [*steps, Step("update", filling, gradient)]
-
-
 class Blocked(NamedTuple):
-    """A rank that stands at a step for ever."""
+    """A rank that never completes a step."""
 
     rank: int
     step: Step
@@ -198,11 +48,11 @@ class Blocked(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a walk has found, and the virtual time it took."""
+    """The errors that a walk found, and its virtual time."""
 
     blocked: list[Blocked]
-    misdelivered: list[str]  # messages that another action received than the one they were for
-    left: list[str]  # messages that one end only had started when all programs were over
+    misdelivered: list[str]  # messages that the wrong action received
+    left: list[str]  # messages that only one end had started when all programs ended
     time: float
 
     @property
@@ -211,12 +61,12 @@ class Outcome(NamedTuple):
 
 
 def one_channel_per_direction(rank: int, queue: Queue) -> Hashable:
-    """Messages of one edge and direction wait for each other and for no other ones."""
+    """Messages wait only for earlier ones of the same edge and direction."""
     return queue
 
 
 def one_channel_per_rank(rank: int, queue: Queue) -> Hashable:
-    """All that a rank sends and receives goes one after another."""
+    """All messages of a rank are serialized."""
     return None
 
 
@@ -227,14 +77,14 @@ def walk(
     device_waits: Callable[[int, Step], bool] = lambda rank, step: False,
     replicas: int = 1,
 ) -> Outcome:
-    """Let all ranks run as far as they get.
+    """Runs all ranks until each has ended or is blocked.
 
     Args:
-        ranks: the programs, of one pipeline after the other.
-        channel: a name for the channel, of those of a rank, that a queue's messages take there.
-        sends_block: stop each process at a send until its message is delivered.
-        device_waits: whether a rank's process waits for its device before a step.
-        replicas: pipelines, whose ranks of a stage exchange tokens.
+        ranks: the programs, one pipeline after the other.
+        channel: returns a key for the channel of a rank that carries a queue's messages.
+        sends_block: whether a rank blocks at a send until its message is delivered.
+        device_waits: whether a rank waits for its device before a step.
+        replicas: number of pipelines; the ranks of a stage in all of them exchange tokens.
     """
     network = _Network(channel, len(ranks), replicas)
     processes = [_Process(r, program, network, sends_block, device_waits) for r, program in enumerate(ranks)]
@@ -270,7 +120,7 @@ class _Transfer:
 
 @dataclass(eq=False)
 class _Batch:
-    """What starts together on a channel."""
+    """Transfers that start together on a channel."""
 
     channel: "deque[_Batch]"
     transfers: list[_Transfer] = field(default_factory=list)
@@ -278,7 +128,7 @@ class _Batch:
 
 
 class _Network:
-    """What has been posted, has started, and is delivered."""
+    """The transfers that were posted, started and delivered."""
 
     def __init__(self, channel: Callable[[int, Queue], Hashable], ranks: int, replicas: int) -> None:
         self._channel = channel
@@ -286,11 +136,11 @@ class _Network:
         self._joined: dict[Hashable, list[_Transfer]] = defaultdict(list)
         self._channels: dict[Hashable, deque[_Batch]] = defaultdict(deque)
         self._started: dict[tuple[int, Queue], deque[_Transfer]] = defaultdict(deque)
-        self.awake: set[int] = set()  # ranks whose wait may be over
+        self.awake: set[int] = set()  # ranks that may no longer be blocked
         self.misdelivered: list[str] = []
 
     def post(self, transfers: list[_Transfer]) -> None:
-        """Take what starts together at one rank."""
+        """Adds transfers that start together on one rank."""
         batches: dict[Hashable, _Batch] = {}
         for transfer in transfers:
             name = transfer.rank, self._channel(transfer.rank, transfer.queue)
@@ -303,7 +153,7 @@ class _Network:
                 self._start(batch, 0)
 
     def join(self, name: Hashable, members: int, transfer: _Transfer) -> None:
-        """Take one rank's part of a collective."""
+        """Adds one rank to a collective, which completes when all have joined."""
         joined = self._joined[name]
         joined.append(transfer)
         if len(joined) == members:
@@ -314,7 +164,7 @@ class _Network:
                 self.awake.add(each.rank)
 
     def left(self) -> Iterator[_Transfer]:
-        """What has been posted and not delivered."""
+        """The transfers that were posted and not delivered."""
         for channel in self._channels.values():
             for batch in channel:
                 yield from (transfer for transfer in batch.transfers if not transfer.done)
@@ -351,7 +201,7 @@ class _Network:
 
 
 class _Process:
-    """One rank, doing what `ScheduleAsync2BW` and `P2PChannels` do; its methods yield while it waits."""
+    """One rank, as `ScheduleAsync2BW` and `P2PChannels` run it; its methods yield while it is blocked."""
 
     def __init__(
         self,
@@ -385,7 +235,7 @@ class _Process:
                 self._exchanging.append(self._join(("experts", self._stage), self._network.replicas, step))
             elif step.kind == "collect":
                 transfer = self._exchanging.popleft()
-                yield from self._until_done(transfer, step, f"the tokens of {transfer} do not come")
+                yield from self._until_done(transfer, step, f"the tokens of {transfer} do not arrive")
             elif step.kind == "wait":
                 yield from self._wait(step)
             elif step.kind == "close":
@@ -408,7 +258,7 @@ class _Process:
         assert step.action is not None
         label: tuple[int | Action | None, ...] = step.filling, Action("B", step.action.batch, 0)
         place = label
-        if step.kind == "exchange":  # by their order: what they are for must turn out to be the same
+        if step.kind == "exchange":  # matched by order; `join` checks that the labels are equal
             label, place = (step.filling, step.action, step.number), (self._exchanged,)
             self._exchanged += 1
         transfer = _Transfer(self._rank, (self._rank, self._rank), label, self.clock)
@@ -420,13 +270,13 @@ class _Process:
         transfer = self._receiving.pop((step.filling, step.action), None)
         while transfer is None:
             yield Blocked(self._rank, step, "its receive was not posted before")
-        yield from self._until_done(transfer, step, "the message does not come")
+        yield from self._until_done(transfer, step, "the message does not arrive")
 
     def _update(self, step: Step) -> Iterator[Blocked]:
         norm = self._norms.get((step.filling, step.action))
         while norm is None:
             yield Blocked(self._rank, step, "its gradient was not complete before")
-        yield from self._until_done(norm, step, "the norm does not come")
+        yield from self._until_done(norm, step, "the all-reduce of the norm does not complete")
 
     def _close(self, step: Step) -> Iterator[Blocked]:
         while self._receiving:
@@ -478,32 +328,3 @@ def _transfer(rank: int, step: Step, time: float) -> _Transfer:
     downstream = 1 if step.action.kind == "F" else -1
     queue = (rank, rank + downstream) if step.kind == "send" else (rank - downstream, rank)
     return _Transfer(rank, queue, (step.filling, step.action), time)
-
-
-def overwritten(program: Program) -> list[str]:
-    """Microbatches whose buffer is received into, or computed into, while they still need it.
-
-    A buffer is taken when its receive is posted, or by the forward where nothing is received, and free again
-    after the microbatch's backward; in an evaluation, after its forward. A rank's own order decides this.
-    """
-    computed = [step for step in program.steps if step.kind == "compute"]
-    trained = {step.filling for step in computed if step.action.kind == "B" or step.overlapped}
-    held: dict[tuple[str, int], Step] = {}
-    found = []
-    for step in program.steps:
-        if step.action is None:
-            continue
-        kind, slot = step.action.kind, _slot(program, step.action)
-        if step.kind == "receive" or (step.kind == "compute" and kind == "F"):
-            holder = held.setdefault((kind, slot), step)
-            if (holder.filling, holder.action) != (step.filling, step.action):
-                found.append(f"{step} of filling {step.filling} over {holder.action} of {holder.filling}")
-        done = step.action if kind == "B" or step.filling not in trained else step.overlapped
-        if step.kind == "compute" and done:
-            for direction in "FB":
-                held.pop((direction, _slot(program, done)), None)
-    return found
-
-
-def _slot(program: Program, action: Action) -> int:
-    return (action.batch * program.n_microbatches + action.microbatch) % program.slots

@@ -23,7 +23,7 @@ MOE = ROOT / "toml_configs" / "debug_moe_cpu.toml"
 
 
 def torchtitan_model(spec: Any, length: int, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """A recipe's model on the CPU, all of it in float32, without weights to rely on."""
+    """A recipe's model on the CPU, completely in float32, with uninitialized weights."""
     from torchtitan.config.override import apply_overrides
     from torchtitan.trainer import Trainer
 
@@ -36,7 +36,7 @@ def torchtitan_model(spec: Any, length: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """What the training model computes for tokens [batch, length], each row a document."""
+    """The logits of the training model for tokens [batch, length], with a document per row."""
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     with torch.no_grad():
         masks = model.get_attention_masks(positions=positions)
@@ -44,7 +44,7 @@ def logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def random_weights(recipe: Path, *flags: str, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Weights of a recipe's model that all make a difference."""
+    """Random weights of a recipe's model, all of which affect the output."""
     from titan_async.training.preflight.check import build_on_meta
 
     generator = torch.Generator().manual_seed(seed)
@@ -70,7 +70,7 @@ def save_run(
         recipe: of the run.
         flags: for the recipe.
         step: of the checkpoint.
-        others: what the checkpoint holds beside the newest weights.
+        others: further entries of the checkpoint.
     """
     weights = random_weights(recipe, *flags, seed=step)
     dcp.save({**weights, **(others or {})}, checkpoint_id=folder / "checkpoint" / f"step-{step}")

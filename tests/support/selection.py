@@ -1,7 +1,8 @@
-"""Which tests run by default, those that are not slow and of crossed parameters a covering part; and where.
+"""Selects the tests that run by default (not slow, covering cases of crossed parameters), and their workers.
 
-Ranks that wait for each other's messages lose much more time to other processes than these gain. So the first
-worker of xdist begins with the files whose tests have ranks and the second with the others, until they meet.
+Tests with ranks that wait for each other's messages are slow next to other tests with ranks. So the first
+worker of xdist starts with the files of tests with ranks, and the second one with the others, until they
+meet.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Case = tuple[tuple[str, int], ...]
 
 
 class Scheduling(LoadFileScheduling):
-    """One file after another: the first worker takes them from the front, all others from the back."""
+    """Schedules by file: the first worker takes files from the front, all others from the back."""
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         if node is not self.nodes[0]:
@@ -34,7 +35,7 @@ class Scheduling(LoadFileScheduling):
 
 @lru_cache
 def has_ranks(file: Path) -> bool:
-    """Whether a test file starts processes that talk to each other, by the names of what starts them."""
+    """Whether a test file starts processes that communicate, by the names of their starters."""
     text = file.read_text(encoding="utf-8")
     starters = ("Pools", "four_ranks", "Trainers", "support.training", "rehearsal.rank", "from _pool")
     return any(name in text for name in starters)
@@ -46,11 +47,11 @@ def slow(*values: Any, id: str | None = None) -> Any:
 
 
 def covering(cases: Sequence[Case], strength: int) -> list[bool]:
-    """Whether each case is among those in which all values of any `strength` parameters meet.
+    """Selects cases that cover all combinations of the values of any `strength` parameters.
 
-    With strength 1 every value occurs at least once; with 2 every pair of values of two parameters does. The
-    next case to be taken is always the one in which most values meet that have not yet; of several, the one
-    whose values were taken least.
+    With strength 1 every value occurs at least once; with 2 every pair of values of two parameters does. Each
+    selected case is the one with the most uncovered combinations; of several, the one with the least used
+    values.
     """
     meetings = [set(combinations(sorted(case), min(strength, len(case)))) for case in cases]
     missing = set().union(*meetings)
@@ -70,8 +71,8 @@ def covering(cases: Sequence[Case], strength: int) -> list[bool]:
 def is_left_out(items: list[Any], slow_too: bool = False) -> list[bool]:
     """Whether each collected test is deselected.
 
-    A test is if it is marked as `slow`, or if the `covering` of its function does not need it. With
-    `slow_too` marked tests run, and of crossed parameters a covering of the next strength, too.
+    This is so if it is marked as `slow`, or if the `covering` of its function does not need it. With
+    `slow_too`, slow tests are selected, and additionally a covering of the next strength.
     """
     left_out = [not slow_too and item.get_closest_marker("slow") is not None for item in items]
     crossed: dict[str, list[int]] = {}

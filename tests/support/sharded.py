@@ -36,7 +36,7 @@ meshes: dict[tuple[str, ...], DeviceMesh] = {}
 
 
 def make_meshes(rank: int, group: Any) -> None:
-    """All ranks take part in making each group, also those that are not in it."""
+    """Creates the meshes; all ranks participate in the creation of each group."""
     for names, shape in MESHES.items():
         if torch.Size(shape).numel() > dist.get_world_size():
             continue
@@ -45,7 +45,7 @@ def make_meshes(rank: int, group: Any) -> None:
 
 
 class Layer(nn.Module):
-    """Two matrices, vectors, and a scalar of which all shards but one are empty."""
+    """Two matrices, vectors, and a scalar; all shards of the scalar except one are empty."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Layer(nn.Module):
 
 
 class Stage(nn.Module):
-    """Parts of the model, under the names that they have in the whole of it."""
+    """Parts of the model, with their names in the whole model."""
 
     def __init__(self, parts: Iterable[tuple[str, nn.Module]]) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Stage(nn.Module):
 
 
 def build_model(hidden: int = 5, frozen: bool = False, dtype: torch.dtype = torch.float64) -> Stage:
-    """The whole model; an odd `hidden` does not divide by the number of shards."""
+    """The whole model; an odd `hidden` is not divisible by the number of shards."""
     torch.manual_seed(0)
     parts: list[tuple[str, nn.Module]] = [(str(index), Layer(hidden)) for index in range(LAYERS)]
     parts += [("norm", nn.LayerNorm(WIDTH)), ("head", nn.Linear(WIDTH, WIDTH))]
@@ -95,30 +95,30 @@ def cut(model: Stage, stage: int, stages: int) -> Stage:
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    # One tensor at a time: with tensor parallelism they lie on different meshes.
+    # One tensor at a time, because they are on different meshes with tensor parallelism.
     return torch.optim.AdamW(parameters, lr=0.02, foreach=False)
 
 
 def shard(module: Any, mesh: DeviceMesh, **options: Any) -> Any:
-    """`fully_shard` as Async2BW wants it."""
+    """`fully_shard` as Async2BW requires it."""
     return fully_shard(module, mesh=mesh, reshard_after_forward=False, **options)
 
 
 def shard_each_part(stage: Stage, mesh: DeviceMesh, **options: Any) -> None:
-    """Every layer is a group of its own; norm and head too."""
+    """Shards every layer, the norm and the head as a separate FSDP group."""
     for part in stage.children():
         shard(part, mesh["dp"], **options)
     shard(stage, mesh["dp"], **options)
 
 
 def shard_in_bfloat16(stage: Stage, mesh: DeviceMesh) -> None:
-    """The same with forward and backward in bfloat16, and gradients in float32."""
+    """`shard_each_part` with forward and backward in bfloat16, and gradients in float32."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shard_each_part(stage, mesh, mp_policy=policy)
 
 
 class Place(NamedTuple):
-    """Where a rank is: its stage, and which share of the data is its own."""
+    """The stage of a rank, and its share of the data."""
 
     mesh: DeviceMesh
     stage: int
@@ -148,11 +148,11 @@ class Run(NamedTuple):
     targets: Tensor
 
     def step(self, batch: int) -> list[float]:
-        """Run one batch; returns the losses of its microbatches, on the last stage."""
+        """Runs one batch; returns the losses of its microbatches, on the last stage."""
         return run_batch(self.schedule.step, self.stage, self.inputs[batch], self.targets[batch])
 
     def update(self, clip: bool = False) -> list[float]:
-        """Apply the gradient that is ready, if one is; returns its norm if it was clipped."""
+        """Applies a delivered gradient, if any; returns its norm if it was clipped."""
         if not self.schedule.gradient_ready:
             return []
         norms = [self.schedule.clip_grad_norm_(MAX_NORM).item()] if clip else []
@@ -165,7 +165,6 @@ def prepare(
     wrap: Callable[[Stage, DeviceMesh], Any],
     names: tuple[str, ...],
     *,
-    batches: int = BATCHES,
     schedule_class: type = ScheduleAsync2BW,
     **model: Any,
 ) -> Run:
@@ -179,7 +178,7 @@ def prepare(
     pp = where.mesh.get_group("pp")
     stage = PipelineStage(module, where.stage, where.stages, torch.device("cpu"), group=pp)
     schedule = schedule_class(stage, MICROBATCHES, loss_fn=loss_fn)
-    inputs, targets = data(where.shares, batches, model.get("dtype", torch.float64))
+    inputs, targets = data(where.shares, model.get("dtype", torch.float64))
     share = slice(where.share, None, where.shares)
     return Run(module, stage, schedule, adamw(module.parameters()), inputs[:, share], targets[:, share])
 
@@ -227,7 +226,7 @@ def train(
     return whole(run.module), losses, norms
 
 
-def data(shares: int, batches: int = BATCHES, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+def data(shares: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """Inputs and targets of all shares of the data; microbatch `i` of a share is `i * shares + share`."""
-    inputs, targets = build_data(batches, MICROBATCHES * shares)
+    inputs, targets = build_data(BATCHES, MICROBATCHES * shares)
     return inputs.to(dtype), targets.to(dtype)

@@ -1,4 +1,4 @@
-"""What the pipelines of `sharded.py` must compute, by a loop in one process.
+"""The expected results of the pipelines of `sharded.py`, by a loop in one process.
 
 W[b+1] = W[b] - update(g_b),    g_b = gradient of batch b at W[max(b-1, 0)]
 """
@@ -15,14 +15,14 @@ from tests.support.sharded import BATCHES, MAX_NORM, adamw, build_model, data
 
 
 def mean_gradient(model: nn.Module, inputs: Tensor, targets: Tensor, shares: int) -> list[Tensor]:
-    """The losses, whose mean's gradient is left in `.grad`."""
+    """Returns the losses; the gradient of their mean is in `.grad`."""
     losses = [loss_fn(model(x), y) for x, y in zip(inputs, targets, strict=True)]
     (sum(losses) / len(losses)).backward()
     return losses
 
 
 def bfloat16_gradient(model: nn.Module, inputs: Tensor, targets: Tensor, shares: int) -> list[Tensor]:
-    """The same with weights and activations in bfloat16, and sums of gradients in float32."""
+    """`mean_gradient` with weights and activations in bfloat16, and sums of gradients in float32."""
     low = copy.deepcopy(model).bfloat16()
     losses = []
     totals = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
@@ -56,7 +56,7 @@ def oracle(
     """Weights, losses and norms of the recurrence on the whole model; `delay=0` trains synchronously."""
     newest = build_model(**model)
     optimizer = adamw(newest.parameters())
-    inputs, targets = data(shares, dtype=model.get("dtype", torch.float64))
+    inputs, targets = data(shares, model.get("dtype", torch.float64))
     history, losses, norms = [copy.deepcopy(newest.state_dict())], [], []
     for batch in range(BATCHES):
         reader = copy.deepcopy(newest)

@@ -1,7 +1,7 @@
-"""The CPU in the place of an accelerator: what would make the host wait for it, in a step of a whole trainer.
+"""The CPU as a stand-in for an accelerator: finds waits of the host in a step of a whole trainer.
 
-Which tensors an accelerator would hold is followed from the parameters on, through all operations; a stand-in
-knows no streams, and so nothing of what waits for what on the device.
+It tracks which tensors would be on the accelerator, from the parameters through all operations. It has no
+streams, so that it does not find missing synchronization on the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FROM_DATA = {"tensor", "as_tensor", "from_numpy"}
 
 
 class _Storages:
-    """A set of storages, which may go meanwhile."""
+    """A set of weak references to storages."""
 
     def __init__(self) -> None:
         self._refs: dict[int, StorageWeakRef] = {}  # the reference keeps the address from being used again
@@ -43,23 +43,23 @@ class _Storages:
 
 
 class StandInDevice:
-    """As a context, notes all that would wait for the device.
+    """A context manager that records everything that would wait for the device.
 
     Args:
-        tensors: lie on the device.
+        tensors: the initial tensors on the device.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.waits: list[str] = []
         self.reads = 0
-        """Of values that were copied to the host in the step before."""
+        """Number of reads of values that were copied to the host in the previous step."""
         self._there, self._on_their_way, self._arrived = _Storages(), _Storages(), _Storages()
         self._modes = _Calls(self), _Operations(self)
         for tensor in tensors:
             self._there.add(getattr(tensor, "_local_tensor", tensor))
 
     def begin_step(self) -> None:
-        """What was copied without waiting arrives, and counting begins anew."""
+        """Completes the non-blocking copies, and resets the counters."""
         self._arrived, self._on_their_way = self._on_their_way, _Storages()
         self.waits, self.reads = [], 0
 
@@ -113,7 +113,7 @@ class _Calls(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    """All operations, those inside of others too."""
+    """All operations, including nested ones."""
 
     def __init__(self, device: StandInDevice) -> None:
         super().__init__()
@@ -121,9 +121,9 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor | AsyncCollectiveTensor) for t in types):
-            return NotImplemented  # it comes again for what they hold
+            return NotImplemented  # they dispatch operations on their local tensors
         if any(issubclass(t, FakeTensor) for t in types):
-            return func(*args, **(kwargs or {}))  # DTensor infers shapes so
+            return func(*args, **(kwargs or {}))  # shape inference of DTensor
         kwargs, name = kwargs or {}, func._schema.name.partition("::")[2]
         device, tensors = self._device, [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         non_blocking = name == "copy_" and kwargs.get("non_blocking", len(args) > 2 and args[2])

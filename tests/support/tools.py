@@ -1,4 +1,4 @@
-"""The scripts of tools/, run as a user does. tests/conftest.py lets tests import their modules, too."""
+"""Runs the scripts of tools/ as a user would. tests/conftest.py makes their modules importable."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ TOOLS = Path(__file__).parents[2] / "tools"
 
 
 def module_folders() -> list[str]:
-    """Folders for `sys.path`. No two of their modules have one name, and none has that of a package."""
+    """Folders for `sys.path`. The names of their modules are unique, and not those of packages."""
     return [str(TOOLS / folder) for folder in ("", "bench", "gpu", "study")]
 
 
-def run_tool(script: str, *flags: object, timeout: float = 600) -> CompletedProcess[str]:
-    """Run `script`, a path in tools/."""
-    return forks.run([sys.executable, TOOLS / script, *flags], timeout=timeout)
+def run_tool(script: str, *flags: object) -> CompletedProcess[str]:
+    """Runs `script`, a path in tools/."""
+    return forks.run([sys.executable, TOOLS / script, *flags], timeout=600)
 
 
 def measured(folder: Path, script: str, *flags: object, statuses: tuple[int, ...] = (0,)) -> Any:
-    """Run a benchmark; the records of its parts, which it writes into `folder`."""
+    """Runs a benchmark; returns the records of its parts, which it writes to `folder`."""
     path = folder / "record.json"
     done = run_tool(script, *flags, "--json", path)
     assert done.returncode in statuses, done.stderr

@@ -1,4 +1,4 @@
-"""What FSDP's collectives of a training run send."""
+"""Traffic of FSDP's collectives in a training run."""
 
 from collections import Counter
 from typing import Any
@@ -11,9 +11,9 @@ KINDS = ("all_gather_single", "reduce_scatter_single", "all_reduce")
 
 
 def bytes_put_together(rank: int, group: Any, argv: list[str]) -> dict[str, int]:
-    """Train as `argv` says, and add up what the collectives of the last step put together, by kind.
+    """Trains the run of `argv`; returns the unsharded bytes of the last step's collectives, by kind.
 
-    Of all-reduces those of a few numbers are left out, such as norms.
+    All-reduces of a few numbers, such as norms, are not counted.
     """
     become_worker(rank, group)
     from titan_async.config.recipe_file import resolve

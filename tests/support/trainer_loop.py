@@ -1,7 +1,8 @@
-"""AsyncTrainer, whole, and the plain loop on one process that it must agree with.
+"""The whole AsyncTrainer, and a plain loop in one process to compare it with.
 
-The loop knows only the recurrence, error feedback's formula, load balancing's, and torch. What it takes from
-the project is the data and the model that torchtitan builds from a recipe of `tests.support.recipes`.
+The loop implements the recurrence, and the formulas of error feedback and load balancing, with torch only.
+From the project it uses the data, and the model that torchtitan builds from a recipe of
+`tests.support.recipes`.
 """
 
 import os
@@ -27,21 +28,21 @@ Values = dict[str, Tensor]
 
 @dataclass
 class Trained:
-    """What a rank saw: values before and after, and one entry for each line or each update."""
+    """Results of a rank: values before and after, and one entry for each log line or each update."""
 
     before: Values
     after: Values = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
     counts: list[Values] = field(default_factory=list)
-    """Tokens of each expert as they are when an update is about to be made."""
+    """Tokens of each expert before an update."""
     state: Values = field(default_factory=dict)
-    """The optimizers' and the schedule's."""
+    """State of the optimizers and of the schedule."""
     extra: dict[str, Any] = field(default_factory=dict)
 
 
 class Trainers:
-    """Runs of any number of ranks, each in a pool of so many processes, all of which torchtitan takes."""
+    """Runs with any number of ranks, each in a pool of this size."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
@@ -51,7 +52,7 @@ class Trainers:
 
 
 def arguments(folder: Path, recipe: str, *flags: object) -> list[str]:
-    """What `resolve` takes for a recipe of `tests.support.recipes`; run files go to `folder`."""
+    """Arguments of `resolve` for a recipe of `tests.support.recipes`; files of the run are in `folder`."""
     file = folder / f"{recipe}.toml"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -60,22 +61,22 @@ def arguments(folder: Path, recipe: str, *flags: object) -> list[str]:
 
 
 def become_worker(rank: int, group: Any) -> None:
-    """Make torchtitan take this process of a pool for a rank of a run, also after an earlier run."""
+    """Prepares this process of a pool for torchtitan as a rank of a run, even after an earlier run."""
     from titan_async.config.device import ensure_device
 
     ensure_device()
     os.environ.update(LOCAL_RANK=str(rank), LOG_RANK=",".join(map(str, range(group.size()))))
-    _clear_sharding_prop_cache()  # which remembers the meshes of an earlier trainer
+    _clear_sharding_prop_cache()  # it may contain meshes of an earlier trainer
 
 
 def train(
     rank: int, group: Any, argv: Sequence[str], prepare: Callable[[Any, Trained], None] | None = None
 ) -> Trained:
-    """Train one rank's part; `prepare` is called with the trainer before it starts."""
+    """Trains one rank's part; `prepare` is called with the trainer before it starts."""
     become_worker(rank, group)
     from titan_async.config.recipe_file import resolve
 
-    torch.autograd.set_multithreading_enabled(False)  # as torchtitan does where it starts torch.distributed
+    torch.autograd.set_multithreading_enabled(False)  # as torchtitan does when it starts torch.distributed
     trainer = resolve(argv).build()
     bfloat16 = torch.Tensor.bfloat16
     try:
@@ -88,7 +89,7 @@ def train(
         state = trainer.optimizers.state_dict() | trainer.state_dict().get("next_weights", {})
         trained.state = {name: whole(v) for name, v in state.items() if isinstance(v, Tensor)}
     finally:
-        torch.Tensor.bfloat16 = bfloat16  # `prepare` may have replaced it, and the process is used again
+        torch.Tensor.bfloat16 = bfloat16  # `prepare` may have replaced it
         trainer.close()
     return trained
 
@@ -109,7 +110,7 @@ def _watch(trainer: Any, trained: Trained) -> None:
         )
 
     trainer.reporter.step = report
-    # Before the hook of torchtitan that sets the counts back.
+    # Before the hook of torchtitan that resets the counts.
     trainer.optimizers.register_step_pre_hook(count)
     trainer.optimizers._optimizer_step_pre_hooks.move_to_end(
         next(reversed(trainer.optimizers._optimizer_step_pre_hooks)), last=False
@@ -117,17 +118,17 @@ def _watch(trainer: Any, trained: Trained) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy of a tensor, gathered from its shards: where it lives may change."""
+    """A copy of a tensor, gathered from its shards."""
     full = getattr(tensor, "full_tensor", None)
     return (tensor if full is None else full()).detach().clone()
 
 
 def whole_values(parts: Sequence[nn.Module]) -> Values:
-    """All that training changes, by the names in the unwrapped model."""
+    """All values that training changes, by the names in the unwrapped model."""
     for part in parts:
         for module in part.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # a validation leaves the head as its forward needs it
+                module.reshard()  # a validation leaves the head unsharded
     return {
         plain_name(name): whole(value)
         for part in parts
@@ -141,13 +142,13 @@ def plain_name(name: str) -> str:
 
 
 def merged(values: Sequence[Values]) -> Values:
-    """What all stages have together."""
+    """The values of all stages."""
     return {name: value for each in values for name, value in each.items()}
 
 
 @dataclass
 class Looped:
-    """What the plain loop came to, with one entry a batch."""
+    """Results of the plain loop, with one entry per batch."""
 
     after: Values
     losses: list[float]
@@ -155,7 +156,7 @@ class Looped:
     counts: list[Values]
     """Tokens of each expert."""
     valid_tokens: list[list[int]]
-    """Of each data-parallel rank."""
+    """By data-parallel rank."""
 
 
 def loop(
@@ -168,16 +169,16 @@ def loop(
     skipped: Collection[int] = (),
     synchronous: int = 0,
 ) -> Looped:
-    """The recurrence by hand: one whole model, SGD with momentum (or Muon) and error feedback written out.
+    """Computes the recurrence for one whole model, with SGD with momentum (or Muon) and error feedback.
 
     Args:
-        argv: as the trainer's.
-        before: values to start from.
+        argv: as for the trainer.
+        before: initial values.
         delay: updates between the values that a batch reads and those that it changes.
         strength: of error feedback.
-        shares: data-parallel ranks, each with data of its own.
-        skipped: batches that make no update, because their gradient is not finite.
-        synchronous: batches at the start that have no delay and no feedback; both begin anew after them.
+        shares: number of data-parallel ranks, each with its own data.
+        skipped: batches without an update, because their gradient is not finite.
+        synchronous: number of batches at the start without delay and feedback.
     """
     from tests.support.recipes import BALANCE, LR, MAX_NORM, MOMENTUM, MUON, STEPS, fused_split
 
@@ -189,7 +190,7 @@ def loop(
     biases = {name: value for name, value in model.named_buffers() if name.endswith("expert_bias_E")}
     newest = {name: value.detach().clone() for name, value in {**parameters, **biases}.items()}
     history = [newest]
-    by_muon = _given_to_muon(config, parameters)
+    by_muon = _names_of_muon(config, parameters)
     momentum = {
         name: torch.zeros_like(value, dtype=torch.float64 if name in by_muon else None)
         for name, value in parameters.items()
@@ -240,8 +241,8 @@ def loop(
     return done
 
 
-def _given_to_muon(config: Any, names: Collection[str]) -> set[str]:
-    """The names that the recipe's groups give to Muon; all else is SGD's."""
+def _names_of_muon(config: Any, names: Collection[str]) -> set[str]:
+    """The parameters that the recipe's groups assign to Muon; all others have SGD."""
     found = set()
     for name in names:
         group = next((g for g in config.optimizer.param_groups if re.search(g.pattern, name)), None)
@@ -251,7 +252,7 @@ def _given_to_muon(config: Any, names: Collection[str]) -> set[str]:
 
 
 def build(argv: Sequence[str]) -> tuple[Any, nn.Module]:
-    """The configuration, and the whole model in one piece."""
+    """The configuration, and the whole model as one module."""
     from torchtitan.config.override import apply_overrides
 
     from titan_async.config.recipe_file import resolve
@@ -308,7 +309,7 @@ def _set(model: nn.Module, values: Values) -> None:
 
 
 def _gradient(model: nn.Module, batch: list[list[Any]]) -> float:
-    """The batch's loss, a mean over all its valid labels; its gradient is left in `.grad`."""
+    """Returns the batch's loss, the mean over all valid labels; its gradient is in `.grad`."""
     valid = sum(map(_valid, batch))
     model.zero_grad()
     loss = 0.0
@@ -325,7 +326,7 @@ def factor(step: int) -> float:
     """Linear warm-up over 3 steps, then cosine to 10 % at step 6."""
     if step < 3:
         return (step + 1) / 3
-    # torchtitan holds the peak for one more step, and ends its decay at the last one.
+    # torchtitan keeps the peak for one more step, and ends the decay at the last step.
     progress = (step + 1 - 4) / 3
     return 0.1 + 0.9 * 0.5 * (1 + cos(pi * progress)) if step >= 4 else 1.0
 

@@ -1,4 +1,4 @@
-"""Training as a user starts it: the command `titan-async train` in processes of its own."""
+"""Training as a user starts it: the command `titan-async train` in separate processes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ROOT = Path(titan_async.__file__).parents[1]
 RECIPE = ROOT / "toml_configs" / "debug_cpu.toml"
 
 SMALL = Path(__file__).with_name("small.toml")
-"""RECIPE for a smaller model."""
+"""RECIPE with a smaller model."""
 
 SHORT_STEPS = ("--training.seq_len", "64", "--validator.steps", "2")
-"""Given first, so that a test's own flags win."""
+"""They precede a test's own flags, which override them."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Run:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment without what would make the command a worker, or one of several machines."""
+    """This process's environment, without variables of workers and of runs on several nodes."""
     unwanted = {
         "RANK",
         "WORLD_SIZE",
@@ -78,7 +78,7 @@ def command(*flags: object, recipe: object = SMALL) -> list[str]:
 def train(
     folder: Path, *flags: object, recipe: object = SMALL, timeout: float = 400, anew: bool = False
 ) -> Run:
-    """Run the command in `folder` until it ends; files go to `folder`/run unless flags say otherwise.
+    """Runs the command in `folder` until it ends, by default with the run folder `folder`/run.
 
     Its processes are forks (`tests.support.forks`), or new interpreters if `anew`.
     """
@@ -93,13 +93,13 @@ def train(
 
 
 def start(folder: Path, *flags: object, recipe: object = SMALL, **options: Any) -> forks.Forked:
-    """Start the command in `folder`; the options are those of `Forked`."""
+    """Starts the command in `folder`; the options are those of `Forked`."""
     words = command("--dump_folder", "run", *flags, recipe=recipe)
     return forks.Forked(words, cwd=folder, env=environment(), **options)
 
 
 def processes_of(launcher: int) -> dict[int, int]:
-    """The pid of every rank that a launcher has started, by rank; of those that have not ended."""
+    """The process ids of a launcher's running ranks, by rank."""
     ranks = {}
     for pid in _children(launcher):
         try:

@@ -1,6 +1,6 @@
 """Small models of both of the recipes' families, and their `config.json` for transformers.
 
-The descriptions are written by hand, from the papers' and transformers' words, and not by the project.
+The descriptions are written by hand, from the papers and transformers, not by the project.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ MODELS = pytest.mark.parametrize(
 
 
 def build(spec: Any, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """A recipe's model on the CPU, with weights and biases that all make a difference."""
+    """A recipe's model on the CPU, with random weights and biases, all of which affect the output."""
     model = torchtitan_model(spec, LENGTH, monkeypatch)
     torch.manual_seed(0)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Waiting for events, in place of fixed times."""
+"""Waiting for events, instead of fixed times."""
 
 from __future__ import annotations
 
@@ -8,26 +8,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["MOST_SECONDS", "has_ended", "is_gone", "times_waited", "until"]
+__all__ = ["MOST_SECONDS", "has_ended", "times_waited", "until"]
 
 MOST_SECONDS = 100
-"""After so long a test is taken to hang: many times what anything here takes on a busy machine."""
+"""Timeout of tests, many times the duration of any event on a busy machine."""
 
 _T = TypeVar("_T")
 
 
 def until(condition: Callable[[], _T], what: str) -> _T:
-    """Waits until `condition` returns something true, and returns that; `what` is the error message."""
+    """Waits until `condition` returns a true value, and returns it; `what` is the error message."""
     deadline = time.monotonic() + MOST_SECONDS
     while not (found := condition()):
         assert time.monotonic() < deadline, what
         time.sleep(0.01)
     return found
-
-
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended and its parent has waited for it."""
-    return not Path(f"/proc/{pid}").exists()
 
 
 def has_ended(pid: int) -> bool:
@@ -47,8 +42,8 @@ def has_ended(pid: int) -> bool:
 
 
 def times_waited(pid: int) -> int:
-    """How often a process has begun to wait; one that looks, waits and looks again does so each time."""
+    """The number of times that a process has waited, such as between two polls."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("voluntary_ctxt_switches:"):
             return int(line.split()[1])
-    raise AssertionError("this is no Linux")
+    raise AssertionError("this is not Linux")

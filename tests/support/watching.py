@@ -1,4 +1,4 @@
-"""Runs in progress, in states that are made by hand, for the tests of the live view."""
+"""Running runs in artificial states, for the tests of the live view."""
 
 import json
 import os
@@ -18,20 +18,20 @@ __all__ = ["change_info", "going_on", "polled", "rewrite_ring", "with_copies", "
 
 
 def change_info(folder: Path, **fields: object) -> None:
-    """Overwrite fields of a run's `run.json`."""
+    """Overwrites fields of a run's `run.json`."""
     path = folder / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def going_on(run_dir: Path, run_id: str = "20260101-000000-aaaa", **options: object) -> Path:
-    """A run by this process that has just been heard of and has not ended; `write_run`'s options."""
+    """Writes a run of this process that has not ended and has a recent heartbeat; options as `write_run`."""
     folder = write_run(run_dir, run_id, closed=False, **options)  # type: ignore[arg-type]
     change_info(folder, host=socket.gethostname(), pid=os.getpid())
     return folder
 
 
 def polled(folder: Path) -> RunMonitor:
-    """What a view sees of a run the first time that it looks."""
+    """A monitor of a run after its first poll."""
     watch = RunMonitor(folder)
     watch.poll()
     return watch
@@ -44,7 +44,7 @@ def rewrite_ring(
     memory: tuple[int, int, int] = (0, 0, 0),
     current: tuple[int, ...] | None = None,
 ) -> None:
-    """Replace the records of a rank, which is at `current` and still runs."""
+    """Replaces the records of a running rank whose current span is `current`."""
     ring_path(folder, rank).unlink(missing_ok=True)
     writer = EventWriter(folder, rank)
     state = np.zeros(1, RECORD)
@@ -57,13 +57,13 @@ def rewrite_ring(
 
 
 def with_copies(folder: Path, slow: int) -> None:
-    """Give each stage of a run with one rank a stage a second rank; `slow` is one that computes longer."""
+    """Adds a second rank to each stage of a run; the rank `slow` computes longer than its copy."""
     ranks = json.loads((folder / "run.json").read_text())["ranks"]
     for rank in range(len(ranks)):
         shutil.copy(ring_path(folder, rank), ring_path(folder, rank + len(ranks)))
     change_info(folder, ranks=ranks * 2)
     records = RankReader(folder, slow).new_records().copy()
-    # Its waits become forwards.
+    # Forwards instead of waits.
     records["kind"][records["kind"] == Kind.RECEIVE] = Kind.FORWARD
     rewrite_ring(folder, slow, records, (3 << 30, 4 << 30, 80 << 30))
 
@@ -78,10 +78,10 @@ def write_now(
     microbatch: int = 3,
     ago: float = 0.0,
 ) -> None:
-    """Let a rank of a run be at something for so long, and be heard of so long ago."""
+    """Sets the current span of a rank, with its duration, and the age of its heartbeat."""
     current = (time.time_ns() - int((seconds + ago) * 1e9), 0, batch, microbatch, 12, rank, kind, 1)
     records = RankReader(folder, rank).new_records()
     rewrite_ring(folder, rank, records, (200 << 20, 300 << 20, 0), current)
-    with open(ring_path(folder, rank), "r+b") as file:  # the beat is the state's third number
+    with open(ring_path(folder, rank), "r+b") as file:  # the heartbeat is the state's third number
         file.seek(16)
         file.write((time.time_ns() - int(ago * 1e9)).to_bytes(8, "little"))

@@ -107,8 +107,8 @@ def test_a_tokenizer_whose_configuration_adds_entries_counts_with_them(made: Pat
             ),
             "tokens-00000.safetensors can't be read",
         ),
-        (lambda folder: (folder / "index.json").rename(folder / "progress.json"), "are unfinished"),
-        (lambda folder: shutil.rmtree(folder), "holds no token files: make them with tools/prepare_data.py"),
+        (lambda folder: (folder / "index.json").rename(folder / "progress.json"), "are incomplete"),
+        (lambda folder: shutil.rmtree(folder), "has no token files: create them with tools/prepare_data.py"),
     ],
 )
 def test_incomplete_token_files(copy: Path, damage: Callable[[Path], object], part: str) -> None:

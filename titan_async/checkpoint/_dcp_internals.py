@@ -43,7 +43,7 @@ _MAX_INDEX_BYTES = 2**34
 """More than the index of any run."""
 
 _BLOCK_BYTES = 1 << 20
-"""Read at a time to verify a checksum."""
+"""Bytes read at a time to verify a checksum."""
 
 _ALLOWED_CLASSES: tuple[Callable[..., Any], ...] = (
     dcp_metadata.BytesStorageMetadata,
@@ -117,12 +117,12 @@ def disk_error(error: BaseException) -> OSError | None:
 
 
 class ChecksumReader(FileSystemReader):
-    """A `FileSystemReader` that reads the index once and verifies the checksum of all that it reads.
+    """A `FileSystemReader` that reads the index once and verifies the checksum of everything it reads.
 
     No code in the files is run if the planner is a `WeightsOnlyLoadPlanner`, or loads tensors only.
 
     Args:
-        folder: of the checkpoint.
+        folder: the checkpoint's folder.
 
     Raises:
         OSError: the index cannot be read.
@@ -237,7 +237,7 @@ class _Unpickler(pickle.Unpickler):
 def load_index(file: Path) -> Metadata:
     """Reads a `.metadata`. All files that it names are in its own folder.
 
-    A checkpoint that torch alone has written has no checksum of its index.
+    Checkpoints of torch's own writer have no checksum of the index.
 
     Raises:
         OSError: the file cannot be read.
@@ -259,7 +259,7 @@ def load_index(file: Path) -> Metadata:
         and isinstance(index.state_dict_metadata, dict)
         and all(isinstance(key, str) and _is_entry(entry) for key, entry in index.state_dict_metadata.items())
     ):
-        raise ValueError("it holds another object")
+        raise ValueError("it contains another object")
     names = {getattr(place, "relative_path", None) for place in index.storage_data.values()}
     for name in names:
         if not isinstance(name, str) or name != Path(name).name:

@@ -83,7 +83,7 @@ def _create_locked(partial: Path) -> int:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.stat(partial)):
                 break
-        os.close(lock)  # its owner has renamed or removed the folder meanwhile
+        os.close(lock)  # its owner has renamed or removed the folder
     for entry in partial.iterdir():
         shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     return lock

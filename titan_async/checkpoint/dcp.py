@@ -1,6 +1,6 @@
 """Tensors of checkpoints of torch.distributed.checkpoint, one at a time, without a process group.
 
-Tensors are read unsharded, whatever the number of ranks and the layout that wrote them. A checkpoint that one
+Tensors are read unsharded, from checkpoints of any number of ranks and any layout. A checkpoint that one
 process writes can be loaded into any layout.
 """
 
@@ -100,7 +100,7 @@ def save_tensors(
     Raises:
         UserError, OSError: from `load`, or from writing.
     """
-    # Planned with meta tensors. torch asks for the data when it writes them.
+    # Planned with meta tensors; torch requests the data when it writes them.
     plan = {key: torch.empty(info.shape, dtype=info.dtype, device="meta") for key, info in tensors.items()}
     # torch keeps all tensors of a file in memory until the file is complete.
     writer = ChecksumWriter(folder, single_file_per_rank=False)

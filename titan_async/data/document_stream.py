@@ -102,7 +102,7 @@ def open_documents(source: TextSource, *, rank: int = 0, world_size: int = 1) ->
     """
     if source.dataset == "tokens":
         raise UserError(
-            f"The token files in {source.dataset_path} hold no text: name the text that they were made from."
+            f"The token files in {source.dataset_path} contain no text: name the text that was tokenized."
         )
     empty = EmptyRecords()
     reader: DocumentReader

@@ -23,7 +23,7 @@ from titan_async.data.tokenizer import load_tokenizer
 from titan_async.errors import UserError
 from titan_async.file_io import read_json
 
-__all__ = ["DocumentEncoder", "adds_marks", "encode_plainly", "entries_of", "tokens_around"]
+__all__ = ["DocumentEncoder", "adds_bos_eos", "encode_plainly", "entries_of", "tokens_around"]
 
 _TOKEN_FIELDS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -62,7 +62,7 @@ class DocumentEncoder:
         """The EOS token; None without one."""
         self.pad_id = self._id_of(config.get("pad_token"))
         """The padding token; None without one."""
-        adds_bos, adds_eos = adds_marks(self._tokenizer, self.bos_id, self.eos_id)
+        adds_bos, adds_eos = adds_bos_eos(self._tokenizer, self.bos_id, self.eos_id)
         self._before = [] if self.bos_id is None or adds_bos else [self.bos_id]
         self._after = [] if self.eos_id is None or adds_eos else [self.eos_id]
         self.vocab_size = entries_of(self._tokenizer)
@@ -93,7 +93,7 @@ def encode_plainly(tokenizer: Tokenizer) -> None:
     tokenizer.encode_special_tokens = True
 
 
-def adds_marks(tokenizer: Tokenizer, bos_id: int | None, eos_id: int | None) -> tuple[bool, bool]:
+def adds_bos_eos(tokenizer: Tokenizer, bos_id: int | None, eos_id: int | None) -> tuple[bool, bool]:
     """Whether a tokenizer itself adds `bos_id` before a text, and whether it adds `eos_id` after it."""
     ids = tokenizer.encode("a").ids
     around = tokens_around(ids, tokenizer.encode("a", add_special_tokens=False).ids)

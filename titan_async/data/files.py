@@ -42,7 +42,7 @@ def find_files(path: str) -> list[Path]:
     if root.is_file():
         if not root.name.endswith(ACCEPTED_ENDINGS):
             raise UserError(
-                f"The data file {path} has an ending that is not read: convert it to one of {endings}."
+                f"The data file {path} has an unsupported suffix: convert it to one of {endings}."
             )
         return [root]
     if not root.is_dir():
@@ -56,9 +56,9 @@ def find_files(path: str) -> list[Path]:
         and file.is_file()
     )
     if not files and any(root.glob("tokens-*.safetensors")):
-        raise UserError(f'The data folder {path} holds no text but token files: set dataset to "tokens".')
+        raise UserError(f'The data folder {path} contains token files, not text: set dataset to "tokens".')
     if not files:
-        raise UserError(f"The data folder {path} holds no file to read: put in files ending in {endings}.")
+        raise UserError(f"The data folder {path} has no data files: add files that end in {endings}.")
     return files
 
 
@@ -114,18 +114,18 @@ def _check_size(file: Path, size: int) -> None:
 
 
 def _documents(file: Path, text_column: str, empty: EmptyRecords) -> Iterator[str]:
-    without_text = in_a_row = 0
+    without_text = consecutive = 0
     try:
         for text in _texts(file, text_column):
             if text is not None and not is_blank(text):
-                in_a_row = 0
+                consecutive = 0
                 yield text
                 continue
             without_text += text is None
-            in_a_row += 1
-            if in_a_row > _MAX_EMPTY:
+            consecutive += 1
+            if consecutive > _MAX_EMPTY:
                 raise UserError(
-                    f"The data file {file} has {_MAX_EMPTY:,} empty documents in a row: remove them, or "
+                    f"The data file {file} has {_MAX_EMPTY:,} consecutive empty documents: remove them, or "
                     "leave that file out."
                 )
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:

@@ -59,8 +59,8 @@ class FunctionReader:
             if document is _END:
                 if index == 0:
                     raise UserError(
-                        f"{source.shown} gives no document in epoch {epoch} for {source.split}, part "
-                        f"{rank} of {world_size}: give more, and return a new iterable at each call"
+                        f"{source.shown} yields no document in epoch {epoch} for {source.split}, share "
+                        f"{rank} of {world_size}: yield more, and return a new iterable at each call"
                     )
                 return
             is_in_split = is_validation(index, source.validation_fraction) == (source.split == "validation")
@@ -83,7 +83,7 @@ class FunctionReader:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             raise UserError(
                 f"{self._source.shown} failed: {type(error).__name__}: {' '.join(str(error).split())} "
-                f"({frame.filename}:{frame.lineno}); a try of it alone, in Python, shows more"
+                f"({frame.filename}:{frame.lineno}); fix it, or call it in Python for a traceback"
             ) from error
 
     def _checked(self, document: object, index: int) -> Any:
@@ -93,8 +93,8 @@ class FunctionReader:
         if tokens.ndim == 1 and (tokens.dtype.kind in "iu" or not tokens.size):
             return tokens.astype(np.int64)
         raise UserError(
-            f"document {index} of {self._source.shown} is a {type(document).__name__}: give texts (str), or "
-            "the tokens of each document as a list or an array of whole numbers"
+            f"document {index} of {self._source.shown} is a {type(document).__name__}: yield texts (str), or "
+            "the tokens of each document as a list or an array of integers"
         )
 
     def _state_of(self, stateful: Any) -> Any:
@@ -105,6 +105,6 @@ class FunctionReader:
             return json.loads(json.dumps(state))
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"state_dict() of {self._source.shown} holds more than numbers, strings, lists and "
-                f"dictionaries ({error}): leave the rest out, or leave out state_dict"
+                f"state_dict() of {self._source.shown} has values other than numbers, strings, lists and "
+                f"dictionaries ({error}): remove these values, or remove state_dict"
             ) from error

@@ -77,7 +77,7 @@ def files_of_split(source: TextSource) -> tuple[str, list[str], float]:
     split = "train" if source.split == "validation" and fraction > 0 else source.split
     if split not in files:
         raise UserError(
-            f"The dataset {source.dataset!r} has no split {split!r}: set split to one of those there, "
+            f"The dataset {source.dataset!r} has no split {split!r}: set split to one of "
             f"{', '.join(map(repr, files))}."
         )
     return split, [str(file) for file in files[split]], fraction if split == "train" else 0.0
@@ -161,7 +161,7 @@ def _read_errors(dataset: str) -> Iterator[None]:
         raise
     except Exception as error:
         if is_disconnection(error):
-            why, fix = "the connection was lost", "start again when the network is there"
+            why, fix = "the connection was lost", "start again when the network is available"
         elif isinstance(error, (ValueError, OSError, RuntimeError, EOFError, zlib.error)):
             why, fix = "a file is damaged", "fix it, or set dataset_revision to another one"
         else:

@@ -120,9 +120,9 @@ class SequenceDataset(IterableDataset[Sample]):
             saved, configured = (_LOCAL_FILES.sub("files", identity) for identity in (saved, configured))
         if saved != configured:
             raise UserError(
-                f"The checkpoint stands in other data ({saved}) than is configured ({configured}): choose "
-                "another dump_folder for a new run, or set the data as it was, or keep the loader's state "
-                "out of loading with checkpoint.exclude_from_loading."
+                f"The checkpoint has a position in other data ({saved}) than configured ({configured}): "
+                "choose another dump_folder for a new run, restore the previous data, or exclude the "
+                "loader's state with checkpoint.exclude_from_loading."
             )
 
     def _too_little(self, needed: int) -> UserError:

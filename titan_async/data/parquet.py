@@ -91,12 +91,12 @@ class ParquetReader:
                     raise
                 if attempts == len(_RETRY_DELAYS):
                     raise UserError(
-                        f"The connection was lost while reading {file} ({reason_of(error)}) and did not come "
-                        f"back within {sum(_RETRY_DELAYS)} s: start again when the network is there, and the "
+                        f"The connection was lost while reading {file} ({reason_of(error)}) and not restored "
+                        f"within {sum(_RETRY_DELAYS)} s: start again when the network is available, and the "
                         "run resumes from its last checkpoint."
                     ) from error
                 wait = _RETRY_DELAYS[attempts]
-                _logger.warning("Reading %s failed (%s): trying again in %s s", file, reason_of(error), wait)
+                _logger.warning("Reading %s failed (%s): retrying in %s s", file, reason_of(error), wait)
                 time.sleep(wait)
                 attempts += 1
 

@@ -103,7 +103,7 @@ def prepare_tokens(
     """
     if processes < 1 or shard_tokens < 1:
         raise UserError(
-            f"{processes} processes and {shard_tokens} tokens a file were asked for: set both to 1 or more."
+            f"processes is {processes} and shard_tokens is {shard_tokens}: set both to 1 or more."
         )
     encoder = DocumentEncoder(tokenizer_folder)
     stream = open_documents(replace(source, shuffle=False, validation_fraction=0.0))
@@ -188,7 +188,7 @@ def _write(
         progress |= {"shards": [asdict(shard) for shard in shards], "position": position}
         write_json(folder / PROGRESS, progress)
     if not shards:
-        raise UserError("The text has no document, so that there is nothing to write: name other text.")
+        raise UserError("The text has no documents: name other text.")
     write_index(folder, TokenIndex(**settings, **_totals(shards), shards=tuple(shards)))
     for left in (folder / PROGRESS, *folder.glob(".*.partial")):
         left.unlink(missing_ok=True)
@@ -216,7 +216,7 @@ def _check_settings(folder: Path, there: dict[str, Any], settings: dict[str, Any
     for key, value in settings.items():
         if there.get(key) != value:
             raise UserError(
-                f"The folder {folder} holds token files whose {key} is {there.get(key)!r}, not "
+                f"The folder {folder} has token files whose {key} is {there.get(key)!r}, not "
                 f"{value!r}: name another folder, or delete that one."
             )
 
@@ -285,8 +285,8 @@ def _encoded(
                 yield future.result(), position
     except BrokenProcessPool as error:
         raise UserError(
-            "A process that tokenizes has ended, perhaps for want of memory: start again with fewer "
-            "processes, and it goes on where it stopped."
+            "A tokenizer process has ended, perhaps because there was too little memory: start again with "
+            "fewer processes, and it resumes."
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

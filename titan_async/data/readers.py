@@ -2,7 +2,7 @@
 
 A reader is a function of (epoch, position): the same two values always give the same documents, and a
 position is JSON data. Exact resumption needs nothing else. A record is a line of JSON, a row of parquet, or
-what `datasets` yields.
+an item of a `datasets` stream.
 """
 
 import logging
@@ -119,8 +119,8 @@ def text_of(value: Any, place: str, text_column: str) -> str | None:
 def no_column(place: str, text_column: str, names: list[str]) -> UserError:
     """The error of a record or file without the text column."""
     return UserError(
-        f"{place} has no column {text_column!r}: set text_column to one of those there, "
-        f"{', '.join(map(repr, names[:_MAX_NAMES])) or 'of which there is none'}"
+        f"{place} has no column {text_column!r}: set text_column to a column of text; its columns are "
+        f"{', '.join(map(repr, names[:_MAX_NAMES])) or 'none'}"
         f"{' and others' if len(names) > _MAX_NAMES else ''}."
     )
 

@@ -107,9 +107,8 @@ class TokenBatches(SequenceDataset):
         highest, entries = int(max(fields["input"].max(), labels.max())), self._files.index.vocab_size
         if highest >= entries:
             raise UserError(
-                f"The token files in {self._files.folder} hold a token {highest} where the vocabulary has "
-                f"{entries} entries, so that a file must be corrupt: find it with tools/prepare_data.py "
-                "--verify."
+                f"The token files in {self._files.folder} contain the token {highest}, but the vocabulary "
+                f"has {entries} entries: find the corrupt file with tools/prepare_data.py --verify."
             )
         inputs, positions, labels = (
             tensor.view(-1, self._seq_len) for tensor in (fields["input"], fields["positions"], labels)

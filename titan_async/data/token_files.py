@@ -3,9 +3,9 @@
 A folder of token files has
 
     index.json                 source and tokenizer, and each file's name, counts, size and SHA-256
-    tokens-00000.safetensors   the tensors `tokens` (U16, or U32 where the vocabulary is larger), documents
-                               end to end with the tokens that begin and end them, and `ends` (I64), the
-                               index behind each document's last token
+    tokens-00000.safetensors   the tensors `tokens` (U16, or U32 for a larger vocabulary), the concatenated
+                               documents with BOS and EOS tokens, and `ends` (I64), the index after each
+                               document's last token
     tokens-00001.safetensors   ...
 
 The format is safetensors because a file holds both tensors with their dtypes, is memory-mapped by the
@@ -92,7 +92,7 @@ class TokenFiles:
     """A folder of token files, opened for reading.
 
     Raises:
-        UserError: There are no token files, they are unfinished, or a file is missing or of the wrong size.
+        UserError: There are no token files, they are incomplete, or a file is missing or of the wrong size.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -137,7 +137,7 @@ class TokenFiles:
         found = (tokens.dtype, tokens.shape, ends.dtype, ends.shape)
         expected = (_DTYPES[self.index.dtype], (shard.tokens,), np.int64, (shard.documents,))
         if found != expected or (np.diff(ends, prepend=0) < 1).any() or ends[-1] != tokens.size:
-            raise UserError(f"The token file {file} is not the one that the index names: {_FIX}.")
+            raise UserError(f"The token file {file} does not match the index: {_FIX}.")
         return tokens, ends
 
     def verify(self, on_shard: Callable[[Shard], None] = lambda shard: None) -> None:
@@ -147,7 +147,7 @@ class TokenFiles:
             on_shard: Called after each file.
 
         Raises:
-            UserError: A file differs; the message names all that do.
+            UserError: A file differs; the message names all such files.
         """
         corrupt = []
         for shard in self.index.shards:
@@ -157,7 +157,7 @@ class TokenFiles:
             on_shard(shard)
         if corrupt:
             raise UserError(
-                f"In {self.folder} the SHA-256 of {', '.join(corrupt)} is not that of the index: {_FIX}."
+                f"In {self.folder} the SHA-256 of {', '.join(corrupt)} does not match the index: {_FIX}."
             )
 
 
@@ -201,19 +201,19 @@ def _read_index(folder: Path) -> TokenIndex:
     except FileNotFoundError:
         if (folder / PROGRESS).exists():
             raise UserError(
-                f"The token files in {folder} are unfinished: run tools/prepare_data.py again with the same "
-                "options, and it goes on where it stopped."
+                f"The token files in {folder} are incomplete: run tools/prepare_data.py again with the same "
+                "options to resume."
             ) from None
         raise UserError(
-            f"The folder {folder} holds no token files: make them with tools/prepare_data.py, or set "
-            "dataset_path to a folder made by it."
+            f"The folder {folder} has no token files: create them with tools/prepare_data.py, or set "
+            "dataset_path to a folder with token files."
         ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"The index {file} can't be read ({error}): {_FIX}.") from error
     try:
         if values["format"] != FORMAT:
             raise UserError(
-                f"The token files in {folder} are of the format {values['format']!r}, not {FORMAT!r}: "
+                f"The token files in {folder} have the format {values['format']!r}, not {FORMAT!r}: "
                 "recreate them with tools/prepare_data.py."
             )
         values["shards"] = shards_of(values["shards"])
@@ -221,4 +221,4 @@ def _read_index(folder: Path) -> TokenIndex:
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"The index {file} is not one of token files ({error}): {_FIX}.") from error
+        raise UserError(f"{file} is not an index of token files ({error}): {_FIX}.") from error

@@ -116,7 +116,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
 def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
     """Entropy in nats of the distribution with these counts; 0 without any.
 
-    It is the training loss of a model that knows the frequency of each token only.
+    This is the training loss of a model that predicts only the frequency of each token.
 
     Examples:
         >>> unigram_entropy(np.array([5, 5]))  # ln 2

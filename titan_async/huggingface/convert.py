@@ -117,8 +117,8 @@ def _check_free_space(folder: Path, needed: int, out: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
-            f"{out} needs {needed / 1e9:.2f} GB, and its disk has {free / 1e9:.2f} GB of free space: free "
-            "more, or name a folder on another disk"
+            f"{out} needs {needed / 1e9:.2f} GB, and its disk has {free / 1e9:.2f} GB available: free "
+            "space, or name a folder on another disk"
         )
 
 

@@ -1,4 +1,4 @@
-"""Import: a folder of Hugging Face's format becomes a run at step 0, one tensor at a time.
+"""Import: converts a folder of Hugging Face's format to a run at step 0, one tensor at a time.
 
 The run's checkpoint of step 0 holds the model only. torchtitan loads such a checkpoint into the model, and
 training starts with a new optimizer state.

@@ -57,7 +57,7 @@ def key_mapping_of(config: Trainer.Config) -> KeyMapping:
         UserError: Hugging Face's format has no place for some tensor.
     """
     spec = config.model_spec
-    # All layers, whatever the pipeline's stages.
+    # All layers, without pipeline stages.
     model = build_on_meta(dataclasses.replace(config, parallelism=ParallelismConfig()))
     tied = is_tied(spec.model)
     # The adapter of a tied model would require the embedding with every other tensor.
@@ -90,7 +90,7 @@ def tensor_infos(files: SafetensorsFolder, mapping: KeyMapping) -> dict[str, Ten
         for name, shape in names.items():
             found = files.tensors.get(name)
             if found is None:
-                raise UserError(f"{files.folder} has no tensor {name}: fetch the whole model")
+                raise UserError(f"{files.folder} has no tensor {name}: fetch the complete model")
             if found.shape != shape:
                 raise UserError(
                     f"{name} in {files.folder} is {list(found.shape)}, where the recipe's model has "

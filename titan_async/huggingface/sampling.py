@@ -34,7 +34,7 @@ class PromptTokenizer:
         """The end-of-text token; None without one."""
 
     def encode(self, prompt: str) -> list[int]:
-        """The tokens of a prompt, with the token that begins a document and without the one that ends it.
+        """The tokens of a prompt, with the BOS token and without the EOS token.
 
         Raises:
             UserError: there are none.
@@ -44,9 +44,9 @@ class PromptTokenizer:
         if ids and ids[-1] == self.eos_id:
             ids.pop()
         if not ids and self._encoder.bos_id is not None:
-            ids = [self._encoder.bos_id]  # where one token both begins and ends documents
+            ids = [self._encoder.bos_id]  # if BOS and EOS are the same token
         if not ids:
-            raise UserError("the tokenizer has no token that begins a text: give a --prompt")
+            raise UserError("the tokenizer has no BOS token: give a --prompt")
         return ids
 
     def decode_stream(self, prompt: Sequence[int], tokens: Iterator[int]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
 from titan_async.config.device import has_accelerator
 from titan_async.data import PackedDataset, TextSource, TokenBatches
-from titan_async.data.encoder import adds_marks, encode_plainly
+from titan_async.data.encoder import adds_bos_eos, encode_plainly
 from titan_async.data.fingerprints import changed_files
 from titan_async.errors import UserError
 from titan_async.training.process.library_errors import dead_data_worker
@@ -229,7 +229,7 @@ def _encode_with(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
         encode_plainly(backend)
         if isinstance(tokenizer, HuggingFaceTokenizer):
             # torchtitan mistakes the BOS token for an EOS token, if they are the same.
-            marks = adds_marks(backend, tokenizer.bos_id, tokenizer.eos_id)
+            marks = adds_bos_eos(backend, tokenizer.bos_id, tokenizer.eos_id)
             tokenizer.hf_adds_bos, tokenizer.hf_adds_eos = marks
     return functools.partial(_encode, tokenizer)
 

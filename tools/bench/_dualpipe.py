@@ -1,4 +1,4 @@
-"""DualPipeV with pairs that really overlap: torch runs the two of a pair one after the other by default."""
+"""DualPipeV with overlapped pairs; by default torch runs the two halves of a pair one after the other."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ __all__ = ["overlap_pairs"]
 
 
 class _SameWeights:
-    """Both halves of a pair see the same weights in a synchronous schedule."""
+    """In a synchronous schedule both halves of a pair use the same weights."""
 
     def leave(self, half: int) -> None:
         pass
@@ -20,7 +20,7 @@ class _SameWeights:
 
 
 def overlap_pairs(schedule: ScheduleDualPipeV) -> None:
-    """Let a schedule whose stages are not sharded overlap its pairs, by the hook that torch has for that."""
+    """Makes a schedule of unsharded stages overlap its pairs, by torch's `register_custom_function`."""
     stages = {stage.stage_index: stage for stage in schedule._stages}
     overlap = Overlap(schedule._stages[0].device)
 

@@ -18,10 +18,10 @@ __all__ = ["DelayedExchange", "Exchange", "computing_stage", "sleeping_stage"]
 
 
 def _delayed(x: Tensor, group: dist.ProcessGroup, latency: float) -> Tensor:
-    """An all-to-all of equal parts, which arrive `latency` seconds after the last rank has sent its own.
+    """An all-to-all of equal parts, which arrive `latency` seconds after the last rank has sent its part.
 
-    As with a real transfer the rank is free until then. A row with the time of sending travels along: the
-    processes of a machine have one monotonic clock.
+    As in a real transfer, the rank can compute until then. The message contains the time of sending: all
+    processes of a machine have the same monotonic clock.
     """
     parts = x.view(group.size(), -1, x.shape[-1])
     sent = torch.zeros(len(parts), 1, x.shape[-1])

@@ -1,7 +1,7 @@
 """A greedy order of tasks on every rank: backwards first, then the oldest microbatch.
 
-For several stages a rank where no periodic order keeps all ranks busy. It keeps to the recurrence: a batch's
-forwards on a stage begin after the last backward of the batch before the one before. It is no optimum.
+For several stages per rank, if no periodic order keeps all ranks busy. It follows the recurrence: a batch's
+forwards on a stage start after the last backward of two batches ago. It is not optimal.
 """
 
 import heapq
@@ -17,14 +17,14 @@ __all__ = ["greedy_programs"]
 def greedy_programs(
     layout: Layout, timing: Timing, microbatches: int, batches: int, most: int
 ) -> list[list[Task]]:
-    """Each rank's tasks in the order in which they came to run.
+    """Each rank's tasks in their order of execution.
 
     Args:
-        layout: where the stages are.
-        timing: with `latency`; in this time the order is made, and `simulate` may then vary it.
-        microbatches: in a batch, m.
-        batches: how many.
-        most: microbatches that may be in flight, from the first forward to the last backward.
+        layout: the stages of each rank.
+        timing: durations, with `latency`, for which the order is determined; `simulate` can use others.
+        microbatches: per batch, m.
+        batches: number of batches.
+        most: maximum number of microbatches in flight, from the first forward to the last backward.
     """
     return _Greedy(layout, timing, microbatches, batches, most).run()
 

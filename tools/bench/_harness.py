@@ -1,7 +1,7 @@
-"""What every benchmark shares: flags, choice of parts, worker processes, tables, JSON, exit status.
+"""The common parts of all benchmarks: flags, parts, worker processes, tables, JSON, exit status.
 
-A benchmark makes a `Bench`, adds functions that measure with `Bench.part`, and ends with `Bench.main`. rich
-is imported only to print tables: tools/gpu runs some benchmarks with torch alone.
+A benchmark creates a `Bench`, adds functions that measure with `Bench.part`, and calls `Bench.main`. rich is
+imported only to print tables: tools/gpu runs some benchmarks with only torch installed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Measured:
     """For the JSON file."""
     tables: Sequence[Table | str] = ()
     missed: str = ""
-    """Which bound was missed; the exit status is then 1."""
+    """The bound that was missed; the exit status is then 1."""
 
 
 Part = Callable[["Bench"], Measured]
@@ -51,11 +51,11 @@ class Bench:
 
     Args:
         doc: the description that --help prints.
-        repeats: the default of --repeats; None for a benchmark that has no such flag.
-        quick: help of --quick; None likewise.
-        quick_repeats: the default of --repeats with --quick.
-        packages: distributions whose versions are recorded, besides torch.
-        width: columns of the output, also into a file.
+        repeats: default of --repeats; None for a benchmark without this flag.
+        quick: help of --quick; None for a benchmark without this flag.
+        quick_repeats: default of --repeats with --quick.
+        packages: distributions whose versions are recorded, in addition to torch.
+        width: minimum number of columns of the output.
     """
 
     pool: Pool
@@ -87,7 +87,7 @@ class Bench:
     def part(
         self, name: str, ranks: Callable[[Bench], Iterable[int]] = lambda bench: ()
     ) -> Callable[[Part], Part]:
-        """Decorates a function that measures; `ranks` are the sizes of the groups that it runs in `pool`."""
+        """Decorates a function that measures; `ranks` returns the group sizes that it uses in `pool`."""
 
         def add(function: Part) -> Part:
             self._parts[name] = function, ranks
@@ -96,7 +96,7 @@ class Bench:
         return add
 
     def main(self) -> None:
-        """Runs the chosen parts, prints and records their results, and ends the process."""
+        """Runs the selected parts, prints and records their results, and exits."""
         try:
             sys.exit(self._run())
         except KeyboardInterrupt:
@@ -164,7 +164,7 @@ def _versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def comma_separated(known: Iterable[Any], kind: Callable[[str], Any] = str) -> Callable[[str], list[Any]]:
-    """The type of a flag whose value is some of `known`, separated by commas."""
+    """The type of a flag with a comma-separated list of values of `known`."""
 
     def parse(text: str) -> list[Any]:
         found = [kind(item) for item in text.split(",")]
@@ -176,7 +176,7 @@ def comma_separated(known: Iterable[Any], kind: Callable[[str], Any] = str) -> C
 
 
 def median(values: Sequence[float]) -> float | None:
-    """None for no values."""
+    """The median; None for no values."""
     return statistics.median(values) if values else None
 
 
@@ -187,7 +187,7 @@ def record_of(result: Any) -> dict[str, Any]:
 
 
 def table(title: str, columns: Mapping[str, Callable[[Any], object]], rows: Iterable[Any]) -> Table:
-    """A table of `rows`: each column maps a row to its cell, where None is shown as "-"."""
+    """A table of `rows`: each column maps a row to its cell; None is shown as "-"."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

@@ -9,18 +9,18 @@ __all__ = ["BACKWARD", "FORWARD", "PAIR", "Layout", "least_peak", "most_utilizat
 
 FORWARD, BACKWARD = 4800, 9600
 PAIR = FORWARD + BACKWARD
-"""A rank's forward and backward of a microbatch, all of its stages together, in ticks: whole numbers, so that
-times which are equal compare equal."""
+"""A rank's forward and backward of a microbatch, over all its stages, in integer ticks, so that equal times
+compare equal."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the stages are: `per_rank` on each of `ranks`, all of the same cost."""
+    """A placement of stages of equal cost, `per_rank` on each of `ranks`."""
 
     ranks: int
     per_rank: int = 1
     v_shaped: bool = False
-    """Whether the stages run down the ranks and up again; otherwise they start again at the first rank."""
+    """Whether the second stages are on the ranks in reverse order; otherwise all are in the same order."""
 
     @property
     def stages(self) -> int:
@@ -38,15 +38,15 @@ class Layout:
 
     @property
     def messages(self) -> int:
-        """Of one microbatch, activations and gradients."""
+        """Number of messages per microbatch, activations and gradients."""
         ranks = [self.rank_of(task.stage) for task in self.path]
         return sum(a != b for a, b in zip(ranks, ranks[1:], strict=False))
 
     def timing(self, latency: float, jitter: float = 0.0, seed: int = 0) -> Timing:
-        """Ticks, for a latency that is given as a part of a pair.
+        """Durations in ticks; `latency` is relative to `PAIR`.
 
-        Jitter is that of a rank's forward or backward: stages that are smaller vary by more, so that their
-        sum varies as much.
+        `jitter` is that of a rank's forward or backward: several stages vary more, so that their sum varies
+        as much.
         """
         v = self.per_rank
         return Timing(
@@ -59,10 +59,10 @@ class Layout:
 
 
 def least_peak(layout: Layout, latency: float) -> float:
-    """A bound that no order at full utilization can go below: the largest peak of a rank, in activations.
+    """A lower bound of the largest peak of a rank, in activations, for any order at full utilization.
 
-    Activations of a microbatch on a whole rank count 1. A rank holds, on average, what it would hold if no
-    microbatch ever waited; its peak is a multiple of a stage's part.
+    Activations of a microbatch on all stages of a rank count 1. On average a rank holds at least as many as
+    if no microbatch ever waited; its peak is a multiple of a stage's part.
     """
     v, held = layout.per_rank, [0.0] * layout.ranks
     finish = 0.0
@@ -74,5 +74,5 @@ def least_peak(layout: Layout, latency: float) -> float:
 
 
 def most_utilization(layout: Layout, latency: float, microbatches: int) -> float:
-    """A bound for any order with at most `microbatches` in flight (Little's law)."""
+    """An upper bound for any order with at most `microbatches` in flight (Little's law)."""
     return min(1.0, microbatches / (layout.ranks + layout.messages * latency))

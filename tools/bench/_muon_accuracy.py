@@ -1,8 +1,8 @@
 """Errors of orthogonalized matrices, in float64.
 
 With the eigenvalues of the Gram matrix, G G^T = Q diag(s^2) Q^T, any function of the singular values s is
-one multiplication: Q diag(f(s) / s) Q^T G. That gives the polar factor (f = 1), and what the iterations
-would come to without rounding (f = their composed polynomials).
+one multiplication: Q diag(f(s) / s) Q^T G. This gives the polar factor (f = 1), and the result of the
+iterations without rounding (f = their composed polynomials).
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ YOU: Triples = (
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
 )
-"""Of heavyball, which offers no others."""
+"""Coefficients of heavyball and dion, which cannot be changed."""
 
 
 class Exact:
@@ -47,7 +47,7 @@ class Exact:
         return self._apply(1 / self._values)
 
     def iterated(self, triples: Sequence[tuple[float, float, float]]) -> Tensor:
-        """The iterations on the matrix, scaled to Frobenius norm 1."""
+        """The result of the iterations on the matrix, scaled to Frobenius norm 1."""
         values = self._values / self._values.norm()
         result = values
         for a, b, c in triples:

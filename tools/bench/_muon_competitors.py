@@ -1,7 +1,7 @@
-"""Implementations of Muon that the benchmark compares, all set to the same update where they can be.
+"""Implementations of Muon that the benchmark compares, configured for the same update if possible.
 
-The same update is: momentum 0.95 with Nesterov, five iterations with Keller Jordan's coefficients, weight
-decay 0.1, and the scale sqrt(max(1, rows / cols)).
+The update has momentum 0.95 with Nesterov, five iterations with Keller Jordan's coefficients, weight decay
+0.1, and the scale sqrt(max(1, rows / cols)).
 """
 
 import contextlib
@@ -35,10 +35,10 @@ class Competitor:
     ours: bool = False
     triples: Triples = STANDARD
     scaled: bool = True
-    """Whether the update is scaled by sqrt(max(1, rows / cols)), or else not at all."""
+    """Whether the update is scaled by sqrt(max(1, rows / cols)); otherwise it is not scaled."""
     only_dtensors: bool = False
     compiles: bool = False
-    """Whether it asks torch.compile to compile parts of itself."""
+    """Whether it uses torch.compile."""
     parts: tuple[str, ...] = ("notes", "dense", "moe")
     """Parts of the benchmark in which it is measured."""
     note: str = ""
@@ -53,7 +53,7 @@ def _parameters(named: Named) -> list[nn.Parameter]:
 
 
 def _accepted(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """Those of ``options`` that ``function`` knows, for packages whose spelling changes."""
+    """Those of ``options`` that ``function`` accepts, for packages whose arguments change."""
     known = inspect.signature(function).parameters
     return {name: value for name, value in options.items() if name in known}
 
@@ -67,7 +67,7 @@ def _dist_muon(named: Named) -> Optimizer:
 
 
 def _without_triton(module: Any) -> None:
-    """muonium and dtensor-muon take their Triton kernel by default, also on CPU, where it cannot run."""
+    """Disables the Triton kernel that muonium and dtensor-muon use by default, even on CPU."""
     original = module._get_orthogonalization_fn
     if not hasattr(original, "on_cpu"):
         module._get_orthogonalization_fn = lambda strategy, use_triton: original(strategy, use_triton=False)

@@ -1,13 +1,11 @@
-"""Lets torchtitan's DistMuon, which asks for CUDA, run on CPU under gloo.
+"""Runs torchtitan's DistMuon, which requires CUDA, on CPU under gloo.
 
-Two things stand in its way, and both are undone while it is built, nothing being changed in how it computes
-or communicates:
+Two checks are patched while it is built; computation and communication are unchanged:
 
 - it refuses parameters that are not on a CUDA device (`DistMuon._validate_parameter_storage`);
-- it makes a stream by `Stream(device=..., priority=0)`, and `torch.cpu.Stream`, which does nothing, knows
-  no devices.
+- it creates `Stream(device=..., priority=0)`, but `torch.cpu.Stream`, which does nothing, has no `device`.
 
-On CPU its two streams are one, so that nothing overlaps; nor does anything of the others.
+On CPU its two streams do not overlap, as in the other implementations.
 """
 
 from typing import Any
@@ -31,8 +29,8 @@ def build_dist_muon_on_cpu(named: list[tuple[str, nn.Parameter]], **options: Any
     from torchtitan.distributed import flex_shard
     from torchtitan.distributed.flex_shard.dist_muon import DistMuon
 
-    # Whole matrices for one owner, which it chooses by their cost. Stacks by experts over every axis, as
-    # torchtitan's own configurations of mixtures of experts have it.
+    # Each matrix has one owner, selected by cost. Stacks are sharded by experts over every axis, as in
+    # torchtitan's configurations of MoE models.
     whole = flex_shard.ComputeLayout({"dp_shard": flex_shard.Owned()})
     by_expert = flex_shard.ComputeLayout({"efsdp": Shard(0), "ep": Shard(0), "dp_shard": Shard(0)})
     kinds = [

@@ -1,7 +1,7 @@
 """Runs in the processes of the benchmark: builds the competitors on the same tensors, and measures them.
 
-All of them update the very same parameters, which are put back with their gradients before each step, so
-that every competitor has the same numbers under the same addresses; its momentum is its own.
+All update the same parameters. These are restored, with their gradients, before each step, so that every
+competitor has the same values at the same addresses. Each has its own momentum.
 """
 
 import gc
@@ -29,14 +29,14 @@ class Profile:
     """Traffic, memory and errors of a competitor's step on one rank; times are measured separately."""
 
     refusal: str | None = None
-    """Why it does not run, if so."""
+    """The reason if it does not run."""
     sent: int = 0
     """Bytes, see _muon_traffic.py."""
     collectives: dict[str, int] = field(default_factory=dict)
     extra: int = 0
-    """Peak bytes of tensors of a step beyond those before it."""
+    """Peak bytes of tensors in a step, in addition to those before it."""
     kept: int = 0
-    """Bytes that it keeps from step to step: its state, and its buffers."""
+    """Bytes kept between steps: state and buffers."""
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
     """On rank 0, by shape: relative errors of the first update against the exact polar factor, and against
     the same iterations in float64."""
@@ -53,7 +53,7 @@ class _Bench:
     matrices: list[Matrix]
     params: list[nn.Parameter]
     as_dtensors: list[nn.Parameter]
-    """The same, and no others unless ``params`` are plain tensors; then these share their memory."""
+    """The same parameters; if ``params`` are plain tensors, DTensors that share their memory."""
     grads: dict[nn.Parameter, Tensor]
     start: list[tuple[Tensor, Tensor]]
     """Initial weights and gradients of ``params`` on this rank."""
@@ -71,7 +71,7 @@ class _Bench:
 
     @torch.no_grad()
     def restore(self, at_zero: bool = False) -> None:
-        """Put weights, or zeros, and gradients back: some implementations write into gradients."""
+        """Restores weights (or zeros) and gradients, because some implementations write into gradients."""
         for param, (weight, grad) in zip(self.params, self.start, strict=True):
             _local(param.data).copy_(torch.zeros(()) if at_zero else weight)
             _local(self.grads[param]).copy_(grad)
@@ -80,11 +80,11 @@ class _Bench:
 
 
 _kept: list[_Bench] = []
-"""In a worker: the case that is being measured."""
+"""In a worker: the current case."""
 
 
 def load(rank: int, group: dist.ProcessGroup) -> None:
-    """Import the installed packages, on all ranks before anything is measured."""
+    """Imports the installed packages on all ranks, before anything is measured."""
     for competitor in COMPETITORS:
         if competitor.installed:
             importlib.import_module(competitor.package)
@@ -92,7 +92,7 @@ def load(rank: int, group: dist.ProcessGroup) -> None:
 
 
 def prepare(rank: int, group: dist.ProcessGroup, case: Case, matrices: list[Matrix], compiled: bool) -> None:
-    """Make the tensors of a case."""
+    """Creates the tensors of a case."""
     clear(rank, group)
     torch.compiler.set_stance("default" if compiled else "force_eager")
     params, as_dtensors, grads = [], [], {}
@@ -119,7 +119,7 @@ def _gradient(matrix: Matrix, index: int) -> Tensor:
 
 
 def profile(rank: int, group: dist.ProcessGroup, name: str) -> Profile:
-    """Build a competitor, and profile its first two steps."""
+    """Builds a competitor, and profiles its first two steps."""
     (bench,) = _kept
     competitor = next(c for c in COMPETITORS if c.name == name)
     try:
@@ -156,7 +156,7 @@ def _profile(rank: int, group: dist.ProcessGroup, bench: _Bench, competitor: Com
 
 
 def _errors(rank: int, bench: _Bench, competitor: Competitor) -> dict[str, tuple[float, float]]:
-    """Of one matrix of each shape, and of the first and the last of a stack."""
+    """The errors of one matrix of each shape, or of the first and the last of a stack."""
     found: dict[str, tuple[float, float]] = {}
     for index, (matrix, param) in enumerate(zip(bench.matrices, bench.params, strict=True)):
         label = " x ".join(map(str, matrix.shape))
@@ -167,7 +167,7 @@ def _errors(rank: int, bench: _Bench, competitor: Competitor) -> dict[str, tuple
         update = data.full_tensor() if isinstance(data, DTensor) else data
         if rank:
             continue
-        # From weights of zero the step leads to the update alone, without weight decay.
+        # Weights of zero become the update, without weight decay.
         rows, cols = matrix.shape[-2:]
         update = update / (-LR * (max(1.0, rows / cols) ** 0.5 if competitor.scaled else 1.0))
         for expert in [0, matrix.shape[0] - 1] if matrix.is_stack else [None]:
@@ -193,7 +193,7 @@ def _exact(matrix: Matrix, index: int, expert: int | None) -> Exact:
 
 
 def timed_step(rank: int, group: dist.ProcessGroup, name: str) -> float:
-    """Seconds of a step on this rank, from when all ranks are ready."""
+    """Seconds of a step on this rank, after a barrier."""
     (bench,) = _kept
     bench.restore()
     step = bench.optimizers[name].step
@@ -204,7 +204,7 @@ def timed_step(rank: int, group: dist.ProcessGroup, name: str) -> float:
 
 
 def clear(rank: int, group: dist.ProcessGroup) -> None:
-    """Drop the case."""
+    """Frees the tensors of the case."""
     for bench in _kept:
         bench.optimizers.clear()
         for param in bench.grads:

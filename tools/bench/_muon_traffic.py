@@ -1,19 +1,19 @@
-"""Counts the bytes that leave a rank in collectives, those of DTensor's redistributions included.
+"""Counts the bytes that a rank sends in collectives, including those of DTensor's redistributions.
 
-Counted is what an algorithm without waste sends, not what one backend happens to send, from the shapes of
-the tensors, with n bytes in this rank's input and W ranks in the group:
+The count is that of an optimal algorithm, independent of the backend, from the shapes of the tensors, with n
+bytes in this rank's input and W ranks in the group:
 
     all-gather          n (W - 1)             = (W - 1) / W of the output
     reduce-scatter      n (W - 1) / W
     all-reduce          2 n (W - 1) / W
-    all-to-all          n less the part that a rank keeps
+    all-to-all          n minus the part that a rank keeps
     gather, reduce      n, from every rank but the root
-    scatter             n less the root's own part, from the root
+    scatter             n minus the root's own part, from the root
     broadcast           n (W - 1), from the root
     send                n
 
-What DTensor does by an all-gather under gloo, for want of an all-to-all, counts as the all-gather it is.
-Barriers and headers count nothing. A collective that is not in this list raises, so that none is missed.
+If DTensor uses an all-gather under gloo instead of an all-to-all, the all-gather is counted. Barriers and
+headers are not counted. A collective that is not in this list raises.
 """
 
 from collections import Counter
@@ -46,14 +46,14 @@ _KINDS = {
     "nothing": "barrier monitored_barrier_ wait_tensor _wrap_tensor_autograd check_for_nan recv_ "
     "recv_any_source_ irecv",
 }
-"""Operators of torch.distributed, and of DTensor, by what they do."""
+"""Operators of torch.distributed and of DTensor, by kind of collective."""
 _KIND_OF = {operator: kind for kind, operators in _KINDS.items() for operator in operators.split()}
 _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 _INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "input_list", "tensor", "tensors")
 
 
 def is_wrapper(types: Any) -> bool:
-    """Whether an operator is on wrapper subclasses, which dispatch operators on plain tensors."""
+    """Whether the arguments are wrapper subclasses, whose operators dispatch others on plain tensors."""
     return any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types)
 
 
@@ -71,7 +71,7 @@ class TrafficCounter(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         if is_wrapper(types):
-            # DTensor comes first: its collectives are operators on plain tensors, which are dispatched next.
+            # DTensor dispatches its collectives as operators on plain tensors, which are counted.
             return NotImplemented
         kwargs = kwargs or {}
         if getattr(func, "namespace", None) in _NAMESPACES:

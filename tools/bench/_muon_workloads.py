@@ -1,4 +1,4 @@
-"""The matrices that Muon updates in the benchmark, and how ranks share them."""
+"""The matrices that Muon updates in the benchmark, and their sharding."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Case:
     ranks: int
     layout: str
     """ "whole" on one rank, "FSDP" (rows sharded), "EP" (experts sharded, other matrices by rows), or
-    "EP x FSDP" (experts over one axis of the mesh, their rows over the other)."""
+    "EP x FSDP" (experts over one dimension of the mesh, their rows over the other)."""
 
     def __str__(self) -> str:
         return f"{self.workload}, {self.ranks} rank{'s' * (self.ranks > 1)}, {self.layout}"
@@ -74,7 +74,7 @@ def workload(name: str, layers: int, quick: bool = False) -> list[Matrix]:
 
 
 def cases(part: str, ranks: list[int]) -> list[Case]:
-    """The workloads of a part of the benchmark, in the layouts in which they are measured."""
+    """The workloads of a part of the benchmark, with their layouts."""
     if part == "aspects":
         return [Case(f"aspect {aspect}", 1, "whole") for aspect in ASPECTS]
     found = []
@@ -91,13 +91,13 @@ def cases(part: str, ranks: list[int]) -> list[Case]:
 
 
 def make_matrix(matrix: Matrix, seed: int, std: float) -> Tensor:
-    """The same numbers on every rank: normally distributed."""
+    """A normally distributed matrix, the same on every rank."""
     return torch.randn(matrix.shape, generator=torch.Generator().manual_seed(seed)) * std
 
 
 def place(case: Case, group: dist.ProcessGroup, matrices: list[Matrix]) -> list[tuple[DeviceMesh, list]]:
-    """Mesh and placements of each matrix. All ranks of the process take part."""
-    # torchtitan's names of mesh dimensions, which the layouts of DistMuon refer to.
+    """Mesh and placements of each matrix; a collective call."""
+    # torchtitan's names of mesh dimensions, which the layouts of DistMuon use.
     flat = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp_shard",))
     experts: tuple[DeviceMesh, list[Placement]] = flat, [Shard(0)]
     if case.layout == "EP":
@@ -109,8 +109,8 @@ def place(case: Case, group: dist.ProcessGroup, matrices: list[Matrix]) -> list[
 
 
 def parameter(tensor: Tensor, mesh: DeviceMesh, placements: list[Placement]) -> nn.Parameter:
-    """``tensor``, of which every rank has all, as a DTensor of which it holds its part."""
-    # Without a source rank nothing is sent: all ranks made the same numbers.
+    """Shards ``tensor``, which is the same on every rank, as a DTensor."""
+    # Without a source rank nothing is sent.
     placed = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
     assert isinstance(placed, DTensor)
     return nn.Parameter(placed)

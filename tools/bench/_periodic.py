@@ -1,8 +1,8 @@
-"""Orders of tasks that repeat with every microbatch, for several stages a rank: found by a local search.
+"""Orders of tasks that repeat with every microbatch, for several stages per rank, from a local search.
 
-Each rank runs the tasks of one period in a fixed cyclic order, every microbatch one period after the one
-before; a microbatch waits for the next free slot. No rank ever idles, and the search is for an order that
-holds few activations. With one stage a rank it finds what Async2BW does.
+Each rank runs the tasks of one period in a fixed cyclic order, every microbatch one period after the previous
+one; a microbatch waits for the next free slot. No rank is ever idle, and the search minimizes activations.
+With one stage per rank it finds the order of Async2BW.
 """
 
 import math
@@ -19,11 +19,11 @@ __all__ = ["Order", "find_order"]
 
 @dataclass(frozen=True)
 class Order:
-    """A periodic order of work."""
+    """A periodic order of tasks."""
 
     layout: Layout
     starts: tuple[int, ...]
-    """When microbatch 0 starts each task of `layout.path`, in ticks."""
+    """The start of each task of `layout.path` for microbatch 0, in ticks."""
 
     def programs(self, microbatches: int, batches: int) -> list[list[Task]]:
         """Each rank's tasks, for `simulate`."""
@@ -37,10 +37,10 @@ class Order:
 
 
 def find_order(layout: Layout, latency: float, microbatches: int, tries: int = 6000) -> Order | None:
-    """The order with the least peak that a local search finds, or None if it finds none.
+    """The order with the lowest peak that a local search finds, or None.
 
-    A microbatch may be in flight for `microbatches` periods: as many are then in flight at a time.
-    The search anneals from four random orders; its random numbers are always the same ones.
+    A microbatch may be in flight for `microbatches` periods, so that as many are in flight at a time. The
+    search uses simulated annealing from four random orders, with fixed seeds.
     """
     search = _Search(layout, round(latency * PAIR), microbatches)
     found = [search.anneal(random.Random(seed), tries // 4) for seed in range(4)]
@@ -92,7 +92,7 @@ class _Search:
     def _fitting_shift(
         self, rng: random.Random, rank: int, orders: Sequence[list[int]], offsets: Sequence[int]
     ) -> int:
-        """How far to move a rank so that one of its tasks starts on arrival, or its output is taken so."""
+        """A shift of a rank with which one of its tasks, or the following task, starts without a wait."""
         starts, task = self._trace(orders, offsets), rng.choice(self.own[rank])
         if task and rng.random() < 0.5:
             return starts[task - 1] + self.gaps[task - 1] - starts[task]
@@ -101,7 +101,7 @@ class _Search:
         return 0
 
     def _trace(self, orders: Sequence[list[int]], offsets: Sequence[int]) -> list[int]:
-        """When microbatch 0 starts each task, if it takes every slot as soon as it can."""
+        """The start of each task of microbatch 0, at the earliest possible slots."""
         slots = [0] * self.length
         for order, now in zip(orders, offsets, strict=True):
             for task in order:
@@ -114,7 +114,7 @@ class _Search:
         return starts
 
     def _cost(self, starts: Sequence[int]) -> tuple[float, tuple[float, float] | None]:
-        """What the search lowers; and (peak, mean), or None if a microbatch is in flight for too long."""
+        """The energy; and (peak, mean), or None if a microbatch is in flight for too long."""
         v, stages, peak, total = self.layout.per_rank, self.layout.stages, 0, 0
         for own in self.own:
             held = [

@@ -1,4 +1,4 @@
-"""The schedules that are compared, each with the training step a user would write around it."""
+"""The schedules that the benchmarks compare, each in a typical training step."""
 
 import time
 from collections.abc import Callable, Hashable, Iterable
@@ -34,24 +34,24 @@ __all__ = [
 MAX_NORM = 1.0
 
 KEPT: dict[Hashable, Any] = {}
-"""In a worker: the pipelines that have been built and warmed up, for the calls that measure them."""
+"""In a worker: the pipelines that are ready to be measured."""
 
 
 def forget(rank: int, group: dist.ProcessGroup) -> None:
-    """Drop all pipelines of a worker."""
+    """Removes all pipelines of a worker."""
     KEPT.clear()
 
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """A schedule class and how it lays its stages out."""
+    """A schedule class and its placement of stages."""
 
     build: Callable[..., Any]
     stages_per_rank: int = 1
     tied: bool = False
-    """Whether a parameter of the first stage and one of the last, `module.tied`, are one."""
+    """Whether `module.tied` of the first and of the last stage are tied."""
     v_shaped: bool = False
-    """Whether the stages run down the ranks and up again; otherwise they start again at the first rank."""
+    """Whether the second stages are on the ranks in reverse order; otherwise all are in the same order."""
 
     def stage_indices(self, rank: int, size: int) -> list[int]:
         if self.v_shaped:
@@ -78,7 +78,7 @@ def squared_error(output: Tensor, target: Tensor) -> Tensor:
 def clip_over_pipeline(
     parameters: list[nn.Parameter], group: dist.ProcessGroup, max_norm: float = MAX_NORM
 ) -> None:
-    """Clip by the norm over all stages, with a blocking all-reduce as torchtitan's."""
+    """Clips by the norm over all stages, with a blocking all-reduce as in torchtitan."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     squared = torch.nn.utils.get_total_norm(gradients) ** 2
     dist.all_reduce(squared, group=group)
@@ -87,7 +87,7 @@ def clip_over_pipeline(
 
 @dataclass
 class Pipeline:
-    """One rank's part of a pipeline, ready to train on the same batch again and again."""
+    """One rank's part of a pipeline, which trains on the same batch repeatedly."""
 
     schedule: Any
     stages: list[PipelineStage]
@@ -115,13 +115,13 @@ class Pipeline:
         self.optimizer.zero_grad()
 
     def warm_up(self) -> None:
-        """The steps in which torch infers shapes, and Async2BW first clips and makes its groups for that."""
+        """Runs the steps in which torch infers shapes and Async2BW creates process groups for the norm."""
         for _ in range(2):
             self.train_step()
         self.finish()
 
     def finish(self) -> None:
-        """Empty the pipeline, so that another one may use the group."""
+        """Drains the pipeline, so that another one can use the group."""
         if isinstance(self.schedule, ScheduleAsync2BW):
             self.schedule.drain()
             self.optimizer.zero_grad()
@@ -130,14 +130,14 @@ class Pipeline:
 def time_steps(
     pipeline: Any, steps: int, warm_up: int = 1, synchronize: Callable[[], object] = lambda: None
 ) -> float:
-    """Seconds of a step after `warm_up` steps and without the drain.
+    """Seconds per step after `warm_up` steps and without the drain.
 
     Args:
-        pipeline: a `Pipeline`, or what trains and finishes like one.
-        steps: how many are timed.
-        warm_up: steps before. No barrier comes after them: in a steady state the stages of Async2BW are at
-            different points of the batch, and a barrier would empty the pipeline.
-        synchronize: waits for the device; called when timing begins and when it ends.
+        pipeline: a `Pipeline`, or an object with its `train_step` and `finish`.
+        steps: number of timed steps.
+        warm_up: steps before them. No barrier follows: in a steady state the stages of Async2BW are at
+            different points of the batch, and a barrier would drain the pipeline.
+        synchronize: waits for the device; called at the start and at the end of the timing.
     """
     for _ in range(warm_up):
         pipeline.train_step()
@@ -161,10 +161,10 @@ def build_pipeline(
     lookahead: int | None = None,
     **options: Any,
 ) -> Pipeline | None:
-    """One rank's part of the pipeline `name`, or None where the schedule refuses this number of microbatches.
+    """One rank's part of the pipeline `name`, or None if the schedule refuses this number of microbatches.
 
     Args:
-        make_modules: makes the modules of this rank from their stage indices and the number of stages.
+        make_modules: returns the modules of this rank, given their stage indices and the number of stages.
         batch: inputs and targets, split along dimension 0 into `n_microbatches`, on the stages' device.
         lookahead: of Async2BW; None for its default.
         options: further arguments of the schedule.

@@ -1,6 +1,6 @@
-"""The least possible cost of the slowest rank of a pipeline, by exact search over all splits into stages.
+"""The minimum cost of the slowest rank of a pipeline, by exact search over all splits into stages.
 
-Stages may be left without layers, which favours several stages a rank. Costs are whole numbers.
+Stages may have no layers, which favours several stages per rank. Costs are integers.
 """
 
 from bisect import bisect_left, bisect_right
@@ -26,7 +26,7 @@ def _looped_fits(sums: list[int], first: int, last: int, ranks: int, most: int) 
 
 def _looped_from(sums: list[int], first: int, last: int, ranks: int, most: int, middle: int) -> bool:
     """Whether it fits if the ranks' first stages together hold the layers before `middle`."""
-    reached = {0: middle}  # end of a rank's first stage -> how far its second one can then reach
+    reached = {0: middle}  # end of a rank's first stage -> maximum end of its second stage
     for rank in range(ranks):
         room = most - first * (rank == 0) - last * (rank == ranks - 1)
         following: dict[int, int] = {}
@@ -41,7 +41,7 @@ def _looped_from(sums: list[int], first: int, last: int, ranks: int, most: int, 
 
 def _v_fits(sums: list[int], first: int, last: int, ranks: int, most: int) -> bool:
     layers = len(sums) - 1
-    reached = {0: layers}  # layers placed from the front -> where those placed from the back begin
+    reached = {0: layers}  # layers placed from the front -> start of those placed from the back
     for rank in range(ranks):
         room = most - (first + last) * (rank == 0)
         following: dict[int, int] = {}
@@ -59,20 +59,20 @@ PLACEMENTS: dict[str, Callable[[list[int], int, int, int, int], bool]] = {
     "looped": _looped_fits,
     "V": _v_fits,
 }
-"""One stage a rank; or two, r and r + p on rank r of p ("looped"), or r and 2 p - 1 - r ("V")."""
+"""One stage per rank; or two, r and r + p on rank r of p ("looped"), or r and 2 p - 1 - r ("V")."""
 
 
 def slowest_rank(
     placement: str, layers: Sequence[int], ranks: int, *, first: int, last: int, at_most: int | None = None
 ) -> int:
-    """The least possible largest cost of a rank.
+    """The minimum over all splits of the largest cost of a rank.
 
     Args:
         placement: one of `PLACEMENTS`.
         layers: the cost of each layer.
         ranks: p.
-        first: what the first stage costs besides its layers.
-        last: the same of the last stage.
+        first: additional cost of the first stage.
+        last: additional cost of the last stage.
         at_most: a cost that is known to be possible, which shortens the search.
     """
     fits = PLACEMENTS[placement]

@@ -1,4 +1,4 @@
-"""Peak bytes of live tensors of training runs, measured and planned."""
+"""Peak bytes of live tensors in training runs, measured and planned."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from titan_async.planning.traced_parts import trace_parts
 __all__ = ["CASES", "Peak", "compare"]
 
 STEPS = 4
-"""Async2BW holds all that it ever does in the third."""
+"""Async2BW reaches its peak in the third step."""
 
 
 def _schedule(name: str) -> tuple[str, ...]:
@@ -26,7 +26,7 @@ DEEP = ("--parallelism.pipeline_parallel_degree", "4")
 
 
 def _one_stage(shards: int, policy: str) -> tuple[str, ...]:
-    """Small microbatches, so that weights and gradients are large compared with activations."""
+    """Flags of one stage with small microbatches, so that weights and gradients dominate activations."""
     degrees = ("--parallelism.pipeline_parallel_degree", "1", *SHARDS[:1], str(shards))
     batch = ("--training.local_batch_size", "2", "--training.global_batch_size", str(4 * shards))
     policies = ("--parallelism.fsdp_reshard_after_forward", policy)
@@ -70,7 +70,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of a rank; of the ranks of a stage, the one that holds the most."""
+    """Peak bytes of a stage: of its rank with the most."""
 
     case: Case
     pp_rank: int
@@ -84,7 +84,7 @@ class Peak:
 
 
 def compare(cases: Sequence[Case]) -> list[Peak]:
-    """Run each case, and plan it."""
+    """Runs and plans each case."""
     return [peak for case in cases for peak in _compare(case)]
 
 

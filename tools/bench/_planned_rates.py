@@ -1,4 +1,4 @@
-"""Processor time of training runs on a CPU, measured and planned with a calibration made just before."""
+"""Processor time of training runs on a CPU, measured, and planned with a calibration of the same machine."""
 
 import statistics
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of a microbatch on a stage, or of a step on one stage."""
+    """Seconds of a microbatch on a stage, or of a step on one stage."""
 
     case: Case
     what: str
@@ -38,7 +38,7 @@ class Seconds:
 
 
 def compare(cases: Sequence[Case], repeats: int) -> list[Seconds]:
-    """Calibrate, run each case, and again; the medians of all rounds."""
+    """Calibrates and runs each case, `repeats` times; returns the medians."""
     rounds: list[list[Seconds]] = []
     for _ in range(repeats):
         cluster = calibrated_cluster(profile_device("cpu"), None, "this machine")
@@ -63,6 +63,6 @@ def _compare(case: Case, cluster: Cluster) -> list[Seconds]:
         cost, number = plan.costs[stage["stage"]], stage["stage"]
         seconds.append(Seconds(case, f"forward of stage {number}", stage["forward"], cost.forward))
         seconds.append(Seconds(case, f"backward of stage {number}", stage["backward"], cost.backward))
-    if case.ranks == 1:  # else ranks also wait
+    if case.ranks == 1:  # otherwise ranks also wait
         seconds.append(Seconds(case, "step", found[0]["step"], plan.time.step_seconds))
     return seconds

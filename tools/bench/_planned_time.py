@@ -1,8 +1,8 @@
 """Step times of stages that sleep: measured, and predicted from the sleeps and a few overheads.
 
-The overheads are measured with one rank, where nothing is waited for, and with two: that exchange a message,
-or that are kept busy where backwards come in two halves. A first stage has no first half, so that one rank
-alone would show too little. They are the same constants for every schedule and shape.
+The overheads are measured with one rank, which never waits, and with two ranks: for a message, and for
+backwards that are split in two halves. The first stage has no first half, so that one rank would not be
+enough. The same constants are used for every schedule and shape.
 """
 
 import time
@@ -22,22 +22,22 @@ __all__ = ["SHAPES", "Overheads", "Step", "compare", "measure_overheads"]
 
 SHAPES = sleeping.SHAPES
 _FEW, _MANY = 2, 8
-"""Microbatches, from whose difference the time of one is found."""
+"""Numbers of microbatches; the difference gives the time of one."""
 _MESSAGES = 200
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """Seconds beyond the sleeps that were asked for."""
+    """Seconds in addition to the requested sleeps."""
 
     forward_and_backward: float
-    """Of a microbatch on a stage."""
+    """Per microbatch and stage."""
     forward_and_halves: float
-    """The same where a backward comes in two halves."""
+    """Per microbatch and stage, if backwards are split in two halves."""
     step: float
-    """Of a batch: the clip, the update, and what torch does once a step."""
+    """Per batch: clipping, the update, and torch's overhead per step."""
     message: float
-    """From one rank that sends to another that waits."""
+    """From a sending rank to one that waits."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Step:
     predicted: float
     """Seconds."""
     repetitions: list[float] = field(default_factory=list)
-    """Measured seconds; empty where the schedule cannot run."""
+    """Measured seconds; empty if the schedule cannot run."""
 
     @property
     def measured(self) -> float | None:
@@ -58,12 +58,12 @@ class Step:
 
     @property
     def error(self) -> float | None:
-        """Of the prediction, as a share of what was measured."""
+        """Relative error of the prediction."""
         return None if self.measured is None else self.predicted / self.measured - 1
 
 
 def _send_and_return(rank: int, group: dist.ProcessGroup) -> float:
-    """Seconds of a message one way, the least."""
+    """Minimum seconds of a message, one way."""
     tensor, seconds = torch.zeros(8), []
     for _ in range(_MESSAGES):
         start = time.perf_counter()
@@ -72,14 +72,14 @@ def _send_and_return(rank: int, group: dist.ProcessGroup) -> float:
             dist.recv(tensor, group=group, group_src=1)
         else:
             dist.recv(tensor, group=group, group_src=0)
-            time.sleep(0.002)  # the sender then waits, as a stage does
+            time.sleep(0.002)  # so that the sender waits, as a stage does
             dist.send(tensor, group=group, group_dst=0)
         seconds.append(time.perf_counter() - start)
     return (min(seconds) - 0.002) / 2
 
 
 def _growth(pool: Pool, schedule: str, ranks: int, repeats: int) -> tuple[float, float]:
-    """Seconds of one more microbatch, and of what is left of a step without any."""
+    """Seconds per additional microbatch, and of a step without microbatches."""
     seconds = {}
     for microbatches in (_FEW, _MANY):
         case = sleeping.Utilization(schedule, ranks, microbatches)
@@ -89,19 +89,19 @@ def _growth(pool: Pool, schedule: str, ranks: int, repeats: int) -> tuple[float,
             for _ in range(repeats)
         ]
         pool.run(ranks, forget)
-        seconds[microbatches] = min(runs)  # what else the machine does only adds to it
+        seconds[microbatches] = min(runs)  # other programs can only add to it
     each = (seconds[_MANY] - seconds[_FEW]) / (_MANY - _FEW)
     return each, seconds[_FEW] - _FEW * each
 
 
 def measure_overheads(pool: Pool, repeats: int) -> Overheads:
-    """Measure what the predictions need to know."""
-    asked = sleeping.FORWARD_SECONDS + sleeping.BACKWARD_SECONDS
+    """Measures the overheads that the predictions need."""
+    slept = sleeping.FORWARD_SECONDS + sleeping.BACKWARD_SECONDS
     whole, step = _growth(pool, "GPipe", 1, repeats)
     halves, _ = _growth(pool, "InterleavedZeroBubble", 2, repeats)
     return Overheads(
-        forward_and_backward=whole - asked,
-        forward_and_halves=(halves - asked) / SCHEDULES["InterleavedZeroBubble"].stages_per_rank,
+        forward_and_backward=whole - slept,
+        forward_and_halves=(halves - slept) / SCHEDULES["InterleavedZeroBubble"].stages_per_rank,
         step=step,
         message=max(pool.run(2, _send_and_return)),
     )
@@ -110,8 +110,8 @@ def measure_overheads(pool: Pool, repeats: int) -> Overheads:
 def predict(schedule: str, ranks: int, microbatches: int, overheads: Overheads) -> float:
     """Seconds of a step, by simulation.
 
-    A forward takes a third of a microbatch's overhead, as of its time; halves of a backward take the rest
-    alike.
+    A forward has a third of a microbatch's overhead, as of its time; both halves of a backward have equal
+    parts of the rest.
     """
     each = SCHEDULES[schedule].stages_per_rank
     stages = ranks * each
@@ -129,16 +129,16 @@ def predict(schedule: str, ranks: int, microbatches: int, overheads: Overheads) 
 
 
 def compare(pool: Pool, shapes: list[tuple[int, int]], overheads: Overheads, repeats: int) -> list[Step]:
-    """Measure and predict every schedule at every shape; those that cannot run are without figures."""
+    """Measures and predicts every schedule at every shape; those that cannot run have no times."""
     steps = []
     schedules = [name for name, kind in SCHEDULES.items() if not kind.tied]
     for result in sleeping.measure_sleeping(pool, shapes, repeats, schedules=schedules):
-        asked = result.microbatches * (sleeping.FORWARD_SECONDS + sleeping.BACKWARD_SECONDS)
+        slept = result.microbatches * (sleeping.FORWARD_SECONDS + sleeping.BACKWARD_SECONDS)
         try:
             predicted = predict(result.schedule, result.ranks, result.microbatches, overheads)
         except ValueError:
             assert not result.repetitions
             predicted = float("nan")
-        measured = [asked / utilization for utilization in result.repetitions]
+        measured = [slept / utilization for utilization in result.repetitions]
         steps.append(Step(result.schedule, result.ranks, result.microbatches, predicted, measured))
     return steps

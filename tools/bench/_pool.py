@@ -1,6 +1,6 @@
-"""Processes that stay up and run one function after another under gloo, for benchmarks and tests.
+"""Persistent gloo processes that run one function after another, for benchmarks and tests.
 
-A pipeline of n ranks occupies the first n of them; the others sleep on their pipe.
+A pipeline of n ranks uses the first n processes; the others are idle.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ __all__ = ["Pool"]
 
 _GLOO_TIMEOUT = timedelta(seconds=300)
 _GRACE = 2.0
-"""Seconds that other ranks get to answer after one has failed."""
+"""Seconds for other ranks to answer after one has failed."""
 
 
 def _groups_of_members(world_size: int, sizes: list[int]) -> dict[int, Any]:
-    """A group for each size, of its members alone: threads of ranks that are not used would wake up, too."""
+    """A group for each size, created by its members only: threads of unused ranks would wake up, too."""
     import torch.distributed as dist
 
     from titan_async._group_internals import joint_group
@@ -58,12 +58,12 @@ def _serve(
 class Pool:
     """`max(sizes)` gloo processes of one thread each, which start with the first call.
 
-    As a context manager it starts them at once, and ends them.
+    As a context manager it starts them on entry, and ends them.
 
     Args:
-        sizes: the numbers of ranks that `run` will be asked for.
-        context: of `multiprocessing`; None for a forkserver of its own.
-        make_groups: makes the groups in each process, by size, from the number of processes and `sizes`.
+        sizes: the numbers of ranks that `run` is called with.
+        context: a context of `multiprocessing`; None for a new forkserver.
+        make_groups: returns the groups in each process, by size, given the number of processes and `sizes`.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class Pool:
         if context is None:
             context = mp.get_context("forkserver")
             context.set_forkserver_preload(["torch.distributed.pipelining", "torch.distributed.fsdp"])
-            # Ctrl-C reaches the whole process group, but the parent alone decides when its workers end. They
-            # inherit that they ignore it, so that it holds while they still import.
+            # Ctrl-C is sent to the whole process group, but only the parent ends its workers. They inherit
+            # that SIGINT is ignored, so that this also holds during their imports.
             handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         for rank in range(self.ranks):
             here, there = context.Pipe()
@@ -104,7 +104,7 @@ class Pool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an error some ranks may wait for others in gloo, and would not read the request to end.
+        # After an error some ranks may wait for others in gloo, and would not end on request.
         self.close(patience=3.0 if kind is None else 0.0)
 
     def run(
@@ -146,7 +146,7 @@ class Pool:
         return [results[rank] for rank in range(size)]
 
     def close(self, patience: float = 3.0) -> None:
-        """End the processes; kill those that have not ended after so many seconds."""
+        """Ends the processes, and kills those that are alive after `patience` seconds."""
         if not self.is_up:
             return
         for connection in self._connections:

@@ -1,8 +1,8 @@
-"""Training runs that others published: what they ran, where it is written, what they measured.
+"""Published training runs: configuration, source, and measurements.
 
-Figures are copied from the source named; where it gives FLOP/s, `tokens_of_*` turns them into tokens by the
-source's own formula. Which half a row belongs to was decided before anything was fitted: within a source,
-rows alternate, more or less. Microbatches that a source does not state are one sequence.
+Figures are copied from the source; if it reports FLOP/s, `tokens_of_*` converts them to tokens by its own
+formula. Rows were assigned to the fitted or the held-out half before anything was fitted; within a source
+they mostly alternate. Microbatches that a source does not state are one sequence.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ MEGATRON_2021 = "arXiv 2104.04473, table 2, PTD-P; microbatches of one"
 MEGATRON_2022 = "arXiv 2205.05198, MFU as in NVIDIA/Megatron-LM README.md, 2022; layout not looked up"
 LLAMA_3 = "arXiv 2407.21783, table 4"
 AUTOMODEL = "NVIDIA-NeMo/Automodel docs/performance-summary.mdx, pre-training, BF16"
-# FLOP/s become tokens as in Megatron-Bridge's tables: 241 TFLOP/s are 10,494 tokens/s, 178 are 1204.
+# FLOP/s are converted as in Megatron-Bridge's tables: 241 TFLOP/s are 10,494 tokens/s, 178 are 1204.
 BRIDGE = "NVIDIA/Megatron-LM pull request 5728; layout: NVIDIA-NeMo/Megatron-Bridge perf_recipes/qwen/h100"
 PITH = "mlc-ai/pith-train issue 79 (torchtitan, by a user)"
 
@@ -75,14 +75,14 @@ class Row:
     gpu: str
     """A name of `CLUSTERS`."""
     watts: float | None = None
-    """Power limit, if it is not that of the data sheet."""
+    """Power limit, if different from the data sheet."""
     memory_bandwidth: float | None = None
-    """Bytes a second, if not that of the data sheet."""
+    """Bytes per second, if different from the data sheet."""
     gpus: int
     model: Dense | Registered
     seq_len: int
     batch: int
-    """Sequences of an update, on all GPUs."""
+    """Sequences per update, over all GPUs."""
     pp: int = 1
     tp: int = 1
     ep: int = 1
@@ -93,28 +93,28 @@ class Row:
     recompute: Recompute
     async_tp: bool = False
     dispatch: str = "standard"
-    """torchtitan's name of how tokens are sent to experts."""
+    """torchtitan's name of the communication backend of experts."""
     balanced: bool = False
     """Whether the router was forced to balance."""
     attention: float | None = None
     """`Accelerator.attention`, if the kernels are not FlashAttention-2 or FlexAttention."""
     excused: str = ""
-    """Why the plan cannot be right: the row is shown, and no bound asks for it."""
+    """The reason why the plan cannot be right; the row is shown, and no bound applies."""
     loss_chunks: int = 1
-    """Into which the sequence is divided for the head and the loss."""
+    """Number of chunks of the sequence for the head and the loss."""
     pure_bf16: bool = False
     """Weights, gradients and moments in bfloat16."""
     tokens: float
-    """Published, a second and GPU."""
+    """Published tokens per second and GPU."""
     gib: float | None = None
-    """Published peak of a GPU's memory."""
+    """Published peak memory of a GPU."""
     fitted: bool
-    """Whether the constants may be chosen by this row; else it is held out."""
+    """Whether the constants were fitted to this row; otherwise it is held out."""
 
 
 @dataclass(frozen=True)
 class Unplanned:
-    """A published run that has no plan, and why."""
+    """A published run without a plan, and the reason."""
 
     name: str
     source: str
@@ -122,13 +122,13 @@ class Unplanned:
 
 
 def tokens_of_recomputed(tflops: float, model: Dense, seq_len: int) -> float:
-    """Equation 3 of arXiv 2104.04473: four forwards' operations, with everything computed again."""
+    """Equation 3 of arXiv 2104.04473: the operations of four forwards, with full recomputation."""
     h, layers = model.dim, model.layers
     return tflops * 1e12 / (96 * layers * h**2 * (1 + seq_len / 6 / h + model.vocabulary / 16 / layers / h))
 
 
 def tokens_of_mfu(mfu: float, peak: float, model: Dense, seq_len: int) -> float:
-    """Equation 7 of arXiv 2205.05198: three forwards' operations; attention whole."""
+    """Equation 7 of arXiv 2205.05198: the operations of three forwards; attention without a causal mask."""
     h, layers = model.dim, model.layers
     return mfu * peak / (72 * layers * h**2 * (1 + seq_len / 6 / h + model.vocabulary / 12 / layers / h))
 
@@ -145,7 +145,7 @@ H100, A100 = {"gpu": "h100-80gb"}, {"gpu": "a100-80gb"}
 
 CUDNN = 0.55
 """cuDNN's attention on H100: 539 of 989 TFLOP/s, causal, heads of 128, 16k tokens (arXiv 2407.08608)."""
-UNSTATED = "how many stages a rank has is not stated; planned with two"
+UNSTATED = "how many stages per rank has is not stated; planned with two"
 
 ROWS = [
     Row(name="Llama 3 8B, FSDP 8", source=f"{TITAN_2024}, table 1", **META, gpus=8, model=LLAMA3_8B,
@@ -155,21 +155,19 @@ ROWS = [
     Row(name="Llama 3 70B, FSDP 32, TP 8", source=TITAN_TP, **META, gpus=256, model=LLAMA3_70B, tp=8,
         seq_len=8192, batch=512, microbatch=16, recompute="full", tokens=597.3, fitted=True),
     Row(name="Llama 3 70B, FSDP 32, TP 8, async TP", source=TITAN_TP, **META, gpus=256, model=LLAMA3_70B,
-    tp=8, async_tp=True,
-        seq_len=8192, batch=512, microbatch=16, recompute="full", tokens=652.4, fitted=False),
+        tp=8, async_tp=True, seq_len=8192, batch=512, microbatch=16, recompute="full", tokens=652.4,
+        fitted=False),
     Row(name="Llama 3 8B, FSDP 8, TP 8, async TP", source=TITAN_TP, **META, gpus=64, model=LLAMA3_8B, tp=8,
         async_tp=True, seq_len=8192, batch=96, microbatch=12, recompute="selective", tokens=4809.4,
         fitted=True),
     Row(name="Llama 3 8B, FSDP 8, TP 8", source=TITAN_TP, **META, gpus=64, model=LLAMA3_8B, tp=8,
-    seq_len=8192,
-        batch=96, microbatch=12, recompute="selective", tokens=4378, fitted=False),
+        seq_len=8192, batch=96, microbatch=12, recompute="selective", tokens=4378, fitted=False),
     Row(name="Llama 3 405B, FSDP 16, TP 8", source=TITAN_LLAMA3, **META, gpus=128, model=LLAMA3_405B, tp=8,
         seq_len=8192, batch=32, microbatch=2, recompute="full", tokens=109, fitted=False),
     Row(name="Llama 2 13B, FSDP 64", source=TITAN_LLAMA2, **A100, gpus=64, model=LLAMA2_13B, seq_len=4096,
         batch=128, microbatch=2, recompute="none", tokens=2162, fitted=True),
     Row(name="Llama 2 13B, FSDP 64, selective", source=TITAN_LLAMA2, **A100, gpus=64, model=LLAMA2_13B,
-    seq_len=4096,
-        batch=128, microbatch=2, recompute="selective", tokens=1904, fitted=False),
+        seq_len=4096, batch=128, microbatch=2, recompute="selective", tokens=1904, fitted=False),
     Row(name="Llama 2 70B, FSDP 64, full", source=TITAN_LLAMA2, **A100, gpus=64, model=LLAMA2_70B,
         seq_len=4096, batch=128, microbatch=2, recompute="full", tokens=353, fitted=True),
     Row(name="Llama 3 8B, FSDP 64, selective", source=TITAN_LLAMA3, **A100, gpus=64, model=LLAMA3_8B,
@@ -219,7 +217,7 @@ ROWS = [
     Row(name="GPT 22B, TP 8", source=MEGATRON_2022, **A100, gpus=8, model=GPT_22B, tp=8, seq_len=2048,
         batch=4, microbatch=4, recompute="none", tokens=tokens_of_mfu(0.415, 312e12, GPT_22B, 2048),
         fitted=True),
-    Row(name="GPT-3 175B, TP 8, PP 8, 3 stages a rank", source=MEGATRON_2022, **A100, gpus=64,
+    Row(name="GPT-3 175B, TP 8, PP 8, 3 stages per rank", source=MEGATRON_2022, **A100, gpus=64,
         model=GPT_175B, tp=8, pp=8, schedule="Interleaved1F1B", stages_a_rank=3, seq_len=2048, batch=64,
         recompute="none", tokens=tokens_of_mfu(0.514, 312e12, GPT_175B, 2048), fitted=False),
     Row(name="Llama 3 405B, TP 8, PP 16, DP 64", source=LLAMA_3, **H100, excused=UNSTATED, gpus=8192,
@@ -234,13 +232,13 @@ ROWS = [
     Row(name="Qwen3 30B-A3B, EP 16", source=BRIDGE, **H100, dispatch="hybridep", balanced=True,
         attention=CUDNN, gpus=16, model=QWEN3_30B, ep=16, seq_len=4096, batch=1024, recompute="none",
         tokens=240.5 / 241 * 10_494, fitted=False),
-    Row(name="Qwen3 235B-A22B, TP 2, PP 8, EP 32, 4 stages a rank", source=BRIDGE, **H100, balanced=True,
+    Row(name="Qwen3 235B-A22B, TP 2, PP 8, EP 32, 4 stages per rank", source=BRIDGE, **H100, balanced=True,
         attention=CUDNN, gpus=256, model=QWEN3_235B, tp=2, pp=8, ep=32, schedule="Interleaved1F1B",
         stages_a_rank=4, seq_len=4096, batch=8192, recompute="none", tokens=302 / 178 * 1204, fitted=True,
-        excused="its all-to-alls run beside another microbatch, which plans know for Async2BW alone"),
+        excused="its all-to-alls overlap with another microbatch, planned for Async2BW only"),
     Row(name="Qwen3 30B-A3B, FSDP 8", source=PITH, gpu="b200-180gb", gpus=8, model=QWEN3_30B, seq_len=8192,
         batch=64, microbatch=8, recompute="selective", loss_chunks=8, tokens=19_500, gib=141.8, fitted=False),
-    Row(name="DeepSeek-V3 671B, PP 4, EP 64, 8 stages a rank", source=AUTOMODEL, **H100,
+    Row(name="DeepSeek-V3 671B, PP 4, EP 64, 8 stages per rank", source=AUTOMODEL, **H100,
         dispatch="hybridep", balanced=True, attention=CUDNN, gpus=256, model=DEEPSEEK_V3, pp=4, ep=64,
         schedule="Interleaved1F1B", stages_a_rank=8, seq_len=4096, batch=512, recompute="full", tokens=1002,
         fitted=True),
@@ -251,7 +249,7 @@ ROWS = [
 
 UNPLANNED = [
     Unplanned("DeepSeek-V3, 2.788 M H800 hours", "arXiv 2412.19437, table 1", "it was trained in float8"),
-    Unplanned("Llama 3 8B, 70B and 405B with float8", TITAN_2024, "plans know no float8"),
+    Unplanned("Llama 3 8B, 70B and 405B with float8", TITAN_2024, "plans do not support float8"),
     Unplanned(
         "OLMoE and Moonlight", "arXiv 2409.02060, 2502.16982", "a throughput with its layout was not found"
     ),
@@ -265,5 +263,7 @@ UNPLANNED = [
         "pytorch.org/blog, MXFP8 and DeepEP on B200",
         "the layout was not found",
     ),
-    Unplanned("Llama 3 70B of NeMo AutoModel on 64 H100", AUTOMODEL, "plans know no context parallelism"),
+    Unplanned(
+        "Llama 3 70B of NeMo AutoModel on 64 H100", AUTOMODEL, "plans do not support context parallelism"
+    ),
 ]

@@ -1,7 +1,7 @@
-"""Training runs of the project's recipe files that measure themselves, for `planner.py`.
+"""Training runs of the project's recipe files with measurements, for `planner.py`.
 
 As a script it is one rank of such a run: python _recipe_runs.py MEASURE FOLDER RECIPE.toml [flags]. It calls
-a function of `MEASURES` and writes the result into the folder.
+a function of `MEASURES` and writes the result to the folder.
 """
 
 import json
@@ -42,7 +42,7 @@ class Case:
 
 
 def run_case(case: Case, measure: str, steps: int, *flags: str) -> tuple[AsyncTrainer.Config, list[Any]]:
-    """Train for so many steps; the configuration, and what each rank has measured.
+    """Trains for `steps` steps; returns the configuration, and the measurement of each rank.
 
     Raises:
         RuntimeError: if the run failed.
@@ -67,7 +67,7 @@ def _recipe(case: Case, folder: Path) -> list[str]:
 
 
 def _processor_times(config: AsyncTrainer.Config) -> dict[str, Any]:
-    """Seconds of steps and of stages, of the thread: other programs, and ranks that wait, do not count."""
+    """Seconds of steps and stages in thread time, without other programs and waiting."""
     stage_times.time = SimpleNamespace(perf_counter=time.thread_time)  # type: ignore[assignment]
     trainer = config.build()
     step, seconds = trainer.train_step, []

@@ -1,7 +1,7 @@
-"""A conversion as torchtitan's own script does it: the whole model on the CPU, all at once. For `convert.py`.
+"""The conversion of torchtitan's own script, with the whole model in memory, for `convert.py`.
 
-`scripts/checkpoint_conversion/convert_to_hf.py` is not in torchtitan's package, and finds models by its own
-names only; these are its steps for a model of a recipe.
+`scripts/checkpoint_conversion/convert_to_hf.py` is not in torchtitan's package, and supports only models of
+its registries; these are its steps for a model of a recipe.
 """
 
 import sys

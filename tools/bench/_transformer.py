@@ -36,7 +36,7 @@ def transformer_stage(blocks: int, width: int, heads: int = 4) -> nn.Module:
 
 
 def random_batch(n_microbatches: int, length: int, width: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, [m, length, width]: one sequence a microbatch."""
+    """Inputs and targets, [m, length, width]: one sequence per microbatch."""
     generator = torch.Generator().manual_seed(0)
     shape = (n_microbatches, length, width)
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
@@ -44,10 +44,10 @@ def random_batch(n_microbatches: int, length: int, width: int) -> tuple[Tensor, 
 
 @dataclass(frozen=True)
 class Model:
-    """What one rank computes for one microbatch, and where."""
+    """The computation of one rank for one microbatch."""
 
     blocks: int = 2
-    """Transformer blocks a rank, in all its stages together."""
+    """Transformer blocks per rank, over all its stages."""
     width: int = 256
     length: int = 320
     """Tokens in a microbatch, which is one sequence."""
@@ -55,11 +55,11 @@ class Model:
     dtype: torch.dtype = torch.float32
 
     def stage(self, stages_per_rank: int = 1) -> nn.Module:
-        """One of a rank's stages; its heads are of 128 if there are four or more of these."""
+        """One of a rank's stages, with heads of size 128, but at least four heads."""
         blocks = self.blocks // stages_per_rank
         return transformer_stage(blocks, self.width, max(4, self.width // 128)).to(self.device, self.dtype)
 
     def batch(self, n_microbatches: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of so many microbatches."""
+        """Inputs and targets of `n_microbatches` microbatches."""
         inputs, targets = random_batch(n_microbatches, self.length, self.width)
         return inputs.to(self.device, self.dtype), targets.to(self.device, self.dtype)

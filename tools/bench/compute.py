@@ -1,6 +1,6 @@
-"""Throughput of stages that compute: a transformer, here on two ranks of one thread each.
+"""Throughput of stages that compute: a transformer on two ranks of one thread each.
 
-`tools/gpu/check.py` measures the same on GPUs.
+`tools/gpu/check.py` measures it on GPUs.
 """
 
 import statistics
@@ -28,21 +28,21 @@ class Throughput:
     microbatches: int
     step_seconds: list[float] = field(default_factory=list)
     pair_seconds: list[float] = field(default_factory=list)
-    """A forward and backward of one microbatch with both ranks computing and none waiting."""
+    """A forward and backward of one microbatch, while both ranks compute and none waits."""
 
     @property
     def rate(self) -> float:
-        """Microbatches a second, median."""
+        """Median of microbatches per second."""
         return self.microbatches / statistics.median(self.step_seconds)
 
     @property
     def utilization(self) -> float:
-        """Of what two ranks that never wait would do, median."""
+        """Median of the rate relative to that of ranks that never wait."""
         return statistics.median(self.pair_seconds) * self.rate
 
 
 def _synchronize(model: Model) -> None:
-    """With the current stream alone: on others, receives may wait for the next step."""
+    """Waits for the current stream only: on others, receives may wait for the next step."""
     if model.device != "cpu":
         torch.accelerator.current_stream().synchronize()
 
@@ -50,7 +50,7 @@ def _synchronize(model: Model) -> None:
 def prepare(
     rank: int, group: dist.ProcessGroup, schedule: str, microbatches: int, model: Model, **options: Any
 ) -> None:
-    """Build a pipeline with `options` of its schedule, and warm it up."""
+    """Builds a pipeline with `options` of its schedule, and warms it up."""
     torch.manual_seed(rank)
     pipeline = build_pipeline(
         schedule,
@@ -68,13 +68,13 @@ def prepare(
 def repeat(
     rank: int, group: dist.ProcessGroup, schedule: str, microbatches: int, model: Model, steps: int
 ) -> float:
-    """Seconds of a step on this rank."""
+    """Seconds per step on this rank."""
     dist.barrier(group)
     return time_steps(KEPT[schedule, microbatches], steps, synchronize=lambda: _synchronize(model))
 
 
 def pair(rank: int, group: dist.ProcessGroup, model: Model, pairs: int) -> float:
-    """Seconds of a forward and backward, without any pipeline but on all ranks at once."""
+    """Seconds of a forward and backward without a pipeline, on all ranks at the same time."""
     stage = model.stage()
     inputs, targets = model.batch(1)
     for count in (1, pairs) if model.device != "cpu" else (pairs,):  # an accelerator loads its kernels first
@@ -91,7 +91,7 @@ def pair(rank: int, group: dist.ProcessGroup, model: Model, pairs: int) -> float
 def measure_compute(
     pool: Pool, counts: list[int], repeats: int, model: Model, steps: int | None = None
 ) -> list[Throughput]:
-    """Throughput of `COMPARED` at each number of microbatches in `counts`, by turns."""
+    """Throughput of `COMPARED` at each number of microbatches in `counts`, alternately."""
     results = []
     for microbatches in counts:
         cases = [Throughput(schedule, microbatches) for schedule in COMPARED]

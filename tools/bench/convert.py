@@ -1,12 +1,11 @@
-"""Memory and time of converting a checkpoint to Hugging Face's format, against torchtitan's way. By hand:
+"""Memory and time of converting a checkpoint to Hugging Face's format, compared with torchtitan's script.
 
     python tools/bench/convert.py [--folder DIR] [--repeats 3] [--json results.json]
 
-A checkpoint of a recipe's model with random weights is written by four ranks, each with its shards, and
-converted in processes of their own: by `titan-async convert`, and as torchtitan's script does it. Peak is the
-most resident memory of the process (with torch and torchtitan imported it has some at the start, which the
-first row has alone), seconds are those of the whole process. Both must write the same tensors. `import` is
-the way back. It takes five times the checkpoint's size on the disk.
+Four ranks write a sharded checkpoint of a recipe's model with random weights. Separate processes convert it:
+`titan-async convert`, and the steps of torchtitan's script. Peak is the maximum resident memory of the
+process (the first row only imports torch and torchtitan), seconds are those of the whole process. Both must
+write the same tensors. `import` converts back. The files need five times the checkpoint's size on disk.
 """
 
 import multiprocessing
@@ -36,7 +35,7 @@ BENCH.add_argument("--ranks", type=int, default=4)
 
 
 def shapes_of(recipe: str) -> dict[str, tuple[int, ...]]:
-    """Of the model's weights, by their keys."""
+    """The shapes of the model's weights, by key."""
     ensure_device()
     from titan_async.config.recipe_file import resolve
     from titan_async.training.preflight.check import build_on_meta
@@ -45,13 +44,13 @@ def shapes_of(recipe: str) -> dict[str, tuple[int, ...]]:
 
 
 def write_shards(rank: int, group: Any, shapes: dict[str, tuple[int, ...]], folder: str) -> None:
-    """This rank's part of a checkpoint in which every tensor is sharded, as under FSDP."""
+    """Writes this rank's part of a checkpoint in which every tensor is sharded, as under FSDP."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = DeviceMesh.from_group(group, "cpu")
-    torch.manual_seed(0)  # all ranks draw the whole, and keep their shards
+    torch.manual_seed(0)  # all ranks draw the full tensors, and keep their shards
     weights = {
         key: distribute_tensor(torch.randn(shape), mesh, [Shard(0)], src_data_rank=None).clone()
         for key, shape in shapes.items()
@@ -73,7 +72,7 @@ def measure(argv: list[str]) -> tuple[float, int]:
 
 
 def cases(recipe: str, run: Path, out: Path, dtypes: list[str]) -> dict[str, list[str]]:
-    """What to measure; each but the first writes a folder under `out`."""
+    """The commands to measure; each except the first writes a folder under `out`."""
     ours = ["-m", "titan_async.cli", "convert", str(run)]
     flags = ["--recipe", recipe, "--hf_assets_path", str(TOKENIZER)]
     theirs = [str(Path(__file__).with_name("_titan_convert.py")), recipe, str(run / "checkpoint" / "step-1")]
@@ -91,7 +90,7 @@ def cases(recipe: str, run: Path, out: Path, dtypes: list[str]) -> dict[str, lis
 
 
 def check_equal(ours: Path, theirs: Path) -> int:
-    """The number of tensors in both folders, which must be the same ones.
+    """The number of tensors in two folders, which must have the same tensors.
 
     Raises:
         SystemExit: they differ.
@@ -103,7 +102,7 @@ def check_equal(ours: Path, theirs: Path) -> int:
             with safe_open(path, "pt") as file:
                 files[folder] |= dict.fromkeys(file.keys(), path)
     if files[ours].keys() != files[theirs].keys():
-        raise SystemExit(f"{ours} and {theirs} hold other tensors")
+        raise SystemExit(f"{ours} and {theirs} have different tensors")
     for name in files[ours]:
         values = []
         for folder in (ours, theirs):
@@ -137,13 +136,13 @@ def _convert(bench: Bench) -> Measured:
             for case, argv in cases(recipe, folder / "run", out, dtypes).items():
                 seconds, peak = measure(argv)
                 found.setdefault(case, []).append({"seconds": seconds, "peak": peak})
-            # In a process of its own: what this one holds counts to the peak of those that it starts.
+            # In a separate process: the memory of this one counts in the peak of those that it starts.
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as checker:
                 for dtype in dtypes:
                     folders = out / f"ours-{dtype}", out / f"theirs-{dtype}"
                     tensors = checker.submit(check_equal, *folders).result()
     columns = {
-        "what": str,
+        "command": str,
         "peak GB": lambda case: f"{max(each['peak'] for each in found[case]) / 1e9:.2f}",
         "seconds": lambda case: f"{median([each['seconds'] for each in found[case]]):.1f}",
         "seconds, all": lambda case: " ".join(f"{each['seconds']:.1f}" for each in found[case]),

@@ -1,15 +1,15 @@
-"""Measures how many tokens a second data loaders deliver to one process, on CPU. Run by hand:
+"""Measures how many tokens per second data loaders deliver to one process, on CPU.
 
     python tools/bench/data.py [--repeats 5] [--millions 32] [--json results.json]
 
-Compared are TextDataLoader on token files, TextDataLoader on the same text, and torchtitan's own
-HuggingFaceTextDataLoader on that text as `datasets` streams it. The text is made up of words drawn at random;
-its documents have 1000 tokens on the average, which is what web pages have, or 50. The token files hold the
-same documents as often as it takes to have as many millions of tokens.
+Compares TextDataLoader on token files, TextDataLoader on the same text, and torchtitan's own
+HuggingFaceTextDataLoader on that text, streamed by `datasets`. The text consists of random words; its
+documents have 1000 tokens on average, like web pages, or 50. The token files repeat the same documents up to
+the given number of tokens.
 
-Each loader runs in this process, without workers, for the same number of batches after two that are not
-counted; loaders take turns. Figures are medians of the repetitions: by the clock, and by the time that the
-process computed, which other work on the machine disturbs less.
+Each loader runs in this process, without workers, for the same number of batches after a warm-up of two; the
+loaders alternate. Figures are medians of the repetitions, in wall-clock time and in processor time, which
+other programs affect less.
 """
 
 import json
@@ -23,7 +23,7 @@ from typing import Any
 
 from _harness import Bench, Measured, median, record_of, table
 
-# Before tokenizers and datasets are imported: one thread, as a rank has about that much to spare.
+# Before tokenizers and datasets are imported. A rank has about one thread for its data loader.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -31,7 +31,7 @@ import numpy as np
 
 BENCH = Bench(__doc__, repeats=5, packages=("torchtitan", "datasets", "numpy"))
 BENCH.add_argument("--millions", type=int, default=32, help="of tokens in the files (%(default)s)")
-BENCH.add_argument("--documents", type=int, nargs="+", default=[1000, 50], help="tokens of a document")
+BENCH.add_argument("--documents", type=int, nargs="+", default=[1000, 50], help="tokens per document")
 
 WORDS = "what light through yonder window breaks it is the east and Juliet sun arise fair kill envious moon"
 TEXT_BATCHES = 20
@@ -47,9 +47,9 @@ class Result:
     batch_size: int
     loader: str
     clock: list[float] = field(default_factory=list)
-    """Tokens a second, by repetition."""
+    """Tokens per second, by repetition."""
     computed: list[float] = field(default_factory=list)
-    """The same, by the time that the process computed."""
+    """The same in processor time."""
 
     @property
     def medians(self) -> tuple[float, float]:
@@ -57,9 +57,9 @@ class Result:
 
 
 def write_text(file: Path, mean: int) -> None:
-    """Documents of about so many tokens on the average, one a line."""
+    """Writes documents of about `mean` tokens on average, one per line."""
     random, words = np.random.default_rng(0), np.array(WORDS.split())
-    # A word is about 1.4 tokens of the shipped tokenizer, and the lengths of web pages are spread like this.
+    # A word has about 1.4 tokens of the default tokenizer. Lengths are distributed like those of web pages.
     lengths = np.maximum(random.lognormal(np.log(mean / 1.4) - 0.5, 1.0, 2_000_000 // mean), 2).astype(int)
     with file.open("w") as opened:
         for length in lengths:
@@ -67,7 +67,7 @@ def write_text(file: Path, mean: int) -> None:
 
 
 def write_tokens(folder: Path, text: Path, tokens: int) -> None:
-    """Token files of the text, repeated under other names until there are as many tokens."""
+    """Writes token files of the text, repeated under other names up to `tokens` tokens."""
     from dataclasses import replace
 
     from titan_async.data import TextSource, prepare_tokens, shakespeare_tokenizer_folder
@@ -87,7 +87,7 @@ def write_tokens(folder: Path, text: Path, tokens: int) -> None:
 
 
 def loaders(text: Path, tokens: Path, seq_len: int, batch_size: int) -> dict[str, Callable[[], Any]]:
-    """Makes each of the loaders anew."""
+    """Functions that create the loaders."""
     import datasets
     from torchtitan.components.tokenizer import HuggingFaceTokenizer
     from torchtitan.hf_datasets import DatasetConfig
@@ -167,7 +167,7 @@ def _loaders(bench: Bench) -> Measured:
         "computing": lambda r: f"{r.medians[1] / 1e3:,.0f}",
         "ratio": lambda r: f"{r.medians[1] / theirs[r.document, r.seq_len]:,.1f}",
     }
-    title = "Thousands of tokens a second to one process"
+    title = "Thousands of tokens per second in one process"
     return Measured([record_of(result) for result in results], [table(title, columns, results)])
 
 

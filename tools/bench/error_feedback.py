@@ -1,12 +1,10 @@
-"""Overhead of error feedback in a step of AdamW. Run by hand:
+"""Overhead of error feedback in a step of AdamW.
 
     python tools/bench/error_feedback.py [--millions 50] [--compile] [--json results.json]
 
-AdamW in its fused form, alone and inside `ErrorFeedback`, by turns in one process of one thread; medians of
-processor time.
-AdamW itself passes seven times over the size of the weights: it reads weights, gradients and two moments,
-and writes all but the gradients. The last column counts what is added in such passes, by the time that AdamW
-takes for its seven.
+Fused AdamW alone and inside `ErrorFeedback`, alternately in one process of one thread; medians of processor
+time. AdamW itself has seven passes over the size of the weights: it reads weights, gradients and two moments,
+and writes all except the gradients. The last column is the overhead in such passes.
 """
 
 import time
@@ -18,7 +16,7 @@ from titan_async.optim import ErrorFeedback
 
 BENCH = Bench(__doc__, repeats=7, width=100)
 BENCH.add_argument("--millions", type=float, default=50, help="parameters, in millions (default: 50)")
-BENCH.add_argument("--compile", action="store_true", help="in one compiled pass, too")
+BENCH.add_argument("--compile", action="store_true", help="also compiled, in one pass")
 
 PASSES_OF_ADAMW = 7
 VARIANTS = {
@@ -57,8 +55,8 @@ def _update(bench: Bench) -> Measured:
     alone = medians["AdamW"]
     columns = {
         "": str,
-        "ms a step": lambda name: f"{medians[name]:.1f}",
-        "of AdamW": lambda name: f"{medians[name] / alone:.2f}",
+        "ms per step": lambda name: f"{medians[name]:.1f}",
+        "relative": lambda name: f"{medians[name] / alone:.2f}",
         "passes added": lambda name: f"{PASSES_OF_ADAMW * (medians[name] / alone - 1):.1f}",
     }
     title = f"Processor time of an update of {bench.arguments.millions:g} million parameters"

@@ -1,7 +1,7 @@
-"""Overhead of recording events: CPU time of a span, against torchtitan's trace spans, and of a step.
+"""Overhead of recording events: CPU time of a span, compared with torchtitan's trace spans, and of a step.
 
-A span is begun and ended a hundred thousand times; what the writing thread does for it counts apart. In a
-pipeline of two ranks that really compute, steps with and without a recorder take turns.
+A span is recorded a hundred thousand times; the time of the writer thread is counted separately. In a
+pipeline of two ranks that compute, steps with and without a recorder alternate.
 """
 
 import statistics
@@ -21,7 +21,7 @@ from titan_async.monitor.events import EventWriter, RankReader
 from titan_async.monitor.recorder import EventRecorder, HostClock
 from titan_async.pipelining.recording import Kind, NoRecorder
 
-BENCH = Bench(__doc__, repeats=15, quick="the smallest form, once", width=120)
+BENCH = Bench(__doc__, repeats=15, quick="the smallest sizes, once", width=120)
 
 RANKS = 2
 _BLOCKS, _WIDTH, _LENGTH = 2, 256, 320
@@ -33,28 +33,28 @@ class Span:
 
     what: str
     caller: float
-    """Of the thread that trains."""
+    """In the training thread."""
     writer: float
-    """Of the thread that writes."""
+    """In the writer thread."""
 
 
 @dataclass
 class Step:
-    """A training step of one rank, medians over turns."""
+    """A training step of one rank; medians over repetitions."""
 
     rank: int
     microbatches: int
     spans: float
-    """A step."""
+    """Per step."""
     seconds: float
     """Without a recorder."""
     seconds_recording: float
     difference: float
-    """Of the two, as a share of the first: the median over pairs of turns."""
+    """Relative overhead of recording, median over pairs of repetitions."""
     caller: float
-    """Share of the step that its spans take in the thread that trains, by the cost of a span."""
+    """CPU time of the spans in the training thread, relative to the step, by the cost of a span."""
     everything: float
-    """The same with the thread that writes."""
+    """The same, including the writer thread."""
 
 
 def _recorder(folder: str, rank: int) -> EventRecorder:
@@ -73,7 +73,7 @@ def _raise(error: OSError) -> None:
 
 
 def measure_span(count: int) -> Span:
-    """The cost of a span, of which 400 come between two writes, as in a busy step."""
+    """The cost of a span, with 400 spans per write, as in a busy step."""
     with tempfile.TemporaryDirectory() as folder:
         recorder = _recorder(folder, 0)
         caller = writer = 0.0
@@ -92,7 +92,7 @@ def measure_span(count: int) -> Span:
 
 
 def measure_titan(count: int) -> Span:
-    """The cost of torchtitan's trace span, which writes a line when it begins and when it ends."""
+    """The cost of torchtitan's trace span, which writes a line at its start and at its end."""
     from torchtitan.observability import structured_logger
 
     with tempfile.TemporaryDirectory() as folder:
@@ -120,7 +120,7 @@ def _prepare(rank: int, group: dist.ProcessGroup, microbatches: int) -> None:
 
 
 def _turn(rank: int, group: dist.ProcessGroup, folder: str | None, steps: int) -> tuple[float, float]:
-    """Seconds of a step and, with a folder to record in, spans of a step."""
+    """Seconds per step and, if `folder` is given, recorded spans per step."""
     pipeline = KEPT["Async2BW"]
     recorder = None if folder is None else _recorder(folder, rank)
     pipeline.schedule.recorder = recorder or NoRecorder()
@@ -133,14 +133,14 @@ def _turn(rank: int, group: dist.ProcessGroup, folder: str | None, steps: int) -
 
 
 def measure_steps(pool: Pool, microbatches: int, repeats: int, steps: int, span: Span) -> list[Step]:
-    """Steps with and without a recorder, by turns."""
+    """Measures steps with and without a recorder alternately."""
     without: list[list[float]] = [[] for _ in range(RANKS)]
     recording: list[list[float]] = [[] for _ in range(RANKS)]
     spans = [0.0] * RANKS
     pool.run(RANKS, _prepare, microbatches)
     for repeat in range(repeats):
         with tempfile.TemporaryDirectory() as folder:
-            # Whoever comes first has an advantage or not: by turns.
+            # The order may matter, so it alternates.
             for where in (None, folder) if repeat % 2 else (folder, None):
                 for rank, (seconds, count) in enumerate(pool.run(RANKS, _turn, where, steps)):
                     (recording if where else without)[rank].append(seconds)
@@ -173,12 +173,10 @@ def _spans(bench: Bench) -> Measured:
     spans = [_ours(bench), measure_titan(50 if bench.quick else 2_000)]
     columns = {
         "": lambda span: span.what,
-        "in the thread that trains": lambda span: f"{span.caller:.2f}",
-        "in the thread that writes": lambda span: f"{span.writer:.2f}",
+        "training thread": lambda span: f"{span.caller:.2f}",
+        "writer thread": lambda span: f"{span.writer:.2f}",
     }
-    return Measured(
-        [record_of(span) for span in spans], [table("CPU microseconds of a span", columns, spans)]
-    )
+    return Measured([record_of(span) for span in spans], [table("CPU microseconds per span", columns, spans)])
 
 
 @BENCH.part("steps", lambda bench: [RANKS])
@@ -191,13 +189,15 @@ def _steps(bench: Bench) -> Measured:
         "rank": lambda step: step.rank,
         "m": lambda step: step.microbatches,
         "spans": lambda step: f"{step.spans:.0f}",
-        "ms a step": lambda step: f"{1e3 * step.seconds:.1f}",
+        "ms per step": lambda step: f"{1e3 * step.seconds:.1f}",
         "recording": lambda step: f"{1e3 * step.seconds_recording:.1f}",
         "difference": lambda step: f"{100 * step.difference:+.2f} %",
         "by CPU time": lambda step: f"{100 * step.caller:.3f} %",
-        "with the writer": lambda step: f"{100 * step.everything:.3f} %",
+        "with writer thread": lambda step: f"{100 * step.everything:.3f} %",
     }
-    return Measured([record_of(step) for step in steps], [table("Share of a training step", columns, steps)])
+    return Measured(
+        [record_of(step) for step in steps], [table("Overhead relative to a training step", columns, steps)]
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What runs do about faults: killed, stopped, starved and given wrong data, in one table.
+"""Injects faults into runs: kills, signals, full disks, lack of memory, wrong data; prints one table.
 
-    python tools/bench/faults.py                    # everything but the soak; about an hour on two cores
+    python tools/bench/faults.py                    # all families except soak; about an hour on two cores
     python tools/bench/faults.py kills storage      # some families
     python tools/bench/faults.py soak --minutes 30
 
-Every fault is injected into runs of the debug recipes, in processes of their own.
+Faults are injected into runs of the debug recipes, in separate processes.
 """
 
 import importlib
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # the helpers of tests, which start the same runs
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for tests.support
 
 from _faults.result import Result
 from _harness import Bench, Measured, record_of, table
@@ -22,10 +22,10 @@ from _harness import Bench, Measured, record_of, table
 BENCH = Bench(__doc__, quick="fewer tries of each fault")
 
 FAMILIES = ("kills", "signals", "storage", "numbers", "data", "slowness", "soak")
-"""Modules of `_faults`, each with `measure(scratch, quick=..., ...)`, which yields results."""
+"""Modules of `_faults`, each with a generator `measure(scratch, quick=..., ...)` of results."""
 
 BENCH.add_argument("families", nargs="*", metavar="FAMILY", help=f"of {', '.join(FAMILIES)}")
-BENCH.add_argument("--minutes", type=float, default=30.0, help="how long the soak lasts")
+BENCH.add_argument("--minutes", type=float, default=30.0, help="duration of soak")
 
 
 def _seconds(name: str) -> Callable[[Result], str]:
@@ -54,7 +54,7 @@ def _faults(bench: Bench) -> Measured:
         "steps lost": lambda r: "" if r.work_lost is None else r.work_lost,
         "noticed, s": _seconds("notice"),
         "resumed, s": _seconds("resume"),
-        "said": lambda r: r.said,
+        "message": lambda r: r.said,
     }
     return Measured([record_of(result) for result in results], [table("Faults", columns, results)])
 

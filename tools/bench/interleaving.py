@@ -1,9 +1,9 @@
-"""Whether several stages a rank would help Async2BW, by simulation and exact search. Run by hand:
+"""Whether several stages per rank would make Async2BW faster, by simulation and exact search.
 
     python tools/bench/interleaving.py [--only pace,jitter,limits,balance] [--json results.json]
 
-Nothing is timed, so that the numbers are the same on every machine. It takes about a minute.
-docs/interleaving.md has the results.
+Nothing is timed, so the results are the same on every machine. It takes about a minute. docs/interleaving.md
+has the results.
 """
 
 import statistics
@@ -20,12 +20,12 @@ from _placements import slowest_rank
 from titan_async.pipelining.programs import async_programs
 from titan_async.pipelining.simulation import COMPUTE, Run, Task, Timing, simulate
 
-BENCH = Bench(__doc__, quick="the smallest shape alone")
+BENCH = Bench(__doc__, quick="only the smallest shape")
 
 SHAPES = [(2, 2), (4, 4), (4, 8), (8, 8), (8, 16)]
 """Ranks and microbatches."""
 LATENCIES = [0.0, 0.005, 0.02, 0.05]
-"""Of a message, as parts of a rank's forward and backward of a microbatch."""
+"""Of a message, relative to a rank's forward and backward of a microbatch."""
 JITTER, JITTER_LATENCY, SEEDS = 0.3, 0.005, 5
 
 QUICK_SHAPES = [(2, 4)]
@@ -43,15 +43,15 @@ class Pace:
     latency: float
     jitter: float
     messages: int
-    """A microbatch."""
+    """Per microbatch."""
     utilization: float
     peak: float
-    """Activations on the rank that holds the most; those of a microbatch on a whole rank count 1."""
+    """Activations on the rank with the most; those of a microbatch on all stages of a rank count 1."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What no order of a placement can exceed."""
+    """Bounds for all orders of a placement."""
 
     ranks: int
     microbatches: int
@@ -59,7 +59,7 @@ class Limit:
     latency: float
     utilization: float
     peak: float
-    """No order at full utilization holds less."""
+    """Lower bound at full utilization."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Balance:
     head: float
     ranks: int
     even: float
-    """All ranks alike, which whole layers may not allow."""
+    """All ranks equal, which may not be possible with whole layers."""
     one_stage: float
     looped: float
     v_shaped: float
@@ -87,7 +87,7 @@ def _placements(ranks: int) -> dict[str, Layout]:
 
 @cache
 def _best_programs(layout: Layout, latency: float, microbatches: int) -> list[list[Task]]:
-    """The order that keeps all ranks busy with the least activations; or else the fastest greedy one."""
+    """The order that keeps all ranks busy with the fewest activations; otherwise the fastest greedy one."""
     order = find_order(layout, latency, microbatches)
     if order is not None:
         return order.programs(microbatches, _BATCHES)
@@ -105,10 +105,10 @@ def _best_programs(layout: Layout, latency: float, microbatches: int) -> list[li
 
 
 def _schedules(ranks: int, microbatches: int, latency: float) -> dict[str, tuple[Layout, list[list[Task]]]]:
-    """The orders that are compared: those of Async2BW, and the best found for each placement."""
+    """The compared orders: those of Async2BW, and the best found for each placement."""
     schedules: dict[str, tuple[Layout, list[list[Task]]]] = {}
     for lookahead in sorted({0, min(ranks - 1, microbatches - ranks)}):
-        # Without updates, which the orders that are looked for do not have either.
+        # Without updates, like the orders of the searches.
         programs = [
             [task for task in tasks if task.kind in COMPUTE]
             for tasks in async_programs(ranks, microbatches, _BATCHES, lookahead)
@@ -151,7 +151,7 @@ def _by_latency(title: str, results: list[Any], **more: Any) -> Measured:
     columns = {
         "ranks": lambda row: row.ranks,
         "m": lambda row: row.microbatches,
-        "stages a rank": lambda row: row.placement,
+        "stages per rank": lambda row: row.placement,
         **more,
         **{f"latency {x:.1%}": lambda row, x=x: cell(row, x) for x in LATENCIES},
     }
@@ -162,7 +162,7 @@ def _by_latency(title: str, results: list[Any], **more: Any) -> Measured:
 @BENCH.part("pace")
 def _pace(bench: Bench) -> Measured:
     results = [pace for shape in _shapes(bench) for x in LATENCIES for pace in _measure(shape, x, 0.0)]
-    title = "Utilization, and activations on the rank that holds the most"
+    title = "Utilization, and activations on the rank with the most"
     return _by_latency(title, results, messages=lambda row: row.messages)
 
 
@@ -172,7 +172,7 @@ def _jitter(bench: Bench) -> Measured:
     columns = {
         "ranks": lambda pace: pace.ranks,
         "m": lambda pace: pace.microbatches,
-        "stages a rank": lambda pace: pace.placement,
+        "stages per rank": lambda pace: pace.placement,
         "utilization": lambda pace: f"{pace.utilization:.3f}",
         "activations": lambda pace: f"{pace.peak:g}",
     }
@@ -229,7 +229,7 @@ def _balance(bench: Bench) -> Measured:
         for ranks in ranks_tried:
             cost = {"first": _EMBEDDING, "last": head}
             one = slowest_rank("one stage", layers, ranks, **cost)
-            # One stage a rank is a looped placement whose second stages are empty.
+            # One stage per rank is a looped placement whose second stages are empty.
             looped = slowest_rank("looped", layers, ranks, **cost, at_most=one)
             v = slowest_rank("V", layers, ranks, **cost)
             even = (sum(layers) + head + _EMBEDDING) / ranks
@@ -251,7 +251,7 @@ def _balance(bench: Bench) -> Measured:
             if row.one_stage / row.looped - 1 > 0.01
         ),
     }
-    title = "Slowest rank against one stage a rank, for every number of ranks; gain in its speed"
+    title = "Speed of the slowest rank relative to one stage per rank, over all numbers of ranks"
     return Measured([record_of(result) for result in results], [table(title, columns, models.values())])
 
 

@@ -1,7 +1,7 @@
 """Peak bytes of each stage, and the formula that predicts them (docs/memory.md explains it).
 
-The formula takes the sizes of a stage, measured on one microbatch without any pipeline, and counts how
-often the schedule holds each of them.
+The formula uses the sizes of a stage, measured with one microbatch without a pipeline, and the number of
+times that the schedule holds each of them.
 """
 
 import gc
@@ -33,7 +33,7 @@ class Sizes:
 
     parameters: int
     message: int
-    """A microbatch's input, output, and the gradient of either."""
+    """Input, output, and either gradient of a microbatch."""
     activations: int
     """Kept by a forward for its backward, with its output and without its input."""
     forward_extra: int
@@ -41,7 +41,7 @@ class Sizes:
     backward_extra: int
     """Peak of a backward beyond the memory at its start, gradients included."""
     first_backward_extra: int
-    """The same of the first backward of a batch, which makes the gradients."""
+    """The same for the first backward of a batch, which allocates the gradients."""
 
 
 @dataclass
@@ -71,13 +71,13 @@ class Peak:
 
 
 def predict_peak(sizes: Sizes, stage: int, ranks: int, microbatches: int, lookahead: int | None) -> int:
-    """Peak bytes of stage r of d, optimizer state excepted: of Async2BW, or of 1F1B if `lookahead` is None.
+    """Peak bytes of stage r of d without optimizer state: of Async2BW, or of 1F1B if `lookahead` is None.
 
     1F1B holds the parameters, one gradient, a receive buffer for each microbatch and direction, and
-    min(m, d - r) microbatches. Async2BW keeps w = d - 1 - r and its share of the lookahead in flight between
-    steps, one more between a forward and a backward; a second version of the parameters where w > 0; the
-    gradient of the batch before beside that of the batch; w + 2 inputs, two gradients of outputs, and w + 2
-    messages in flight to the stage before.
+    min(m, d - r) microbatches. Async2BW has w = d - 1 - r microbatches, plus its part of the lookahead, in
+    flight between steps, and one more between a forward and a backward; a second version of the parameters if
+    w > 0; the gradients of the previous and of the current batch; w + 2 inputs, two gradients of outputs, and
+    w + 2 messages in flight to the previous stage.
     """
     downstream = ranks - 1 - stage
     if lookahead is None:
@@ -91,9 +91,9 @@ def predict_peak(sizes: Sizes, stage: int, ranks: int, microbatches: int, lookah
         versions, gradients = (2 if tail else 1), 2
         inputs, gradients_received, sent = tail + 2, 2, tail + 2
         refilled = microbatches - tail > 1
-    # Outputs that are being sent are in flight too, all but one.
+    # All but one of the outputs that are being sent are those of microbatches in flight.
     messages = (inputs + sent) * (stage > 0) + (gradients_received + 1) * (downstream > 0)
-    # The first backward of a batch makes its gradient, and frees activations meanwhile.
+    # The first backward of a batch allocates its gradient, and frees activations.
     moments = [
         (gradients - 1) * sizes.parameters + in_flight * sizes.activations + sizes.first_backward_extra
     ]
@@ -141,7 +141,7 @@ class AllocatorTracker:
         pass  # they were made before
 
     def bytes_of(self, tensors: Iterable[Tensor]) -> int:
-        return 0  # it knows no origins
+        return 0  # origins are not tracked
 
     def attributed(self, origin: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return function
@@ -152,7 +152,7 @@ def _tracker(model: Model) -> Any:
 
 
 def sizes_of(rank: int, group: dist.ProcessGroup, model: Model) -> Sizes:
-    """The sizes of a rank's stage, by one microbatch without a pipeline."""
+    """The sizes of a rank's stage, measured with one microbatch without a pipeline."""
     last = rank == group.size() - 1
     inputs, targets = model.batch(1)
     inputs.requires_grad_(rank > 0)
@@ -225,7 +225,7 @@ def peak_of_steps(
 
 
 def measure_memory(pool: Pool, shapes: list[tuple[int, int]], repeats: int, steps: int = 2) -> list[Peak]:
-    """Peaks of 1F1B, and of Async2BW with the least and with a generous lookahead, by turns."""
+    """Measures 1F1B, and Async2BW with lookahead 0 and with at most d - 1, alternately."""
     results = []
     for ranks, microbatches in shapes:
         sizes = pool.run(ranks, sizes_of, _MODEL)

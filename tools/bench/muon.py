@@ -1,4 +1,4 @@
-"""Compares titan_async.optim.Muon with other implementations of Muon, on CPU under gloo. Run by hand:
+"""Compares titan_async.optim.Muon with other implementations of Muon, on CPU under gloo.
 
     python tools/bench/muon.py [--only aspects,notes,dense,moe] [--ranks 1,2,4] [--json results.json]
 
@@ -8,14 +8,14 @@
     moe      layers of a mixture of experts: matrices, and stacks of experts
 
 The columns: time of a step on the slowest rank; megabytes (10^6) that a rank sends, see _muon_traffic.py;
-megabytes of tensors that a step holds at its peak beyond what it finds, and that are kept from step to step,
-of the rank with the most (StorageTracker); relative error of the first update against the polar factor, which
-is mostly that of the coefficients, and against the same iterations in float64, which is that of rounding.
+peak megabytes of tensors that a step allocates, and megabytes kept between steps, on the rank with the most
+(StorageTracker); relative error of the first update against the polar factor, mostly due to the coefficients,
+and against the same iterations in float64, due to rounding.
 
-Everything is measured in one run, in the same processes of one thread each, on the same parameters and
-gradients, the implementations by turns; medians of the repetitions, of which the slow have fewer. Parameters
-are float32, plain tensors on one rank and DTensors on more. What is not installed is left out. For GPUs there
-is tools/bench/muon_cuda.py.
+All implementations are measured alternately in one run, in the same processes of one thread each, on the same
+parameters and gradients; medians of the repetitions, of which slow implementations have fewer. Parameters are
+float32: plain tensors on one rank, DTensors on several. Packages that are not installed are left out. For
+GPUs, use tools/bench/muon_cuda.py.
 """
 
 import statistics
@@ -42,13 +42,13 @@ BENCH.add_argument(
 )
 BENCH.add_argument("--layers", type=int, default=1, help="layers of the models (default: 1)")
 BENCH.add_argument(
-    "--compile", action="store_true", help="let the others compile what they want to, which takes minutes"
+    "--compile", action="store_true", help="enable torch.compile in other implementations; takes minutes"
 )
 
 SLOW, REPEATS_OF_SLOW = 3, 3
-"""What takes three times as long as the fastest is timed three times at most."""
+"""An implementation that takes three times as long as the fastest has at most three repetitions."""
 WRONG = 0.2
-"""Relative error, of which rounding to bfloat16 causes a tenth at most."""
+"""Relative error; rounding to bfloat16 causes at most a tenth of it."""
 REFERENCE, OURS = "torch.optim.Muon", "ours"
 
 
@@ -61,11 +61,11 @@ class Result:
     ours: bool
     refusal: str | None
     profiles: list[Profile]
-    """Of each rank."""
+    """By rank."""
     profile_seconds: float
-    """Building it, and its first two steps, observed."""
+    """Seconds to build it and to profile its first two steps."""
     seconds: list[float] = field(default_factory=list)
-    """Of a step on the slowest rank, by repetition."""
+    """Seconds of a step on the slowest rank, by repetition."""
 
     @property
     def median(self) -> float | None:
@@ -73,33 +73,33 @@ class Result:
 
     @property
     def sent(self) -> float:
-        """Bytes a rank and step, the mean of the ranks."""
+        """Bytes per rank and step, averaged over ranks."""
         return statistics.mean(p.sent for p in self.profiles)
 
     @property
     def extra(self) -> int:
-        """Bytes, of the rank with the most."""
+        """Bytes on the rank with the most."""
         return max(p.extra for p in self.profiles)
 
     @property
     def kept(self) -> int:
-        """Bytes, of the rank with the most."""
+        """Bytes on the rank with the most."""
         return max(p.kept for p in self.profiles)
 
     @property
     def errors(self) -> tuple[float, float]:
-        """Against the polar factor and against the iterations in float64: the shape with the largest."""
+        """Largest error of a shape against the polar factor, and against the iterations in float64."""
         values = self.profiles[0].errors.values()
         return max(v[0] for v in values), max(v[1] for v in values)
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the update is something else than the iterations on each matrix would give."""
+        """Whether the update differs from the result of the iterations on each matrix."""
         return not self.refusal and not self.errors[1] < WRONG
 
 
 def measure(bench: Bench, case: Case, matrices: list[Matrix], part: str) -> list[Result]:
-    """All competitors of a part on one case, by turns."""
+    """Measures all competitors of a part on one case, alternately."""
     pool = bench.pool
     pool.run(case.ranks, prepare, case, matrices, bench.arguments.compile)
     results = []
@@ -107,7 +107,7 @@ def measure(bench: Bench, case: Case, matrices: list[Matrix], part: str) -> list
         start = time.monotonic()
         try:
             profiles = pool.run(case.ranks, profile, competitor.name)
-        except RuntimeError as error:  # one rank has failed, and the others wait for it
+        except RuntimeError as error:  # one rank failed, and the others wait for it
             raise RuntimeError(f"{competitor.name} ({case}): {error}") from None
         refusal = next((p.refusal for p in profiles if p.refusal), None)
         results.append(
@@ -144,14 +144,14 @@ def _note(result: Result, compiled: bool) -> str:
 
 
 def table_of(case: Case, matrices: list[Matrix], results: list[Result], compiled: bool) -> Any:
-    """One row an implementation."""
+    """A table with one row per implementation."""
     others = [r for r in results if not (r.ours or r.is_wrong) and r.median is not None]
     fastest = min(others, key=lambda result: result.median or 0, default=None)
     reference = next((result for result in others if result.name == REFERENCE), None)
     figures = {
-        "ms a step": lambda r: f"{1e3 * r.median:.1f}",
-        "of torch": lambda r: _ratio(r, reference),
-        "of the fastest other": lambda r: _ratio(r, fastest),
+        "ms per step": lambda r: f"{1e3 * r.median:.1f}",
+        "/ torch": lambda r: _ratio(r, reference),
+        "/ fastest other": lambda r: _ratio(r, fastest),
         "sent MB": lambda r: f"{r.sent / 1e6:.2f}",
         "extra MB": lambda r: f"{r.extra / 1e6:.2f}",
         "kept MB": lambda r: f"{r.kept / 1e6:.2f}",
@@ -171,7 +171,7 @@ def table_of(case: Case, matrices: list[Matrix], results: list[Result], compiled
 
 
 def feedback_share(results: list[Result]) -> dict[str, float]:
-    """What error feedback adds to a step, as a part of it: the median over the repetitions."""
+    """Relative overhead of error feedback in a step, median over the repetitions."""
     seconds = {result.name: result.seconds for result in results}
     plain = seconds.get(OURS)
     if not plain:
@@ -203,7 +203,7 @@ def _measured(bench: Bench, part: str) -> Measured:
         record["feedback_share"][str(case)] = shares
         record["results"] += [asdict(r) if r.refusal else record_of(r) for r in results]
     missing = [c.name for c in COMPETITORS if not c.installed and part in c.parts]
-    bench.show(f"not installed: {', '.join(missing) or 'none is missing'}")
+    bench.show(f"not installed: {', '.join(missing) or 'none'}")
     return Measured(record)
 
 

@@ -1,11 +1,11 @@
-"""Compares titan_async.optim.Muon with others on one GPU. Run by hand; it takes a minute or two:
+"""Compares titan_async.optim.Muon with other implementations on one GPU, in a minute or two.
 
     python tools/bench/muon_cuda.py [--only 8B,360M,MoE] [--repeats 10] [--json results.json]
 
-Needs torch (2.11 or newer) and this checkout, which need not be installed; every package to compare with
-is left out where it is missing. All update the same float32 parameters by the same gradients, by turns;
-medians of the repetitions. torch's fused AdamW is the floor: it has no matrices to multiply. The error is
-of the first update of one matrix, relative to the same iterations in float64.
+Needs torch (2.11 or newer) and this checkout, which need not be installed; packages that are missing are left
+out. All update the same float32 parameters with the same gradients, alternately; medians of the repetitions.
+torch's fused AdamW is a lower bound: it multiplies no matrices. The error is that of the first update of one
+matrix, relative to the same iterations in float64.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ from _muon_accuracy import STANDARD, Exact, relative_error
 
 MODELS = ["8B", "360M", "MoE"]
 LR = 1.0
-BENCH = Bench(__doc__, repeats=10, quick="tiny matrices, which shows that it works", quick_repeats=10)
-BENCH.add_argument("--device", default="cuda", help="cuda, or cpu to try the script out")
+BENCH = Bench(__doc__, repeats=10, quick="tiny matrices, to test the script", quick_repeats=10)
+BENCH.add_argument("--device", default="cuda", help="cuda, or cpu to test the script")
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -67,7 +67,7 @@ def _muonium(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def competitors(cuda: bool) -> dict[str, tuple[Build, bool]]:
-    """Build functions, and whether the kernels of ours are off. What fails to build is reported."""
+    """Build functions, and whether our kernels are disabled."""
     kernels = importlib.util.find_spec("quack") is not None
     found: dict[str, tuple[Build, bool]] = {
         "AdamW, fused": (lambda params: torch.optim.AdamW(params, lr=LR, fused=cuda), False),
@@ -86,7 +86,7 @@ def competitors(cuda: bool) -> dict[str, tuple[Build, bool]]:
 
 
 class Tensors:
-    """Parameters and gradients on the device, put back before each step."""
+    """Parameters and gradients on the device, restored before each step."""
 
     def __init__(self, sizes: list[tuple[int, ...]], device: str) -> None:
         generator = torch.Generator(device).manual_seed(0)
@@ -102,7 +102,7 @@ class Tensors:
 
     def restore(self) -> None:
         for param, grad in zip(self.params, self.grads, strict=True):
-            param.data.zero_()  # so that the update can be read off, without weight decay
+            param.data.zero_()  # the weights are then the update, without weight decay
             param.grad = grad.clone()  # some implementations write into it
 
     def wait(self) -> None:
@@ -110,7 +110,7 @@ class Tensors:
             torch.cuda.synchronize()
 
     def memory(self, function: Callable[[], Any]) -> int:
-        """The most bytes that ``function`` held beyond what there was before."""
+        """Peak bytes that ``function`` allocates in addition to existing ones."""
         if self.device != "cuda":
             function()
             return 0
@@ -138,7 +138,7 @@ def without_kernels(off: bool) -> contextlib.AbstractContextManager:
 def measure(
     model: str, device: str, quick: bool, repeats: int, only: Collection[str] | None = None
 ) -> list[dict[str, Any]]:
-    """A row for each competitor, or for those named in `only`, which take turns."""
+    """Measures all competitors, or those named in `only`, alternately; returns a row for each."""
     tensors = Tensors(shapes(model, quick), device)
     rows: list[dict[str, Any]] = []
     running = []
@@ -177,12 +177,12 @@ def measure(
 
 
 def text_of(rows: list[dict[str, Any]]) -> str:
-    """A table in plain text, which needs no package."""
+    """A table in plain text, without rich."""
     medians = {row["name"]: median(row["seconds"]) for row in rows}
     torchs = medians.get("torch.optim.Muon") or float("nan")
     lines = [
         f"{rows[0]['model']}",
-        f"{'':32}{'ms':>9}{'of torch':>10}{'extra MB':>10}{'error':>9}{'first s':>9}",
+        f"{'':32}{'ms':>9}{'/ torch':>10}{'extra MB':>10}{'error':>9}{'first s':>9}",
     ]
     for row in rows:
         if "refusal" in row:
@@ -199,9 +199,9 @@ def text_of(rows: list[dict[str, Any]]) -> str:
 def _measured(bench: Bench, model: str) -> Measured:
     device = bench.arguments.device
     if device == "cuda" and not torch.cuda.is_available():
-        bench.parser.error("this needs a GPU that torch can use; tools/bench/muon.py runs on CPU")
+        bench.parser.error("torch finds no GPU; tools/bench/muon.py runs on CPU")
     if device == "cpu":
-        torch.compiler.set_stance("force_eager")  # compiling takes longer than all the rest
+        torch.compiler.set_stance("force_eager")  # compiling takes longer than everything else
     card = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     kernels = "with" if importlib.util.find_spec("quack") else "without"
     rows = measure(model, device, bench.quick, bench.repeats)

@@ -1,8 +1,8 @@
 """Overhead of the schedule: time of the main thread in `step` outside of forwards and backwards.
 
-CPU time of the thread is counted, without waiting for neighbours: it is Python, swapping versions of the
-weights, and starting messages. The stages have the number of parameters of a
-real one, since a swap goes through them, and next to no elements.
+This is CPU time of the thread, without waiting for neighbours: Python, swapping of weight versions, and
+starting messages. The stages have as many parameters as a real one, because a swap iterates over them, but
+few elements.
 """
 
 import statistics
@@ -21,7 +21,7 @@ __all__ = ["PAIR_SECONDS", "Overhead", "measure_overhead"]
 RANKS = 2
 COMPARED = ["1F1B", "Async2BW"]
 PAIR_SECONDS = 0.060
-"""A forward and backward that the overhead is compared with."""
+"""A forward and backward to which the overhead is compared."""
 
 _BLOCKS, _WIDTH, _LENGTH = 12, 8, 4
 
@@ -36,7 +36,7 @@ class Overhead:
     parameters: int = 0
     """Parameters of the stage: tensors, not elements."""
     pair_seconds: list[float] = field(default_factory=list)
-    """CPU seconds a microbatch, outside of its forward and backward."""
+    """CPU seconds per microbatch, outside of its forward and backward."""
 
     @property
     def median(self) -> float:
@@ -44,7 +44,7 @@ class Overhead:
 
 
 class _Meter:
-    """Adds up the thread's CPU time inside functions."""
+    """Accumulates the thread's CPU time in functions."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -82,7 +82,7 @@ def _prepare(rank: int, group: dist.ProcessGroup, schedule: str, microbatches: i
 
 
 def _repeat(rank: int, group: dist.ProcessGroup, schedule: str, microbatches: int, steps: int) -> float:
-    """CPU seconds a microbatch outside of forward and backward, on this rank."""
+    """CPU seconds per microbatch outside of forward and backward, on this rank."""
     pipeline, compute, whole = KEPT[schedule]
     dist.barrier(group)
     pipeline.train_step()
@@ -91,14 +91,14 @@ def _repeat(rank: int, group: dist.ProcessGroup, schedule: str, microbatches: in
     for _ in range(steps):
         pipeline.train_step()
     seconds = whole.seconds - compute.seconds
-    # Were the forwards and backwards not those of the wrapped methods, they would count as overhead.
+    # Forwards and backwards outside of the wrapped methods would count as overhead.
     assert compute.calls == steps * microbatches * (3 if pipeline.stages[0].is_last else 2)
     pipeline.finish()
     return seconds / (steps * microbatches)
 
 
 def measure_overhead(pool: Pool, repeats: int, microbatches: int = 8, steps: int = 10) -> list[Overhead]:
-    """Overhead of `COMPARED` on each stage, by turns."""
+    """Measures the overhead of `COMPARED` on each stage, alternately."""
     cases = {name: [Overhead(name, stage, microbatches) for stage in range(RANKS)] for name in COMPARED}
     for name, stages in cases.items():
         counts = pool.run(RANKS, _prepare, name, microbatches)

@@ -1,18 +1,18 @@
-"""How much of the experts' messages overlapped pairs hide, and their overhead without latency to hide.
+"""The fraction of experts' messages that overlapped pairs hide, and their overhead without latency.
 
     python tools/bench/overlap.py [--quick] [--only sleeping,computing] [--experts 1] [--json results.json]
 
-A rank has two layers like those of a mixture of experts, each with two all-to-alls.
+A rank has two layers like those of an MoE model, each with two all-to-alls.
 
-- "sleeping": layers sleep, and each message takes a set time over gloo between the expert-parallel ranks of a
-  stage, of which there are two. Sleeping takes no processor, so that there may be more processes than cores;
-  `--experts 1` leaves out the work of the messages themselves.
-- "computing": matrix products, and real messages. On few cores they compete with the computation for the
-  processor; the hidden share is only reported.
+- "sleeping": layers sleep, and each message over gloo between the two expert-parallel ranks of a stage has a
+  fixed latency. Sleeping needs no processor, so there can be more processes than cores; `--experts 1` removes
+  the work of the messages themselves.
+- "computing": matrix products and real messages. On few cores they compete for the processor; the hidden
+  fraction is only reported.
 
-All schedules are measured in one run, by turns; figures are medians of the repetitions. The exit status is 1
-if a floor is missed, as it is on busy cores: of messages that take half as long as the computation at least
-80 % hidden at every shape, and without latency at most 3 % lost, both against Async2BW without overlap.
+All schedules are measured alternately in one run; figures are medians of the repetitions. The exit status is
+1 if a bound is missed, as it may be on busy cores: relative to Async2BW without overlap, at least 80 % of
+messages that take half as long as the computation are hidden, and without latency at most 3 % is lost.
 """
 
 import time
@@ -29,9 +29,9 @@ from _pipelines import KEPT, SCHEDULES, build_pipeline, forget, time_steps
 from _pool import Pool
 from sleeping import BACKWARD_SECONDS, FORWARD_SECONDS, Clock, warm_up_steps
 
-BENCH = Bench(__doc__, repeats=5, quick="schedules without a floor only once", quick_repeats=3)
-BENCH.add_argument("--experts", type=int, default=2, help="ranks of a stage (default: 2)")
-BENCH.add_argument("--stages", type=int, choices=(2, 4), help="stages of a pipeline (default: all shapes)")
+BENCH = Bench(__doc__, repeats=5, quick="schedules without a bound only once", quick_repeats=3)
+BENCH.add_argument("--experts", type=int, default=2, help="ranks per stage (default: 2)")
+BENCH.add_argument("--stages", type=int, choices=(2, 4), help="stages per pipeline (default: all shapes)")
 
 SHAPES = [(2, 4), (4, 8)]
 """Stages and microbatches."""
@@ -44,12 +44,12 @@ COMPARED = {
     "Async2BW": "Async2BW",
     "Async2BW, overlapped": "Async2BW",
 }
-"""What is compared, and its name in `SCHEDULES`. torch itself runs DualPipeV's pairs one after the other."""
+"""Schedules and their names in `SCHEDULES`. torch itself runs DualPipeV's pairs one after the other."""
 
 LAYERS = 2
-"""Of a rank, in all its stages together."""
+"""Per rank, over all its stages."""
 SCALE = 0.5
-"""Of the sleeps of `SleepingStage`, of which a layer has two: 10 ms forward, 20 ms backward."""
+"""Scale of the sleeps of `SleepingStage`: a layer has two, of 10 ms forward and 20 ms backward."""
 COMPUTATION = 2 * LAYERS * SCALE * (FORWARD_SECONDS + BACKWARD_SECONDS)
 """Seconds that a rank sleeps for a microbatch."""
 MESSAGES = 4 * LAYERS
@@ -69,27 +69,27 @@ class Case:
     stages: int
     microbatches: int
     experts: int
-    """Ranks over which a stage's experts are spread."""
+    """Expert-parallel degree."""
     latency: float | None
-    """Seconds of each message; None if the layers really compute and send."""
+    """Seconds of each message; None for layers that compute and send real messages."""
     seconds: list[float] = field(default_factory=list)
-    """For a microbatch; empty where the schedule cannot run."""
+    """Per microbatch; empty if the schedule cannot run."""
 
     @property
     def median(self) -> float | None:
         return median(self.seconds)
 
     def key(self) -> tuple:
-        """Of its pipeline, which delays messages by any latency."""
+        """The key of its pipeline, which is the same for all latencies."""
         return self.schedule, self.stages, self.microbatches, self.latency is None
 
 
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-"""In a worker, by their ranks."""
+"""In a worker: process groups by their ranks."""
 
 
 def _connect(rank: int, group: dist.ProcessGroup, shapes: list[tuple[int, int]], experts: int) -> None:
-    """Make the groups of all pipelines and stages, on all ranks."""
+    """Creates the groups of all pipelines and stages, on all ranks."""
     for stages, _ in shapes:
         of_pipelines = [tuple(range(each, experts * stages, experts)) for each in range(experts)]
         of_stages = [tuple(range(experts * each, experts * (each + 1))) for each in range(stages)]
@@ -99,14 +99,14 @@ def _connect(rank: int, group: dist.ProcessGroup, shapes: list[tuple[int, int]],
 
 
 def _groups_of(rank: int, case: Case) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Of a rank's pipeline, and of its stage."""
+    """The groups of a rank's pipeline and of its stage."""
     first, experts = rank - rank % case.experts, case.experts
     of_pipeline = tuple(range(rank % experts, experts * case.stages, experts))
     return _groups[of_pipeline], _groups[tuple(range(first, first + experts))]
 
 
 def _prepare(rank: int, group: dist.ProcessGroup, case: Case) -> bool:
-    """Build a pipeline and warm it up; whether it can run."""
+    """Builds a pipeline and warms it up; returns whether it can run."""
     pipeline_group, stage_group = _groups_of(rank, case)
     name = COMPARED[case.schedule]
     layers = LAYERS // SCHEDULES[name].stages_per_rank
@@ -137,7 +137,7 @@ def _prepare(rank: int, group: dist.ProcessGroup, case: Case) -> bool:
 
 
 def _repeat(rank: int, group: dist.ProcessGroup, case: Case, microbatches: int) -> float:
-    """Seconds for a microbatch on this rank, of so many or more after the warm-up."""
+    """Seconds per microbatch on this rank, over at least `microbatches` after the warm-up."""
     pipeline = KEPT[case.key()]
     for stage in pipeline.stages:
         for module in stage.submod.modules():
@@ -149,7 +149,7 @@ def _repeat(rank: int, group: dist.ProcessGroup, case: Case, microbatches: int) 
 
 
 def _messages(rank: int, group: dist.ProcessGroup, case: Case, count: int) -> float:
-    """Seconds for the messages of a microbatch that nothing overlaps, where all ranks send at once."""
+    """Seconds per microbatch of its messages alone, while all ranks send."""
     _, stage_group = _groups_of(rank, case)
     stage = computing_stage(1, _WIDTH, stage_group)
     x = torch.ones(_ROWS, _WIDTH)
@@ -167,7 +167,7 @@ def _chosen(bench: Bench, shapes: list[tuple[int, int]]) -> list[tuple[int, int]
 
 
 def _connected(bench: Bench, shapes: list[tuple[int, int]]) -> Pool:
-    """The processes, once they have the groups of all pipelines and stages."""
+    """The processes, with the groups of all pipelines and stages."""
     bench.pool.run(bench.pool.ranks, _connect, shapes, bench.arguments.experts)
     return bench.pool
 
@@ -177,14 +177,14 @@ def _sizes(bench: Bench, shapes: list[tuple[int, int]]) -> set[int]:
 
 
 def _measure(pool: Pool, cases: list[Case], bench: Bench) -> None:
-    """Fill in the repetitions of `cases`, which share ranks, by turns."""
+    """Measures `cases`, which have the same ranks, alternately."""
     ranks = cases[0].stages * cases[0].experts
     prepared = {case.key(): case for case in cases}
     runnable = {key for key, case in prepared.items() if all(pool.run(ranks, _prepare, case))}
     for repetition in range(bench.repeats):
         for case in cases:
-            has_floor = case.schedule.startswith("Async2BW")
-            if case.key() in runnable and (has_floor or not (bench.quick and repetition)):
+            has_bound = case.schedule.startswith("Async2BW")
+            if case.key() in runnable and (has_bound or not (bench.quick and repetition)):
                 case.seconds.append(max(pool.run(ranks, _repeat, case, 16)))
     pool.run(ranks, forget)
 
@@ -217,7 +217,7 @@ def _sleeping(bench: Bench) -> Measured:
         lost = free["Async2BW, overlapped"] / free["Async2BW"] - 1
         floors.append({"stages": stages, "microbatches": m, "hidden": hidden, "lost": lost})
     times = table(
-        f"ms a microbatch, of which {_milliseconds(COMPUTATION)} asleep; messages after the colon",
+        f"ms per microbatch, including {_milliseconds(COMPUTATION)} of sleep; after the colon: messages",
         {
             "schedule": str,
             **{
@@ -240,7 +240,7 @@ def _sleeping(bench: Bench) -> Measured:
     )
     met = all(floor["hidden"] >= HIDDEN and floor["lost"] <= LOST for floor in floors)
     record = {"cases": [record_of(case) for case in cases], "floors": floors}
-    return Measured(record, [times, bounds], "" if met else "a floor is missed")
+    return Measured(record, [times, bounds], "" if met else "a bound is missed")
 
 
 @BENCH.part("computing", lambda bench: _sizes(bench, COMPUTING_SHAPES))
@@ -265,11 +265,11 @@ def _computing(bench: Bench) -> Measured:
             )
             for heading, name in (("Async2BW", "Async2BW"), ("overlapped", "Async2BW, overlapped"))
         },
-        "its messages alone": lambda share: f"{1e3 * share['messages']:.1f}",
+        "messages alone": lambda share: f"{1e3 * share['messages']:.1f}",
         "hidden": lambda share: f"{share['hidden']:.0%}",
     }
     size = _ROWS * _WIDTH * 4 / 2**20
-    title = f"ms a microbatch that is computed, with {MESSAGES} real messages of {size:.0f} MiB"
+    title = f"ms per microbatch, with {MESSAGES} real messages of {size:.0f} MiB"
     record = {"cases": [record_of(case) for case in cases], "shares": shares}
     return Measured(record, [table(title, columns, shares)])
 

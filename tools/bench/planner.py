@@ -1,16 +1,16 @@
-"""Compares plans with measurements on this machine. Run by hand:
+"""Compares plans with measurements on this machine.
 
     python tools/bench/planner.py [--only time,memory,rates] [--json results.json]
 
 "time": steps of every schedule with stages that sleep 20 ms forward and 40 ms backward, as in schedule.py,
-against the simulation of the same.
+compared with their simulation.
 
-"memory": peak bytes of live tensors of ranks of the debug recipes in four steps, against the plan.
+"memory": peak bytes of live tensors on ranks of the debug recipes in four steps, compared with the plan.
 
-"rates": processor time of forwards, backwards and steps of the debug recipes, against plans that
-were made with a calibration of this machine, as by titan-async calibrate.
+"rates": processor time of forwards, backwards and steps of the debug recipes, compared with plans that use a
+calibration of this machine, as by titan-async calibrate.
 
-Each part is measured in one run. They take four minutes each on two idle cores.
+Each part takes four minutes on two idle cores.
 """
 
 from dataclasses import asdict
@@ -20,7 +20,7 @@ import _planned_rates
 import _planned_time
 from _harness import Bench, Measured, record_of, table
 
-BENCH = Bench(__doc__, repeats=5, quick="each part in its smallest form, once")
+BENCH = Bench(__doc__, repeats=5, quick="the smallest case of each part, once")
 
 
 def _shapes(bench: Bench) -> list[tuple[int, int]]:
@@ -40,8 +40,11 @@ def _time(bench: Bench) -> Measured:
         return f"{1e3 * step.measured:.0f}  {1e3 * step.predicted:.0f}  {step.error:+.1%}"
 
     costs = table(
-        "Measured once, with one and two ranks",
-        {"what": lambda item: item[0].replace("_", " "), "milliseconds": lambda item: f"{1e3 * item[1]:.2f}"},
+        "Overheads, measured with one and two ranks",
+        {
+            "overhead": lambda item: item[0].replace("_", " "),
+            "milliseconds": lambda item: f"{1e3 * item[1]:.2f}",
+        },
         asdict(overheads).items(),
     )
     columns = {
@@ -50,7 +53,7 @@ def _time(bench: Bench) -> Measured:
     }
     schedules = dict.fromkeys(step.schedule for step in steps)
     times = table(
-        "Milliseconds of a step: measured, predicted, error", {"schedule": str, **columns}, schedules
+        "Milliseconds per step: measured, predicted, error", {"schedule": str, **columns}, schedules
     )
     record = {"overheads": asdict(overheads), "steps": [record_of(step) for step in steps]}
     return Measured(record, [costs, times])
@@ -70,9 +73,9 @@ def _memory(bench: Bench) -> Measured:
         "measured MB": lambda p: f"{p.measured / 1e6:.2f}",
         "planned MB": lambda p: f"{p.predicted / 1e6:.2f}",
         "error": lambda p: f"{p.error:+.1%}",
-        "fullest during": lambda p: p.moment,
+        "peak during": lambda p: p.moment,
     }
-    shown = table("Live tensors of a rank at its fullest", columns, peaks)
+    shown = table("Peak of a rank's live tensors", columns, peaks)
     shown.caption = f"largest error {max(abs(p.error) for p in peaks):.1%}"
     return Measured({"peaks": [record_of(peak) for peak in peaks]}, [shown])
 

@@ -1,12 +1,11 @@
 # ruff: noqa: E402
-"""Compares plans with published training runs. Run by hand:
+"""Compares plans with published training runs.
 
     python tools/bench/published.py [--only Llama] [--json results.json] [--markdown]
 
-The runs are those of `_published_rows.py`. Half of them were there to choose the constants of
-`titan_async/planning/hardware.py` by; the others are held out. The exit status is 1 if a held-out run is
-missed by more than 15 % in time or 10 % in memory, unless its row gives a reason. It takes two
-minutes."""
+The runs are those of `_published_rows.py`. The constants of `titan_async/planning/hardware.py` were fitted to
+half of them; the others are held out. The exit status is 1 if the plan of a held-out run is off by more than
+15 % in time or 10 % in memory, unless its row gives a reason. It takes two minutes."""
 
 import dataclasses
 import importlib
@@ -55,7 +54,7 @@ class Comparison:
     gpus: str
     fitted: bool
     published_tokens: float
-    """A second and GPU."""
+    """Per second and GPU."""
     planned_tokens: float
     published_gib: float | None
     planned_gib: float
@@ -73,7 +72,7 @@ class Comparison:
 
     @property
     def missed(self) -> bool:
-        """Whether a bound that asks for it is missed."""
+        """Whether a bound applies and is missed."""
         if self.fitted or self.excused:
             return False
         return _apart(self.time) > TIME_BOUND or _apart(self.memory or 1.0) > MEMORY_BOUND
@@ -84,7 +83,7 @@ def _apart(ratio: float) -> float:
 
 
 def cluster_for(row: Row) -> Cluster:
-    """The row's hardware, with the row's own figures."""
+    """The hardware of a row, with its deviations from the data sheet."""
     cluster = cluster_of(row.gpu)
     accelerator = cluster.accelerator
     if row.attention:
@@ -97,7 +96,7 @@ def cluster_for(row: Row) -> Cluster:
 
 
 def config_for(row: Row) -> Trainer.Config:
-    """A recipe of the row's model and layout, with AdamW."""
+    """A recipe with the row's model and layout, and AdamW."""
     base, spec = debug(), _spec(row.model, row.dispatch)
     shards = row.gpus // (row.pp * row.tp * row.replicate)
     layers = math.ceil(len(spec.model.layers) / (row.pp * row.stages_a_rank))
@@ -153,8 +152,8 @@ def _spec(model: Dense | Registered, dispatch: str) -> ModelSpec:
 
 
 def parts_for(row: Row) -> dict[str, Part]:
-    """The parts of the row's model, of which one layer of each kind is built. How tokens are sent to experts
-    changes nothing in them, and would need its package."""
+    """The parts of the row's model, from one layer of each kind. The communication backend of experts does
+    not change them, and would need its package."""
     config = config_for(dataclasses.replace(row, dispatch="standard", pp=1, tp=1, ep=1, gpus=1, replicate=1,
                                             batch=row.microbatch, stages_a_rank=1))  # fmt: skip
     model = config.model_spec.model
@@ -175,10 +174,10 @@ def parts_for(row: Row) -> dict[str, Part]:
 
 
 def compare(row: Row, parts: dict[str, Part]) -> Comparison:
-    """Plan a row.
+    """Plans a row.
 
     Raises:
-        ValueError: if the planner cannot.
+        ValueError: the planner does not support it.
     """
     config = config_for(row)
     layout, cluster = layout_of(config, row.gpus), cluster_for(row)
@@ -200,7 +199,7 @@ def compare(row: Row, parts: dict[str, Part]) -> Comparison:
 
 def _stages_excuse(row: Row, layout: Layout) -> str:
     planned = len(layout.stages) // layout.pp
-    return "" if planned == row.stages_a_rank else f"planned with {planned} stages a rank"
+    return "" if planned == row.stages_a_rank else f"planned with {planned} stages per rank"
 
 
 def markdown(found: Sequence[Comparison]) -> str:
@@ -217,7 +216,7 @@ def markdown(found: Sequence[Comparison]) -> str:
 
 
 def summary(found: Sequence[Comparison]) -> str:
-    """How far each half is off, without the rows that have an excuse."""
+    """The errors of both halves, without excused rows."""
     lines = []
     for name, fitted in (("fitted", True), ("held out", False)):
         half = [c for c in found if c.fitted == fitted and not c.excused]
@@ -252,7 +251,7 @@ def _runs(bench: Bench) -> Measured:
         text = "\n".join([markdown(found), "\nWithout a row:\n", *unplanned, "", text])
     missed = ", ".join(c.name for c in found if c.missed)
     record = [record_of(comparison) for comparison in found]
-    return Measured(record, [text], f"held out and missed: {missed}" if missed else "")
+    return Measured(record, [text], f"missed held-out runs: {missed}" if missed else "")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Compares Async2BW with torch's schedules: utilization, throughput, memory, overhead. Run by hand:
+"""Compares Async2BW with torch's schedules: utilization, throughput, memory, overhead.
 
     python tools/bench/schedule.py [--only sleeping,jitter,compute,memory,overhead] [--json results.json]
 
-Everything is measured in one run, in the same processes, the schedules by turns; medians of the
-repetitions. It takes about eight minutes on two idle cores.
+All schedules are measured alternately in one run, in the same processes; medians of the repetitions. It takes
+about eight minutes on two idle cores.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ import overhead
 import sleeping
 from _harness import Bench, Measured, record_of, table
 
-BENCH = Bench(__doc__, repeats=5, quick="each part in its smallest form, once")
+BENCH = Bench(__doc__, repeats=5, quick="the smallest case of each part, once")
 
 
 def _shapes(bench: Bench, full: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -67,7 +67,7 @@ def _compute(bench: Bench) -> Measured:
         "schedule": lambda r: r.schedule,
         "m": lambda r: r.microbatches,
         "microbatches/s": lambda r: f"{r.rate:.2f}",
-        "of 1F1B": lambda r: f"{r.rate / reference[r.microbatches]:.2f}",
+        "/ 1F1B": lambda r: f"{r.rate / reference[r.microbatches]:.2f}",
         "utilization": lambda r: _share(r.utilization),
     }
     title = f"Throughput of a transformer on {compute.RANKS} ranks of one thread"
@@ -86,7 +86,7 @@ def _memory(bench: Bench) -> Measured:
         "stage": lambda r: r.stage,
         **{kind: lambda r, kind=kind: f"{r.parts.get(kind, 0) / 2**20:.2f}" for kind in kinds},
         "peak": lambda r: f"{r.measured / 2**20:.2f}",
-        "of 1F1B": lambda r: f"{r.measured / reference[r.microbatches, r.stage]:.2f}",
+        "/ 1F1B": lambda r: f"{r.measured / reference[r.microbatches, r.stage]:.2f}",
         "predicted": lambda r: f"{r.predicted / 2**20:.2f}",
         "error": lambda r: f"{100 * r.error:+.1f} %",
     }
@@ -99,8 +99,8 @@ def _overhead(bench: Bench) -> Measured:
     columns = {
         "schedule": lambda r: r.schedule,
         "stage": lambda r: r.stage,
-        "ms a pair": lambda r: f"{1e3 * r.median:.3f}",
-        "of a 60 ms pair": lambda r: f"{100 * r.median / overhead.PAIR_SECONDS:.2f} %",
+        "ms per pair": lambda r: f"{1e3 * r.median:.3f}",
+        "relative to 60 ms": lambda r: f"{100 * r.median / overhead.PAIR_SECONDS:.2f} %",
     }
     title = f"CPU time in step() outside of forward and backward, {results[0].parameters} parameters"
     return _measured(results, table(title, columns, results))

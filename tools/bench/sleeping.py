@@ -1,11 +1,11 @@
-"""Utilization of stages whose computation takes a known time: they sleep, exactly or with jitter.
+"""Utilization of stages with a known computation time: they sleep, exactly or with jitter.
 
-Utilization is the share of a step in which a rank sleeps, m (tF + tB) / time of a step. Every rank sleeps
-20 ms for each forward and 40 ms for each backward, whatever number of stages it holds; where a schedule
-separates them, the gradient of the input and that of the weights take half of a backward each.
+Utilization is the fraction of a step in which a rank sleeps, m (tF + tB) / step time. Every rank sleeps 20 ms
+for each forward and 40 ms for each backward, whatever its number of stages; if a schedule separates them, the
+input gradient and the weight gradient take half of a backward each.
 
-`BARE` is the utilization that this machine can reach: the same forwards, backwards and messages in Async2BW's
-order, by autograd and gloo alone.
+`BARE` is an upper bound for this machine: the same forwards, backwards and messages in Async2BW's order, with
+autograd and gloo only.
 """
 
 import ctypes
@@ -49,7 +49,7 @@ BARE = "no schedule"
 FORWARD_SECONDS = 0.020
 BACKWARD_SECONDS = 0.040
 JITTER = 0.3
-"""Half the width of the uniform distribution of a sleep, as a part of its mean."""
+"""Half the width of the uniform distribution of a sleep, relative to its mean."""
 
 SHAPES = [(2, 2), (4, 4), (4, 8), (8, 8), (8, 16)]
 """Ranks and microbatches."""
@@ -57,11 +57,11 @@ JITTER_SHAPES = [(4, 4), (4, 8)]
 
 _WIDTH = 8
 _VOCABULARY = 32_768
-"""Rows of the parameter that the two ends of a pipeline share: 1 MiB, as much as travels for each batch."""
+"""Rows of the tied parameter: its all-reduce has 1 MiB per batch."""
 
 
 def warm_up_steps(microbatches: int) -> int:
-    """Steps until a pipeline of Async2BW is full: those of eight microbatches, at least one."""
+    """Steps until a pipeline of Async2BW is full: eight microbatches, at least one step."""
     return -(-8 // microbatches)
 
 
@@ -75,7 +75,7 @@ class Utilization:
     lookahead: int | None = None
     """Of Async2BW; None for its default and for other schedules."""
     repetitions: list[float] = field(default_factory=list)
-    """Shares between 0 and 1; empty where the schedule cannot run."""
+    """Fractions from 0 to 1; empty if the schedule cannot run."""
 
     @property
     def median(self) -> float | None:
@@ -85,12 +85,12 @@ class Utilization:
         return self.schedule == BARE or SCHEDULES[self.schedule].build is ScheduleAsync2BW
 
     def key(self) -> tuple:
-        """Of its pipeline."""
+        """The key of its pipeline."""
         return self.schedule, self.ranks, self.microbatches, self.lookahead
 
 
 class Clock:
-    """Sleeps, and adds up the requested seconds."""
+    """Sleeps, and accumulates the requested seconds."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -135,11 +135,11 @@ class _WeightPath(torch.autograd.Function):
 
 
 class SleepingStage(nn.Module):
-    """x + weight, slowly. The two paths meet in one node, where torch can cut a backward in two.
+    """Computes x + weight, slowly. The two paths join in one node, where torch can split a backward.
 
     Args:
         clock: sleeps.
-        tied: with a row of a larger parameter added, for a stage at an end of the pipeline.
+        tied: whether a row of a larger parameter is added, for the first or last stage.
     """
 
     def __init__(self, clock: Clock, tied: bool = False) -> None:
@@ -194,7 +194,7 @@ class _Bare:
             elif kind == "wait":
                 self.received[action][1].wait()
             elif kind == "compute":
-                # The first stage's input, and what the last one has instead of a loss.
+                # Otherwise the input of the first stage, or the gradient on the last one, which has no loss.
                 x = self.received.pop(action)[0] if action in self.received else torch.ones(1, _WIDTH)
                 microbatch = action.batch, action.microbatch
                 if forward:
@@ -216,8 +216,8 @@ class _Bare:
 
 
 def prepare(rank: int, group: dist.ProcessGroup, case: Utilization) -> bool:
-    """Build a pipeline and warm it up; whether it can run."""
-    if sys.platform == "linux":  # which else lets each sleep last 50 us longer than asked for
+    """Builds a pipeline and warms it up; returns whether it can run."""
+    if sys.platform == "linux":  # otherwise each sleep is 50 us too long (PR_SET_TIMERSLACK)
         ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)
     if case.schedule == BARE:
         clock = Clock(1)
@@ -246,7 +246,7 @@ def prepare(rank: int, group: dist.ProcessGroup, case: Utilization) -> bool:
 def repeat(
     rank: int, group: dist.ProcessGroup, case: Utilization, steps: int, seed: int | None
 ) -> tuple[float, float]:
-    """Seconds that this rank slept and that passed for it in `steps` steps after the warm-up."""
+    """Seconds of sleep and of wall-clock time of this rank in `steps` steps after the warm-up."""
     pipeline, clock = KEPT[case.key()]
     clock.jitter = None if seed is None else random.Random(100 * seed + rank)
     dist.barrier(group)
@@ -257,12 +257,12 @@ def repeat(
 
 
 def _measure(pool: Pool, cases: list[Utilization], repeats: int, steps: int | None, jitter: bool) -> None:
-    """Fill in the repetitions of `cases`, which share ranks, by turns."""
+    """Measures `cases`, which have the same ranks, alternately."""
     ranks = cases[0].ranks
     runnable = [case for case in cases if all(pool.run(ranks, prepare, case))]
     for repetition in range(repeats):
         for case in runnable:
-            # A synchronous step is the same each time; Async2BW is to show that it keeps its pace.
+            # Synchronous steps are independent of each other; Async2BW needs several for a steady state.
             least = 16 if case.is_async() or jitter else 8
             count = steps or max(least // case.microbatches, 1)
             results = pool.run(ranks, repeat, case, count, repetition if jitter else None)
@@ -278,7 +278,7 @@ def measure_sleeping(
     steps: int | None = None,
     schedules: Iterable[str] = (*SCHEDULES, BARE),
 ) -> list[Utilization]:
-    """Utilization of every schedule, and of none, with stages of exactly equal cost."""
+    """Utilization of every schedule and of `BARE`, with stages of equal cost."""
     results = []
     for ranks, microbatches in shapes:
         cases = [Utilization(schedule, ranks, microbatches) for schedule in schedules]

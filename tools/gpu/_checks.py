@@ -1,8 +1,7 @@
-"""A check, the processes that it measures in, and the rows of its table.
+"""A check, its processes, and the rows of its table.
 
-Every check runs in processes of its own, so that none outlives its time, and what one does to the device is
-gone when the next one starts. A process writes what it has measured line by line: of one that hangs, what
-came before is kept.
+Every check runs in separate processes, so that each has a time limit, and none affects the device for the
+next one. A process writes its measurements line by line, so that those before a hang are kept.
 """
 
 import contextlib
@@ -27,9 +26,9 @@ __all__ = ["Check", "Place", "Row", "joined", "not_checked", "run"]
 
 OK, WRONG, DIFFERS, NOTED, NOT_CHECKED = "ok", "WRONG", "differs", "noted", "not checked"
 _START = 30.0
-"""Seconds that processes get to start, beyond their check's."""
+"""Seconds for processes to start, in addition to the time limit of the check."""
 _GRACE = 10.0
-"""Seconds that other ranks get to fail by themselves after the first."""
+"""Seconds for other ranks to fail after the first."""
 _LINES = 8
 
 
@@ -41,14 +40,14 @@ class Row:
     expected: str
     found: str
     verdict: str
-    """`WRONG` fails the whole command; `differs` is a figure outside of what was estimated."""
+    """`WRONG` sets the exit status to 1; `differs` is a value outside of the estimate."""
     log: list[str] = field(default_factory=list)
     """The last lines of a process that failed."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one process of a check runs."""
+    """The rank and device of one process of a check."""
 
     rank: int
     ranks: int
@@ -71,14 +70,14 @@ class Place:
 
 
 Measure = Callable[[Place], Iterator[tuple[str, Any]]]
-"""Runs in each process; yields the names of rows, the same on every rank, and what JSON can hold."""
+"""Runs in each process; yields names of rows, the same on every rank, with JSON values."""
 Judge = Callable[[str, list[Any], Place], Row]
-"""Makes a row of its name and what the ranks have measured; runs in the parent, which has no device."""
+"""Returns a row, given its name and the values of all ranks; runs in the parent, which has no device."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What is measured, and how it is judged."""
+    """A measurement and its judgement."""
 
     about: str
     measure: Measure
@@ -86,11 +85,11 @@ class Check:
     seconds: int
     """Time limit, once the processes have started."""
     ranks: Callable[[int], int] = lambda gpus: 1
-    """Number of processes by the number of GPUs."""
+    """Returns the number of processes, given the number of GPUs."""
     on_cpu: bool = True
-    """Whether there is anything to check without a GPU."""
+    """Whether it also runs without a GPU."""
     joined: bool = False
-    """Whether the processes talk to each other, so that none can go on when one fails."""
+    """Whether the processes communicate, so that none can continue when one fails."""
 
 
 def not_checked(name: str, why: str) -> Row:
@@ -99,10 +98,11 @@ def not_checked(name: str, why: str) -> Row:
 
 @contextlib.contextmanager
 def joined(place: Place, bound: bool = False) -> Iterator[Any]:
-    """The process group of a check's ranks: of NCCL, also where they share a GPU, or of gloo on CPU.
+    """The process group of a check's ranks: NCCL, even if they share a GPU, or gloo on CPU.
 
     Args:
-        bound: bind the group to the device, which connects it at once and lets groups be split off it.
+        bound: whether to bind the group to the device (`device_id`), so that it connects eagerly and other
+            groups are split from it.
     """
     import torch
     import torch.distributed as dist
@@ -111,10 +111,10 @@ def joined(place: Place, bound: bool = False) -> Iterator[Any]:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if place.gpus:
         os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-        if place.shared:  # as hosts of their own: NCCL refuses two ranks on one GPU of one host
+        if place.shared:  # as separate hosts: NCCL refuses two ranks on one GPU of one host
             os.environ |= {
                 "NCCL_HOSTID": f"rank{place.rank}",
-                "NCCL_MULTI_RANK_GPU_ENABLE": "1",  # which NCCL 2.30 asks for
+                "NCCL_MULTI_RANK_GPU_ENABLE": "1",  # required by NCCL 2.30
                 "NCCL_NET": "Socket",
                 "NCCL_IB_DISABLE": "1",
                 "NCCL_NVLS_ENABLE": "0",
@@ -126,7 +126,7 @@ def joined(place: Place, bound: bool = False) -> Iterator[Any]:
         init_method=f"tcp://127.0.0.1:{place.port}",
         rank=place.rank,
         world_size=place.ranks,
-        timeout=timedelta(minutes=10),  # a check that hangs ends before, with its stacks
+        timeout=timedelta(minutes=10),  # longer than the time limit of a check, which prints stacks
         **options,
     )
     yield dist.group.WORLD
@@ -135,8 +135,8 @@ def joined(place: Place, bound: bool = False) -> Iterator[Any]:
 
 
 def _process(measure: Measure, place: Place, folder: str, seconds: float) -> None:
-    """Measures in a process of its own; its output goes into `folder`."""
-    os.setsid()  # compilers are processes of this one, and end with it
+    """The main function of a check's process; writes its output to `folder`."""
+    os.setsid()  # compilers that it starts end with it
     log = os.open(Path(folder, f"{place.rank}.log"), os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -152,17 +152,17 @@ def _process(measure: Measure, place: Place, folder: str, seconds: float) -> Non
         traceback.print_exc()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(status)  # destructors of CUDA and NCCL have nothing left to do, or would wait for others
+    os._exit(status)  # without destructors of CUDA and NCCL, which might wait for other ranks
 
 
 def run(name: str, check: Check, gpus: int, seconds: float) -> Iterable[Row]:
-    """The rows of a check, which gets so many seconds."""
+    """The rows of a check with a time limit of `seconds`."""
     ranks = check.ranks(gpus)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     places = [Place(rank, ranks, gpus, port) for rank in range(ranks)]
-    # CUDA does not work in forked processes; without it, forks need not import torch again.
+    # CUDA does not support forked processes; on CPU, forks save the import of torch.
     context = mp.get_context("spawn" if gpus else "forkserver")
     if not gpus:
         context.set_forkserver_preload(["torch.distributed.pipelining", "torch.distributed.fsdp"])
@@ -198,7 +198,7 @@ def run(name: str, check: Check, gpus: int, seconds: float) -> Iterable[Row]:
 
 
 def _await(processes: list[Any], seconds: float, joined: bool) -> list[int]:
-    """The ranks that failed, in order, and those that did not end in time or soon after the first failure."""
+    """The ranks that failed, in order, then those that did not end in time, or after the first failure."""
     deadline = time.monotonic() + seconds
     failed: list[int] = []
     running = dict(enumerate(processes))
@@ -226,7 +226,7 @@ def _values(path: Path) -> dict[str, Any]:
 def _failure(name: str, rank: int, status: int | None, log: list[str], hangs: bool, seconds: float) -> Row:
     lines = [line.rstrip() for line in log if line.strip()]
     stacks = [index for index, line in enumerate(lines) if "(most recent call first)" in line]
-    # Of the stacks of a process's threads, the main one's are last.
+    # The stack of the main thread is the last one.
     tail = lines[stacks[-1] + 1 :][:_LINES] if stacks else lines[-_LINES:]
     if hangs or status == -signal.SIGKILL:
         found = f"rank {rank} did not end within {seconds:.0f} s"

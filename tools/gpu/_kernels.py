@@ -1,7 +1,7 @@
 """One GPU, one process: the cost of waiting kernels, calls that wait for them, and `StreamClock`.
 
-`ncclRecv` is a kernel that spins until its message is there. Here one of ours does the same, and ends by
-itself: the host may be stuck in the very call that waits for it.
+`ncclRecv` is a kernel that spins until its message arrives. The kernel below does the same, with a timeout,
+because the host may be blocked in a call that waits for it.
 """
 
 import os
@@ -33,14 +33,14 @@ extern "C" __global__ void __launch_bounds__(640, 1) wait_for(volatile int* flag
 }
 """
 _SHARED_BYTES = 96 * 1024
-"""With so much shared memory in use, a multiprocessor has no room for a block of a large matrix product."""
+"""Shared memory of a waiting block, which leaves no room for a block of a large matrix product."""
 
 
 class Waiting:
-    """Blocks that wait as those of an `ncclRecv`, on a stream of their own: one a multiprocessor."""
+    """Blocks that wait like those of an `ncclRecv`, on a separate stream, one per multiprocessor."""
 
     def __init__(self) -> None:
-        # torch looks for CUDA's headers, which the source does not include, and fails where there are none.
+        # torch looks for CUDA's headers, which the source does not need, and fails if there are none.
         os.environ.setdefault("CUDA_HOME", "/usr/local/cuda")
         self._kernel: Any = torch.cuda._compile_kernel(_SOURCE, "wait_for")
         self._kernel.set_shared_memory_config(_SHARED_BYTES)
@@ -50,7 +50,7 @@ class Waiting:
         self.release()
 
     def hold(self, blocks: int, milliseconds: int) -> None:
-        """Let so many blocks wait, for no longer than that."""
+        """Starts `blocks` waiting blocks, which end after `milliseconds` at the latest."""
         self._flag.zero_()
         arguments = [self._flag, milliseconds]
         self._kernel((blocks, 1, 1), (640, 1, 1), arguments, _SHARED_BYTES, self._stream)
@@ -65,7 +65,7 @@ class Waiting:
 
 
 def device(place: Place) -> Iterator[tuple[str, str]]:
-    """What is checked on."""
+    """The devices and versions."""
     if place.gpus:
         properties = torch.cuda.get_device_properties(0)
         found = f"{place.gpus} x {properties.name}, {properties.total_memory / 2**30:.0f} GiB, "
@@ -83,7 +83,7 @@ def calibrate(place: Place) -> Iterator[tuple[str, Any]]:
     """Results of `titan-async calibrate` in bfloat16, and the errors of its fit."""
     try:
         from titan_async.planning.device_timing import profile_device
-    except ImportError as error:  # it needs more than torch
+    except ImportError as error:  # it needs other packages than torch
         yield "calibration", f"{type(error).__name__}: {error}"
         return
     profile = profile_device("cuda")
@@ -178,11 +178,11 @@ CALLS: list[tuple[str, str, bool | None, Any]] = [
     ("a tensor to the device", "LAZY", False, lambda: torch.tensor([1.0], device="cuda")),
     ("torch.compile", "LAZY", None, _compile),
 ]
-"""A call, CUDA_MODULE_LOADING, whether the call should wait for a kernel that waits (None: not known)."""
+"""Name, CUDA_MODULE_LOADING, whether the call should wait for a waiting kernel (None: unknown), function."""
 
 
 def waiting_call(place: Place) -> Iterator[tuple[str, Any]]:
-    """Whether a call, one in each process, returns while blocks wait."""
+    """Whether a call, one per process, returns while blocks wait."""
     name, mode, expected, call = CALLS[place.rank]
     os.environ["CUDA_MODULE_LOADING"] = mode
     torch.cuda.set_device(place.device)
@@ -192,7 +192,7 @@ def waiting_call(place: Place) -> Iterator[tuple[str, Any]]:
     try:
         waiting = Waiting()
         torch.cuda.synchronize()
-        waiting.hold(16, 60_000 if call is _compile else 4000)  # compiling takes long by itself
+        waiting.hold(16, 60_000 if call is _compile else 4000)  # longer than compilation
         start = time.perf_counter()
         call()
         seconds = time.perf_counter() - start
@@ -207,11 +207,11 @@ def judge_call(name: str, values: list[Any], place: Place) -> Row:
     if isinstance(values[0], str):
         return not_checked(name, values[0])
     expected, waits, seconds = values[0]
-    says = {True: "waits", False: "does not wait", None: "-"}
-    # A kernel that not even `synchronize` waits for shows nothing about the other calls.
+    shown = {True: "waits", False: "does not wait", None: "-"}
+    # If even `synchronize` does not wait for the kernel, the other calls show nothing.
     worst = WRONG if name.startswith("cuda.synchronize") else DIFFERS
     verdict = NOTED if expected is None else OK if waits == expected else worst
-    return Row(name, says[expected], f"{says[waits]} ({seconds:.2f} s)", verdict)
+    return Row(name, shown[expected], f"{shown[waits]} ({seconds:.2f} s)", verdict)
 
 
 def clock(place: Place) -> Iterator[tuple[str, Any]]:
@@ -223,7 +223,7 @@ def clock(place: Place) -> Iterator[tuple[str, Any]]:
     clock = StreamClock(device)
     marks, events, host = [], [], []
     for _ in range(12):
-        torch.cuda._sleep(600_000_000)  # about 0.3 s, beyond 2 s in all
+        torch.cuda._sleep(600_000_000)  # about 0.3 s, in total more than 2 s
         start = time.perf_counter()
         marks.append(clock.mark())
         host.append(time.perf_counter() - start)
@@ -232,12 +232,12 @@ def clock(place: Place) -> Iterator[tuple[str, Any]]:
     unknown = clock.nanoseconds(marks[-1]) is None
     torch.cuda.synchronize()
     now = time.time_ns()
-    told = [clock.nanoseconds(mark) for mark in marks]
+    resolved = [clock.nanoseconds(mark) for mark in marks]
     passed = [events[0].elapsed_time(event) * 1e6 for event in events]
-    errors = [abs(t - told[0] - p) / 1e3 for t, p in zip(told, passed, strict=True)]
+    errors = [abs(t - resolved[0] - p) / 1e3 for t, p in zip(resolved, passed, strict=True)]
     yield (
         "StreamClock beside CUDA events",
-        [max(errors), abs(told[-1] - now) / 1e3, statistics.median(host), unknown],
+        [max(errors), abs(resolved[-1] - now) / 1e3, statistics.median(host), unknown],
     )
 
 
@@ -246,6 +246,6 @@ def judge_clock(name: str, values: list[Any], place: Place) -> Row:
     right = error < 100 and offset < 20_000 and mark < 1e-3 and unknown
     found = f"{error:.0f} us apart; {offset:.0f} us from the host's clock; a mark takes {mark * 1e6:.0f} us"
     if not unknown:
-        found += "; a mark that lies ahead was told"
+        found += "; a mark in the future was resolved"
     expected = "within 100 us of events, 20 ms of the host's clock; does not wait"
     return Row(name, expected, found, OK if right else WRONG)

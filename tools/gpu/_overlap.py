@@ -1,4 +1,4 @@
-"""Overlapped pairs: whether the recurrence is exact with experts on two ranks, and messages hidden."""
+"""Overlapped pairs: exactness of the recurrence with experts on two ranks, and hidden messages."""
 
 import functools
 import statistics
@@ -50,7 +50,7 @@ class Layer(nn.Module):
 
 
 def layers(stage: int, expert: int, sleepy: nn.Module) -> nn.Sequential:
-    """Two layers: the experts are those of a rank, the rest is the same on all ranks of a stage."""
+    """Two layers. The experts depend on the rank; everything else is the same on all ranks of a stage."""
     found = []
     for number in range(2):
         torch.manual_seed(10 * stage + number)
@@ -80,7 +80,7 @@ def written_out(data: list[tuple[Tensor, Tensor]], microbatches: int) -> list[li
                 sent = [of_stage[expert][number].expert(x[:, :, expert]) for expert in range(_EXPERTS)]
                 x = x + torch.stack(sent, dim=2)
         found = torch.autograd.grad(nn.functional.mse_loss(x.flatten(1, 3), targets), params)
-        # FSDP averages over the replicas; an expert's gradient is the sum of all tokens that it got.
+        # FSDP averages over the replicas; an expert's gradient is the sum over all of its tokens.
         return [g * (_EXPERTS if id(p) in of_experts else 1) for p, g in zip(params, found, strict=True)]
 
     delayed_sgd(params, data, gradients)
@@ -123,7 +123,7 @@ def _error(place: Place, sharded: bool) -> float:
 
 
 def recurrence(place: Place) -> Iterator[tuple[str, float]]:
-    """Two stages whose experts are on two ranks."""
+    """The recurrence for two stages with experts on two ranks."""
     with joined(place):
         for sharded in (False, True):
             name = f"recurrence, overlapped pairs{', FSDP2' if sharded else ''}"
@@ -131,15 +131,15 @@ def recurrence(place: Place) -> Iterator[tuple[str, float]]:
 
 
 _CYCLES = 16_000_000
-"""Of a GPU's clock, for attention or experts of a microbatch forward: some 10 ms."""
+"""Clock cycles of a GPU for the forward of attention or experts of a microbatch, about 10 ms."""
 _SECONDS = 0.01
-"""The same on CPU."""
+"""The same time on CPU."""
 _MESSAGE = 0.75
-"""The time of an all-to-all, in the same unit: all of them then take half as long as the computation."""
+"""Time of an all-to-all in the same unit; all of them together take half as long as the computation."""
 
 
 class Waiting:
-    """Computes, and sends on a stream of its own, for a set time."""
+    """Computes, and sends on a separate stream, for fixed times."""
 
     def __init__(self, place: Place) -> None:
         self._on_gpu = bool(place.gpus)
@@ -165,7 +165,7 @@ class Waiting:
         torch.cuda.current_stream().wait_event(arrived)
 
     def seconds(self, call: Any) -> float:
-        """How long the device, or the CPU, takes for what a call does."""
+        """Seconds that the device, or the CPU, needs for a call."""
         if not self._on_gpu:
             start = time.perf_counter()
             call()
@@ -196,7 +196,7 @@ class _Segment(torch.autograd.Function):
 
 
 class Segments(nn.Module):
-    """Two layers, that is four segments."""
+    """Two layers of two segments each."""
 
     def __init__(self, waiting: Waiting) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class Segments(nn.Module):
 
 
 def hidden(place: Place) -> Iterator[tuple[str, Any]]:
-    """Seconds a step of one stage with overlap and without, and of its messages; where the host waits."""
+    """Seconds of a step of one stage without and with overlap, and of its messages; where the host waits."""
     microbatches, times, step = 4, {}, None
     with joined(place):
         waiting = Waiting(place)
@@ -230,12 +230,12 @@ def hidden(place: Place) -> Iterator[tuple[str, Any]]:
 
 
 def judge_hidden(name: str, values: list[Any], place: Place) -> Row:
-    """The share of the time of the messages by which overlap shortens a step."""
+    """The fraction of the time of the messages by which overlap shortens a step."""
     if name.startswith("host"):
         return judge_host(name, values, place)
     one_by_one, together, messages = values[0]
     share = (one_by_one - together) / messages
-    found = f"{share:.0%}, {1e3 * together:.0f} ms a step instead of {1e3 * one_by_one:.0f}"
+    found = f"{share:.0%}, {1e3 * together:.0f} ms per step instead of {1e3 * one_by_one:.0f}"
     if not place.gpus:
         return Row(name, "at least 80%", f"{found}, asleep", NOTED)
     return Row(name, "at least 80%", found, OK if share >= 0.8 else DIFFERS)

@@ -1,4 +1,4 @@
-"""Several ranks, on a GPU each or on one: whether the recurrence is exact, and whether the host waits."""
+"""Several ranks, on one GPU each or sharing one: exactness of the recurrence, and waits of the host."""
 
 import os
 import statistics
@@ -41,7 +41,7 @@ _ROWS = 4
 
 
 class Sleepy(nn.Module):
-    """Delays the device at random, forward and backward: missing synchronization then gives wrong results."""
+    """Delays the device at random, forward and backward, to reveal missing synchronization."""
 
     def __init__(self, device: str, seed: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Sleepy(nn.Module):
 
 
 def layers(stages: int) -> list[nn.Module]:
-    """The modules of all stages, as every rank makes them."""
+    """The modules of all stages, the same on every rank."""
     torch.manual_seed(7)
     return [
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
@@ -84,7 +84,7 @@ Gradients = Callable[[Tensor, Tensor], Sequence[Tensor]]
 def delayed_sgd(
     params: list[nn.Parameter], data: Iterable[tuple[Tensor, Tensor]], gradients: Gradients
 ) -> None:
-    """Move `params` by W[b+1] = W[b] - lr g_b, with g_b at W[max(b-1, 0)], in a loop on one process."""
+    """Trains `params` by W[b+1] = W[b] - lr g_b, with g_b at W[max(b-1, 0)], in a loop in one process."""
     before = [param.detach().clone() for param in params]
     for inputs, targets in data:
         newest = [param.detach().clone() for param in params]
@@ -130,11 +130,11 @@ def largest_error(have: Iterable[Tensor], want: Iterable[Tensor]) -> float:
 def shard(module: nn.Module, mesh: DeviceMesh, place: Place) -> None:
     """FSDP2 that keeps parameters unsharded between forward and backward."""
     fully_shard(module, mesh=mesh, reshard_after_forward=False)
-    module.set_force_sum_reduction_for_comms(not place.gpus)  # gloo has no other
+    module.set_force_sum_reduction_for_comms(not place.gpus)  # gloo supports only sums
 
 
 def written_out(stages: int, data: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """The parameters of all stages after the recurrence, on one process."""
+    """The parameters of all stages after the recurrence, computed in one process."""
     model = nn.Sequential(*layers(stages))
     params = list(model.parameters())
 
@@ -162,7 +162,7 @@ def _error(place: Place, stages: int, sharded: bool, **options: Any) -> float:
     optimizer = torch.optim.SGD(module.parameters(), lr=LR)
 
     def update() -> None:
-        schedule.clip_grad_norm_(1e9)  # which changes nothing, but is ordered with the rest
+        schedule.clip_grad_norm_(1e9)  # does not change gradients, but tests the ordering
         sleepy.sleep()
         optimizer.step()
         optimizer.zero_grad()
@@ -172,17 +172,17 @@ def _error(place: Place, stages: int, sharded: bool, **options: Any) -> float:
 
 
 def recurrence(place: Place) -> Iterator[tuple[str, float]]:
-    """The recurrence at as many stages as ranks, and at half as many under FSDP2."""
+    """The recurrence with as many stages as ranks, and with half as many under FSDP2."""
     with joined(place):
         name, stages = f"recurrence, {place.ranks} stages", place.ranks // 2
         yield f"{name}, receives late", _error(place, place.ranks, False, early_receives=False)
         yield f"recurrence, {stages} stages x FSDP2 over 2", _error(place, stages, True)
-        # At last, when all kernels are loaded: two ranks that wait for their devices hang.
+        # The last one, when all kernels are loaded: two ranks that synchronize with their devices would hang.
         yield f"{name}, receives early", _error(place, place.ranks, False, early_receives=True)
 
 
 def bound_recurrence(place: Place) -> Iterator[tuple[str, float]]:
-    """The same where the default group is bound to a device."""
+    """The recurrence with the default group bound to a device."""
     with joined(place, bound=True):
         name = f"recurrence, {place.ranks} stages, device_id"
         yield name, _error(place, place.ranks, False)
@@ -198,12 +198,12 @@ _HELD_CYCLES = 600_000_000
 
 
 def time_host(call: Callable[[], Any], held: bool, place: Place) -> tuple[Any, float, Counter[str]]:
-    """A call's result, the host's seconds in it, and how often which line waited for the device.
+    """The result of a call, the host's seconds in it, and counts of the lines that synchronized.
 
     Args:
-        call: to be timed.
-        held: whether the device is held up before, if there is one. The current stream is synchronized for
-            that alone: receives that wait for the next batch are on others.
+        call: the call.
+        held: whether to block the device before the call, if there is one. Only the current stream is
+            synchronized first, because receives for the next batch may wait on others.
         place: of this process.
     """
     if place.gpus and held:
@@ -222,14 +222,14 @@ def time_host(call: Callable[[], Any], held: bool, place: Place) -> tuple[Any, f
 
 
 def host(place: Place) -> Iterator[tuple[str, Any]]:
-    """How long the host is in each call of a step while the device is held up, and where it waits."""
+    """Seconds of the host in each call of a step while the device is blocked, and where it waits."""
     with joined(place):
         torch.manual_seed(place.rank)
         width = 256 if place.gpus else 16
         module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4))).to(place.device)
         stage = PipelineStage(module, place.rank, place.ranks, torch.device(place.device))
         schedule = ScheduleAsync2BW(stage, 8, loss_fn=nn.functional.mse_loss)
-        # One kind of optimizer for each layer.
+        # A different optimizer for each layer.
         a, b, c, d = ([layer.weight] for layer in module)
         optimizers = {
             "Muon": Muon(a, lr=0.01),
@@ -264,17 +264,17 @@ def host(place: Place) -> Iterator[tuple[str, Any]]:
                 train_step()
         schedule.drain()
         for what, times in seconds[True].items():
-            # What the host takes by itself, once its first steps are over.
+            # The host's own time, after the first steps.
             free = statistics.median(seconds[False][what][-3:])
             yield f"host in {what}", [statistics.median(times), free, dict(lines[what])]
 
 
 def judge_host(name: str, values: list[Any], place: Place) -> Row:
-    """Before each call the device was held up, of which the host must not notice anything."""
+    """The host must take no longer while the device is blocked."""
     held, free, _ = max(values, key=lambda value: value[0] - value[1])
     lines = sorted({line for *_, of_rank in values for line in of_rank})
     found = f"{1e3 * held:.0f} ms ({1e3 * free:.0f} else)" + "".join(f"; waits in {line}" for line in lines)
     if not place.gpus:
         return Row(name, "does not wait for the device", f"{found}; it has none", NOT_CHECKED)
-    expected = "as long while the device is held up for 250 ms, no synchronization"
+    expected = "no longer while the device is blocked for 250 ms, no synchronization"
     return Row(name, expected, found, OK if held - free < 0.12 and not lines else WRONG)

@@ -18,7 +18,7 @@ __all__ = ["judge_muon", "judge_peak", "judge_speed", "muon", "peak", "speed"]
 
 
 def model_of(place: Place) -> Model:
-    """A block of 8B's width a rank, where a GPU of its own has the memory."""
+    """Two blocks per rank, of the width of an 8B model if each rank has a GPU with enough memory."""
     if not place.gpus:
         return Model(1, 32, 16)
     free = torch.cuda.get_device_properties(place.device).total_memory / -(-place.ranks // place.gpus)
@@ -28,7 +28,7 @@ def model_of(place: Place) -> Model:
 
 
 def speed(place: Place, blocks: int) -> Iterator[tuple[str, Any]]:
-    """Step times of 1F1B and of Async2BW, with at most so many blocks for each operation of NCCL."""
+    """Step times of 1F1B and of Async2BW, with at most `blocks` blocks per NCCL operation."""
     os.environ["NCCL_MAX_CTAS"] = str(blocks)
     microbatches, steps = 2 * place.ranks, 10 if place.gpus else 1
     with joined(place) as group:
@@ -52,11 +52,11 @@ def speed(place: Place, blocks: int) -> Iterator[tuple[str, Any]]:
 
 
 def judge_speed(name: str, values: list[Any], place: Place) -> Row:
-    """Busy is a rank as long as its forwards and backwards take where all ranks compute and none waits."""
+    """Utilization is relative to forwards and backwards while all ranks compute and none waits."""
     alone, seconds, baseline = (max(value[index] for value in values) for index in range(3))
     found = f"{alone / seconds:.2f}"
     if "1F1B" in name:
-        return Row(name, "-", f"{found}, {1e3 * seconds:.1f} ms a step", NOTED)
+        return Row(name, "-", f"{found}, {1e3 * seconds:.1f} ms per step", NOTED)
     found += f", {baseline / seconds:.2f} x 1F1B"
     if place.shared:
         return Row(name, "-", f"{found} (ranks share a device)", NOTED)
@@ -65,11 +65,11 @@ def judge_speed(name: str, values: list[Any], place: Place) -> Row:
 
 
 def peak(place: Place) -> Iterator[tuple[str, Any]]:
-    """Peak bytes of a stage under both schedules, and what the formula of docs/memory.md predicts."""
+    """Peak bytes of a stage under both schedules, and the prediction of docs/memory.md."""
     microbatches = place.ranks + 2
     with joined(place) as group:
         model = model_of(place)
-        compute.pair(place.rank, group, model, 1)  # cuBLAS keeps its workspace
+        compute.pair(place.rank, group, model, 1)  # allocates the workspace of cuBLAS
         sizes = memory.sizes_of(place.rank, group, model)
         for schedule, lookahead in (("1F1B", None), ("Async2BW", 0)):
             predicted = memory.predict_peak(sizes, place.rank, place.ranks, microbatches, lookahead)
@@ -92,7 +92,7 @@ _OURS = ("ours, bfloat16", "ours, bfloat16, no kernels")
 def muon(place: Place) -> Iterator[tuple[str, Any]]:
     """Seconds of an update relative to torch's, and the error of the first one."""
     if not place.gpus:
-        torch.compiler.set_stance("force_eager")  # compiling takes longer than all the rest
+        torch.compiler.set_stance("force_eager")  # compiling takes longer than everything else
     large = not place.gpus or torch.cuda.get_device_properties(place.device).total_memory > 20e9
     model, repeats = "8B" if large else "360M", 10 if place.gpus else 1
     found = muon_cuda.measure(model, place.kind, not place.gpus, repeats, (_TORCH, *_OURS))

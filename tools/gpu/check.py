@@ -1,10 +1,10 @@
-"""Checks on the available GPUs what has been tested on CPU only. In ten minutes at most:
+"""Checks the project on the available GPUs, in at most ten minutes.
 
     python tools/gpu/check.py [--only recurrence host] [--json results.json]
-    python tools/gpu/check.py --cpu      # what needs no GPU
+    python tools/gpu/check.py --cpu      # the checks that need no GPU
 
 Needs torch (2.11 or newer) and this checkout, which need not be installed; docs/gpu.md explains the rows. The
-exit status is 1 if a row is WRONG, 2 if there is nothing to check on, and 0 otherwise.
+exit status is 1 if a row is WRONG, 2 if there is no device to check, and 0 otherwise.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# This checkout before one that is installed; the processes of the checks inherit the path.
+# This checkout precedes an installed package; the processes of the checks inherit the path.
 sys.path[:0] = [str(ROOT / "tools" / "gpu"), str(ROOT / "tools" / "bench"), str(ROOT)]
 
 from _checks import NOT_CHECKED, WRONG, Check, Row, not_checked, run  # noqa: E402
@@ -32,7 +32,7 @@ _WIDTHS = (38, 36, 44, 11)
 
 
 def all_checks() -> dict[str, Check]:
-    """The checks by their names, in the order in which they run: what may be wrong before what is slow."""
+    """The checks by name, in order: correctness before speed."""
     kernels, ranks, speed, overlap = map(
         importlib.import_module, ("_kernels", "_ranks", "_speed", "_overlap")
     )
@@ -44,21 +44,21 @@ def all_checks() -> dict[str, Check]:
         return four(gpus) if gpus else 2
 
     found = {
-        "device": Check("which GPUs, torch and NCCL", kernels.device, kernels.judge_device, 60),
+        "device": Check("GPUs, and versions of torch and NCCL", kernels.device, kernels.judge_device, 60),
         "recurrence": Check(
-            "weights after 40 batches against a loop, plain and FSDP2, while devices sleep at random",
+            "weights after 40 batches compared with a loop, plain and FSDP2, while devices sleep at random",
             ranks.recurrence, ranks.judge_error, 120, four, joined=True,
         ),
         "recurrence-bound": Check(
-            "the same where the default group is bound to a device",
+            "the same with the default group bound to a device",
             ranks.bound_recurrence, ranks.judge_error, 60, four, on_cpu=False, joined=True,
         ),
         "overlap": Check(
-            "the same for overlapped pairs whose tokens travel between two ranks a stage, plain and FSDP2",
+            "the same for overlapped pairs with two expert-parallel ranks per stage, plain and FSDP2",
             overlap.recurrence, ranks.judge_error, 90, lambda gpus: 4, joined=True,
         ),
         "overlap-hidden": Check(
-            "how much of messages that take a set time overlapped pairs hide, and whether the host waits",
+            "the fraction of messages that overlapped pairs hide, and whether the host waits",
             overlap.hidden, overlap.judge_hidden, 40,
         ),
         "host": Check(
@@ -66,29 +66,29 @@ def all_checks() -> dict[str, Check]:
             ranks.host, ranks.judge_host, 90, two_on_cpu, joined=True,
         ),
         "clock": Check(
-            "StreamClock against CUDA events", kernels.clock, kernels.judge_clock, 40, on_cpu=False
+            "StreamClock compared with CUDA events", kernels.clock, kernels.judge_clock, 40, on_cpu=False
         ),
         "gemm": Check(
-            "what matrix products lose beside blocks that wait",
+            "slowdown of matrix products by waiting blocks",
             kernels.gemm, kernels.judge_gemm, 60, on_cpu=False,
         ),
         "calibrate": Check(
-            "titan-async calibrate, and whether two numbers describe what it times",
+            "titan-async calibrate, and the errors of its fit",
             kernels.calibrate, kernels.judge_calibrate, 120, on_cpu=False,
         ),
         "waits": Check(
-            "which calls wait for a kernel that waits",
+            "calls that wait for a waiting kernel",
             kernels.waiting_call, kernels.judge_call, 100, lambda gpus: len(kernels.CALLS), on_cpu=False,
         ),
-        "muon": Check("Muon against torch.optim.Muon", speed.muon, speed.judge_muon, 120),
+        "muon": Check("Muon compared with torch.optim.Muon", speed.muon, speed.judge_muon, 120),
         "memory": Check(
-            "peak memory of the stages against the formula of docs/memory.md",
+            "peak memory of the stages compared with the formula of docs/memory.md",
             speed.peak, speed.judge_peak, 60, two_on_cpu, joined=True,
         ),
     }  # fmt: skip
     for blocks in (4, 2, 16):
         found[f"speed-{blocks}"] = Check(
-            f"utilization of transformer stages against 1F1B, NCCL_MAX_CTAS={blocks}",
+            f"utilization of transformer stages compared with 1F1B, NCCL_MAX_CTAS={blocks}",
             partial(speed.speed, blocks=blocks), speed.judge_speed, 60, two_on_cpu,
             on_cpu=blocks == 4, joined=True,
         )  # fmt: skip
@@ -107,21 +107,21 @@ def show(cells: tuple[str, ...], log: list[str]) -> None:
 def rows_of(checks: dict[str, Check], gpus: int) -> Iterator[Row]:
     end = time.monotonic() + SECONDS
     for name, check in checks.items():
-        left = end - time.monotonic() - 40  # to start processes, and to end them
+        left = end - time.monotonic() - 40  # for the start and end of processes
         if not gpus and not check.on_cpu:
             yield not_checked(name, "needs a GPU")
         elif left < 20:
-            yield not_checked(name, f"the {SECONDS} seconds are over; --only {name} runs it alone")
+            yield not_checked(name, f"the time limit of {SECONDS} s is over; run it with --only {name}")
         else:
-            # Cores may be busy with other work.
+            # The cores of a CPU may be busy with other work.
             yield from run(name, check, gpus, min(check.seconds if gpus else 4 * check.seconds, left))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cpu", action="store_true", help="what needs no GPU, also where there is one")
+    parser.add_argument("--cpu", action="store_true", help="run on CPU, even if there is a GPU")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="the checks to run")
-    parser.add_argument("--list", action="store_true", help="list the checks and leave")
+    parser.add_argument("--list", action="store_true", help="list the checks and exit")
     parser.add_argument("--json", type=Path, help="file for the rows")
     arguments = parser.parse_args()
     try:
@@ -138,9 +138,9 @@ def main() -> None:
     if unknown := set(arguments.only or ()) - set(checks):
         parser.error(f"--only {' '.join(sorted(unknown))}: the checks are {', '.join(checks)}")
     if not arguments.cpu and not torch.cuda.is_available():
-        parser.error("torch finds no CUDA device here; --cpu runs what needs none")
+        parser.error("torch finds no CUDA device; --cpu runs the checks that need none")
     gpus = 0 if arguments.cpu else torch.cuda.device_count()
-    # The processes of a check are ended on the way out.
+    # As an exception, so that the processes of a check are ended.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     chosen = {name: checks[name] for name in checks if name in (arguments.only or checks)}

@@ -20,12 +20,12 @@ _T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and half the width of its 95 % interval, which is not a number for a single value."""
+    """A mean and half the width of its 95 % interval, which is NaN for a single value."""
 
     mean: float
     half: float
     count: int = 0
-    """Of values."""
+    """Number of values."""
 
     def shown(self, signed: bool = False) -> str:
         mean = f"{self.mean:+.3f}" if signed else f"{self.mean:.3f}"
@@ -33,14 +33,14 @@ class Interval:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Of at most ten values, by Student's t."""
+    """The 95 % interval of the mean of at most ten values, by Student's t."""
     count = len(values)
     half = _T_95[count] * statistics.stdev(values) / math.sqrt(count) if count > 1 else math.nan
     return Interval(statistics.fmean(values), half, count)
 
 
 class Losses:
-    """Looks results up by what a run is, over its seeds. What was not measured or diverged is None."""
+    """Losses and gaps of runs over their seeds; None for runs that were not measured or that diverged."""
 
     def __init__(self, results: Results) -> None:
         self._results = results
@@ -59,7 +59,7 @@ class Losses:
         return self._seeds.get(replace(run, seed=0), {})
 
     def wallclock(self, budget_s: float) -> list[dict[str, Any]]:
-        """The results of question 8 for runs of so many seconds."""
+        """The results of question 8 for runs of `budget_s` seconds."""
         return [row for row in self._results.wallclock if row["budget_s"] == budget_s]
 
     def rate(self, run: Run) -> float | None:
@@ -81,7 +81,7 @@ class Losses:
         return sum(row["diverged"] for row in self.rows(run).values())
 
     def gap(self, run: Run, key: str = "test", over: Run | None = None) -> Interval | None:
-        """How far above the synchronous run of the same optimizer, rate and momentum, paired by seed."""
+        """Difference to the synchronous run of the same optimizer, rate and momentum, paired by seed."""
         rows, base = self.rows(run), self.rows(over or synchronous(run))
         seeds = sorted(rows.keys() & base.keys())
         if not seeds or any(rows[seed]["diverged"] or base[seed]["diverged"] for seed in seeds):
@@ -89,7 +89,7 @@ class Losses:
         return interval([rows[seed][key] - base[seed]["test"] for seed in seeds])
 
     def changed(self, run: Run, key: str) -> Interval | None:
-        """By how much a loss differs from that of the test split, where it was measured."""
+        """Difference of another loss to that of the test split; None if it was not measured."""
         rows = [row for row in self.rows(run).values() if key in row and not row["diverged"]]
         return interval([row[key] - row["test"] for row in rows]) if rows else None
 

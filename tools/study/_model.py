@@ -24,7 +24,7 @@ class Shape:
     hidden: int  # of the MLP, or of one expert
     length: int  # of a sequence, in bytes
     experts: int = 0  # 0: a dense MLP
-    active: int = 2  # experts that a byte is sent to
+    active: int = 2  # experts per byte
 
 
 MODELS = {
@@ -33,7 +33,7 @@ MODELS = {
     "dense_5m": Shape(width=256, layers=6, heads=4, hidden=768, length=64),
     "tiny": Shape(width=32, layers=4, heads=2, hidden=64, length=32),
 }
-"""By the name that question files use. `tiny` is for trying the study out."""
+"""By the name that question files use. `tiny` is for tests."""
 
 
 class Attention(nn.Module):
@@ -78,10 +78,10 @@ class GatedMLP(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A mixture of gated MLPs; each byte goes to `active` of them, weighted by the router's softmax.
+    """A mixture of gated MLPs; `active` of them process each byte, weighted by the router's softmax.
 
-    All experts are computed for all bytes and those not chosen are weighted with zero: at this size that is
-    faster than sorting bytes by expert, and outputs and gradients are the same.
+    All experts are computed for all bytes, and those not selected have weight zero. At this size that is
+    faster than sorting bytes by expert, with the same outputs and gradients.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -108,7 +108,7 @@ class Mixture(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm decoder layer; beside its output it hands on the layer's load-balancing loss."""
+    """A pre-norm decoder layer; returns its output and its load-balancing loss."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Decoder(nn.Module):
     def _initialize(self) -> None:
         for name, param in self.named_parameters():
             if param.ndim > 1:
-                # What writes into the residual stream starts smaller, so that it does not grow with depth.
+                # Smaller for matrices that write to the residual stream, so that it does not grow with depth.
                 writes = name.endswith(("out.weight", "down.weight", "mlp.down"))
                 nn.init.normal_(param, std=0.02 / math.sqrt(2 * len(self.layers)) if writes else 0.02)
 
@@ -150,7 +150,7 @@ class Decoder(nn.Module):
 
 
 def language_loss(model: nn.Module, bytes_BL: Tensor, targets_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy in nats a byte, and what is to be minimized: that and the load-balancing loss."""
+    """Cross-entropy in nats per byte, and the objective: the cross-entropy plus the load-balancing loss."""
     logits_BLV, balance = model(bytes_BL)
     loss = F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten())
     return loss, loss + balance

@@ -14,7 +14,7 @@ from titan_async.optim import Lion, Muon
 __all__ = ["OPTIMIZERS", "REST_LR", "build_optimizers", "hidden_matrices"]
 
 REST_LR = 3e-3
-"""Peak rate of AdamW on what Muon and NorMuon do not take: embedding, head, router and norms."""
+"""Peak rate of AdamW for the parameters without Muon or NorMuon: embedding, head, router and norms."""
 
 _WEIGHT_DECAY = 0.1  # as in arXiv 2606.30634; of matrices only
 
@@ -23,14 +23,15 @@ Params = list[nn.Parameter]
 
 @dataclass(frozen=True)
 class Kind:
-    """How an optimizer is made from parameters, peak learning rate, its first momentum and weight decay."""
+    """How to build an optimizer of the study."""
 
     build: Callable[[Params, float, float, float], Optimizer]
+    """Called with parameters, peak learning rate, momentum and weight decay."""
     momentum: float
-    """The default of what question 3 varies: beta1 of Adam's kind, mu of Muon's."""
+    """The default of beta1 (Adam's kind) or mu (Muon's), which question 3 varies."""
 
     matrices_only: bool = False
-    """Whether AdamW takes the parameters that are no matrices of hidden layers."""
+    """Whether AdamW updates all parameters except the matrices of hidden layers."""
 
     decay: float = _WEIGHT_DECAY
 
@@ -96,13 +97,13 @@ OPTIMIZERS = {
         momentum=0.95,
     ),
     "nadam": Kind(_nadam, momentum=0.9),
-    # What arXiv 2505.01099 trains delayed pipelines with.
+    # As in arXiv 2505.01099, for pipelines with a delay.
     "nadam_99": Kind(_nadam, momentum=0.99),
     "adamw_rotated": Kind(
         lambda params, lr, beta1, decay: RotatedAdamW(params, lr=lr, betas=(beta1, 0.95), weight_decay=decay),
         momentum=0.9,
     ),
-    # Its decay is added to the gradient, where 0.1 would dwarf it.
+    # Its decay is added to the gradient, which 0.1 would dominate.
     "sgd": Kind(
         lambda params, lr, mu, decay: torch.optim.SGD(params, lr=lr, momentum=mu, weight_decay=decay),
         momentum=0.9,
@@ -130,7 +131,7 @@ def build_optimizers(
 ) -> list[Optimizer]:
     """The optimizers of all of a model's parameters; `momentum` None is the optimizer's default.
 
-    `rest_lr` is the rate of what Muon and NorMuon leave to AdamW; `lr_factor` scales both rates.
+    `rest_lr` is the rate of AdamW next to Muon or NorMuon; `lr_factor` scales both rates.
     """
     kind = OPTIMIZERS[name]
     matrices = hidden_matrices(model) if kind.matrices_only else [p for p in model.parameters() if p.ndim > 1]

@@ -1,7 +1,7 @@
-"""One rank of a pipeline that trains the study's model: what the processes of wallclock.py run.
+"""One rank of a pipeline that trains the study's model; the processes of wallclock.py run it.
 
-With `FixedSpeedStage` several processes on one core stand for accelerators of a fixed speed: what a stage
-computes is padded by sleeping, in which other stages compute.
+With `FixedSpeedStage`, several processes on one core simulate accelerators of a fixed speed: each forward and
+backward is padded by sleeping, while other stages compute.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# For wallclock.py too, which imports from there after this module.
+# Also for wallclock.py, which imports from there after this module.
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
 import torch
@@ -54,15 +54,15 @@ class PipelineRun:
     sequences: int = 12
     microbatches: int = 4
     forward_s: float = 0.0
-    """The least that the forward of a microbatch lasts on every rank; a backward lasts twice that."""
+    """Minimum duration of the forward of a microbatch on every rank; that of a backward is twice as long."""
 
 
 class Part(nn.Module):
-    """The half layers of stage `index` of `count`, under the names that they have in the whole decoder.
+    """The half layers of stage `index` of `count`, with their names in the whole decoder.
 
-    Attention and MLP of a layer are a half each. The first stage takes bytes [batch, length], the last gives
-    logits [batch, length, VOCAB]; between stages are hidden states [batch, length, width]. Load-balancing
-    losses of mixtures are left out.
+    Attention and MLP are the halves of a layer. The input of the first stage is bytes [batch, length], the
+    output of the last one logits [batch, length, VOCAB]; between stages are hidden states [batch, length,
+    width]. Load-balancing losses of mixtures are left out.
     """
 
     def __init__(self, model: Decoder, index: int, count: int) -> None:
@@ -94,11 +94,11 @@ class Part(nn.Module):
 class FixedSpeedStage(PipelineStage):
     """A stage whose forwards last at least `forward_s` seconds, and its backwards twice as long.
 
-    Where a schedule splits backwards, the parts for inputs and for weights last as long as a forward each.
+    If a schedule splits backwards, the input gradient and the weight gradient each last as long as a forward.
 
     Args:
-        module, index, count, group: of the stage.
-        forward_s: 0 for a stage that takes the time it needs.
+        module, index, count, group: as for `PipelineStage`.
+        forward_s: minimum duration of a forward in seconds; 0 for no padding.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class FixedSpeedStage(PipelineStage):
         self._forward_s = forward_s
         self.passes = 0
         self.late = 0
-        """Of the passes, how many computed for longer than they were to last."""
+        """Number of passes that computed for longer than their padded duration."""
         self.seconds = {"forward": 0.0, "backward": 0.0}
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
@@ -143,15 +143,15 @@ def _loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
 
 
 def train_rank(rank: int, group: dist.ProcessGroup, run: PipelineRun) -> dict[str, Any]:
-    """Train the stages of this rank.
+    """Trains the stages of this rank.
 
     Returns:
-        "weights", the newest, by name. "times", seconds since the begin at which each step's forwards and
-        backwards had ended; "seconds", at which all was done. "losses" of the steps, in nats a byte, on the
-        rank of the last stage. "passes" and "late" of the stages; "computing", the seconds of their forwards
-        and backwards.
+        "weights": the newest, by name. "times": the end of each step's forwards and backwards, in seconds
+        since the start; "seconds": the end of the run. "losses" of the steps, in nats per byte, on the rank
+        of the last stage. "passes" and "late" of the stages; "computing": the seconds of their forwards and
+        backwards.
     """
-    # Weights that decay to almost nothing would be slow.
+    # Denormal weights would be slow.
     torch.set_flush_denormal(True)
     torch.manual_seed(run.seed)
     kind = SCHEDULES[run.schedule]

@@ -1,4 +1,4 @@
-"""The figures of docs/study.md and docs/study_300.md, one function a question.
+"""The figures of docs/study.md and docs/study_300.md, one function per question.
 
 Error bars are 95 % intervals over seeds.
 """
@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 __all__ = ["PLOTS"]
 
 DELAYED, CORRECTED, OTHER, PLAIN = "#d55e00", "#1b7f5c", "#5b9bd5", "#555555"
-GAP = "gap to synchronous, nats a byte"
+GAP = "gap to synchronous, nats per byte"
 
 
 def _finish(panels: Iterable[Axes], label: str = GAP, zero: bool = True) -> None:
@@ -39,7 +39,7 @@ def _legend(axes: Axes) -> None:
 
 
 def _log_axis(axes: Axes, ticks: Sequence[float], base: int = 10, **options: float) -> None:
-    """A logarithmic x axis with these ticks alone."""
+    """Sets a logarithmic x axis with only these ticks."""
     axes.set_xscale("log", base=base)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], **options)
     axes.minorticks_off()
@@ -48,7 +48,7 @@ def _log_axis(axes: Axes, ticks: Sequence[float], base: int = 10, **options: flo
 def _points(
     axes: Axes, x: Sequence[float], found: Sequence[Interval | None], colour: str, label: str
 ) -> None:
-    """A line through what was measured, with its intervals."""
+    """Draws a line through the measured values, with their intervals."""
     there = [(at, each) for at, each in zip(x, found, strict=True) if each is not None]
     if there:
         at, each = zip(*there, strict=True)
@@ -62,7 +62,7 @@ def _points(
 def _rows(
     axes: Axes, labels: Sequence[str], series: Sequence[tuple[str, str, list[Interval | None]]]
 ) -> None:
-    """One row a label, a point for each series."""
+    """Draws one row per label, with a point for each series."""
     for index, (name, colour, found) in enumerate(series):
         there = [(row, each) for row, each in enumerate(found) if each is not None]
         if there:
@@ -158,7 +158,7 @@ def rates(figure: Figure, losses: Losses, base: Run) -> None:
         axes.grid(alpha=0.3)
         axes.set_title(NAMES[name])
     _legend(panels[0][0])
-    panels[1][0].set_ylabel("validation loss, nats a byte")
+    panels[1][0].set_ylabel("validation loss, nats per byte")
     panels[2][1].set_xlabel("peak learning rate")
 
 
@@ -178,12 +178,12 @@ def mitigation_gaps(figure: Figure, losses: Losses, base: Run) -> None:
         run = replace(base, optimizer=name, delay=1)
         found = [losses.gap(change(run), over=replace(base, optimizer=name)) for _, change in changes]
         _rows(axes, [label for label, _ in changes], [(NAMES[name], OTHER, found)])
-    # Both share the rows.
+    # The panels share the axis, which each call of `_rows` inverts.
     panels[0].invert_yaxis()
 
 
 def wallclock(figure: Figure, losses: Losses, base: Run, budget_s: float) -> None:
-    """Training loss against seconds, the mean over seeds; a panel a setting."""
+    """Training loss against seconds, the mean over seeds; one panel per setting."""
     groups: dict[str, dict[str, list[list]]] = defaultdict(lambda: defaultdict(list))
     for row in losses.wallclock(budget_s):
         groups[row["setting"]][row["schedule"]].append(row["curve"])
@@ -196,7 +196,7 @@ def wallclock(figure: Figure, losses: Losses, base: Run, budget_s: float) -> Non
             values = [np.interp(grid, *np.array(curve).T) for curve in curves]
             axes.plot(grid, np.mean(values, axis=0), linewidth=1, color=colours.get(schedule), label=schedule)
         axes.set(title=setting, xlabel="seconds")
-    _finish(panels, "training loss, nats a byte", zero=False)
+    _finish(panels, "training loss, nats per byte", zero=False)
 
 
 def length(figure: Figure, losses: Losses, base: Run) -> None:
@@ -204,8 +204,8 @@ def length(figure: Figure, losses: Losses, base: Run) -> None:
     panels = figure.subplots(1, len(RATES))
     for axes, name in zip(panels, RATES, strict=True):
         synchronous, *late = PAPER[name]
-        arms = (("delayed", DELAYED, "none"), ("with error feedback", CORRECTED, "update"))
-        for (label, colour, level), paper in zip(arms, late, strict=True):
+        variants = (("delayed", DELAYED, "none"), ("with error feedback", CORRECTED, "update"))
+        for (label, colour, level), paper in zip(variants, late, strict=True):
             runs = [long_run(name, steps, delay=1, feedback=level) for steps in LENGTHS]
             _points(axes, LENGTHS, [losses.gap(run) for run in runs], colour, label)
             axes.axhline(
@@ -246,4 +246,4 @@ PLOTS: dict[str, tuple[Callable[[Figure, Losses, Run], None], tuple[float, float
     "length": (length, (10, 3)),
     "start": (start, (7, 2.8)),
 }
-"""What draws a figure of that name, and its size in inches."""
+"""For each figure, the function that draws it and its size in inches."""

@@ -1,12 +1,12 @@
-"""Remedies against a delay that the library does not have.
+"""Corrections for a delay that the library does not have.
 
-These are weights extrapolated beyond their updates, gradients brought to the newest weights, and a pipeline
-without weight stashing.
+These are extrapolated weights, gradients extrapolated to the newest weights, and a pipeline without weight
+stashing.
 
-With y the weights that an optimizer's own displacements D_b add up to, error feedback of strength s trains
-at W[b+1] = y[b+1] + s D_b: the last displacement once more (but for the first, which it leaves uncorrected).
-The gradient is thus taken s updates ahead of where it would be. `SmoothedFeedback` takes an average of the
-displacements in place of the last one; `Prediction` leaves the weights alone and moves them for a batch only.
+With y the sum of an optimizer's own displacements D_b, error feedback of strength s trains at
+W[b+1] = y[b+1] + s D_b: the last displacement is added once more (except the first, which is uncorrected). So
+the gradient is evaluated s updates further ahead. `SmoothedFeedback` uses an average of the displacements
+instead of the last one; `Prediction` moves the weights only for the forward and backward of a batch.
 """
 
 from collections import deque
@@ -21,10 +21,10 @@ __all__ = ["AdaptiveStrength", "PaciGradients", "Prediction", "SmoothedFeedback"
 
 
 class SmoothedFeedback:
-    """Error feedback whose look-ahead is an average of displacements: less of the noise of the last batch.
+    """Error feedback with an average of displacements, which has less of the noise of the last batch.
 
-    With E_b = smoothing E_{b-1} + (1 - smoothing) D_b the update is D_b + strength (E_b - E_{b-1}), which is
-    the library's level "update" for smoothing 0, and needs one buffer of the parameters' size as that does.
+    With E_b = smoothing E_{b-1} + (1 - smoothing) D_b the update is D_b + strength (E_b - E_{b-1}). For
+    smoothing 0 this is the library's level "update". It also needs one buffer of the parameters' size.
     """
 
     def __init__(self, params: list[nn.Parameter], strength: float, smoothing: float) -> None:
@@ -49,10 +49,10 @@ class SmoothedFeedback:
 
 class Prediction:
     """Moves the weights ahead for forward and backward of a batch (SpecTrain, arXiv 1809.02839; XPipe,
-    arXiv 1911.04610), here by the last displacement that was known when the batch began.
+    arXiv 1911.04610), here by the last displacement that was known at the start of the batch.
 
-    For SGD with momentum and for Adam that displacement is what those papers predict with. `horizon` is the
-    number of updates that the weights are moved ahead; a delay of one update asks for one.
+    Those papers use the same displacement for SGD with momentum and for Adam. `horizon` is the number of
+    updates by which the weights are moved ahead; for a delay of one update it is one.
     """
 
     def __init__(self, params: list[nn.Parameter], horizon: float) -> None:
@@ -62,7 +62,7 @@ class Prediction:
 
     @torch.no_grad()
     def move(self) -> None:
-        """Call inside ``batch()`` at a delay of one: the weights are then those of one update ago."""
+        """Call it inside ``batch()`` with a delay of one, where the weights are those of one update ago."""
         if len(self._displacements) == 2:
             torch._foreach_add_(self._params, self._displacements[0], alpha=self._horizon)
 
@@ -75,14 +75,14 @@ class Prediction:
 class AdaptiveStrength:
     """Sets the strength of error feedback to the cosine between the last two histories, and at least to 0.
 
-    Where successive updates (or gradients) agree, extrapolating is safe; where they are noise, it doubles it.
+    Extrapolation is safe if successive updates (or gradients) agree; if they are noise, it doubles it.
     """
 
     def __init__(self, optimizers: list[Optimizer], level: str) -> None:
         self._optimizers, self._key = optimizers, f"error_feedback_{level}"
         self._last: Tensor | None = None
         self.values: list[float] = []
-        """The strengths so far, one an update."""
+        """The strengths so far, one per update."""
 
     def after_step(self) -> None:
         now = torch.cat(
@@ -103,13 +103,13 @@ class AdaptiveStrength:
 
 @torch.no_grad()
 def compensate_gradients_(params: Sequence[nn.Parameter], old: Sequence[Tensor], curvature: float) -> None:
-    """Bring gradients of `params`, taken at the weights `old`, to the newest weights as DC-ASGD does.
+    """Extrapolates gradients of `params` from the weights `old` to the newest weights, as DC-ASGD does.
 
     From arXiv 1609.08326, equation 10: g is extrapolated by a Taylor series whose Hessian is replaced by the
     diagonal of g g^T, g + curvature * g * g * (newest weights - old weights).
 
-    PipeDream-2BW holds both versions of the weights anyway. Where g is mostly noise, the diagonal of the
-    empirical Fisher matrix is about n times g * g for a batch of n samples; the paper uses 0.04 at most.
+    PipeDream-2BW keeps both versions of the weights anyway. If g is mostly noise, the diagonal of the
+    empirical Fisher matrix is about n times g * g for a batch of n samples; the paper uses at most 0.04.
     """
     for param, weights in zip(params, old, strict=True):
         assert param.grad is not None
@@ -117,11 +117,11 @@ def compensate_gradients_(params: Sequence[nn.Parameter], old: Sequence[Tensor],
 
 
 class PaciGradients:
-    """Gradients of a pipeline without weight stashing whose updates are slowed by accumulation.
+    """Gradients of a pipeline without weight stashing whose updates are less frequent by accumulation.
 
-    That is PACI, arXiv 2606.07881, here with as many microbatches as stages. Each stage updates as soon as
-    its batch is complete, and a microbatch's backward uses the weights of that moment, also where its forward
-    used those before the update. With 1F1B's order and d stages, that is so for the first d - 1 - r of the m
+    This is PACI, arXiv 2606.07881, with as many microbatches as stages. Each stage updates as soon as its
+    batch is complete, and the backward of a microbatch uses the current weights, even if its forward used
+    those before the update. With 1F1B's order and d stages, this affects the first d - 1 - r of the m
     microbatches of a batch on stage r; all others are consistent.
     """
 
@@ -130,7 +130,7 @@ class PaciGradients:
         self._older: dict[nn.Parameter, Tensor] = {}
 
     def backward(self, inputs_BL: Tensor, targets_BL: Tensor) -> Tensor:
-        """Accumulate the mean gradient of the batch; returns its cross-entropy."""
+        """Accumulates the mean gradient of the batch; returns its cross-entropy."""
         newest = {param: param.detach().clone() for stage in self._stages for param in stage}
         count = len(self._stages)
         losses = []
@@ -150,5 +150,5 @@ class PaciGradients:
 
 def _show(params: list[nn.Parameter], weights: dict[nn.Parameter, Tensor]) -> None:
     for param in params:
-        # Through .data, which autograd does not track: the backward uses the weights of its own time.
+        # Through .data, which autograd does not track: the backward uses the current weights.
         param.data.copy_(weights[param])

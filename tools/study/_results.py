@@ -1,4 +1,4 @@
-"""The results file: one line of JSON a run, appended when the run has ended."""
+"""The results file: one line of JSON per run, appended at the end of the run."""
 
 import json
 import math
@@ -18,7 +18,7 @@ DEFAULT_PATH = Path(__file__).parent / "results.jsonl"
 
 
 class Results:
-    """What has been measured, by `run_key`. A line that was cut off while it was written is dropped."""
+    """The results so far, by `run_key`. An incomplete last line is dropped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -40,7 +40,7 @@ class Results:
                     self.by_key[run_key(Run(**row["run"]))] = row
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(
-                    f"{path}, line {number} is no result of the study ({error!r}): "
+                    f"{path}, line {number} is not a result of the study ({error!r}): "
                     f"remove it, or name another file."
                 ) from error
 
@@ -62,12 +62,12 @@ class Results:
 
 
 def tuned_rate(run: Run, results: Results) -> float:
-    """The rate of the grid with the lowest validation loss of synchronous runs, in the mean over seeds.
+    """The rate of the grid with the lowest validation loss of synchronous runs, averaged over seeds.
 
-    Of the seeds that have run for the whole grid; a rate at which one of them diverged is out.
+    Only seeds with results for the whole grid count; rates at which one of them diverged are excluded.
 
     Raises:
-        UserError: no seed has.
+        UserError: no seed has results for the whole grid.
     """
     rates = rates_of(run.model, run.optimizer)
     base = replace(synchronous(run), momentum=None)
@@ -87,10 +87,10 @@ def tuned_rate(run: Run, results: Results) -> float:
 
 
 def own_rate(run: Run, results: Results) -> float:
-    """The rate at which this very arm ends with the lowest validation loss, with the first seed.
+    """The rate with the lowest validation loss of the run itself, delay and feedback included, for seed 0.
 
     Raises:
-        UserError: the rates have not all run.
+        UserError: results are missing.
     """
     rates, losses = _own_losses(run, results)
     if None in losses:
@@ -102,7 +102,7 @@ def own_rate(run: Run, results: Results) -> float:
 
 
 def own_rate_runs(runs: Iterable[Run], results: Results) -> list[Run]:
-    """Runs that are still missing for `own_rate` of the runs whose `lr` is "own"."""
+    """Runs whose results `own_rate` still lacks, for the runs whose `lr` is "own"."""
     wanted: dict[Run, None] = {}
     for run in runs:
         if run.lr == "own":
@@ -116,9 +116,9 @@ def own_rate_runs(runs: Iterable[Run], results: Results) -> list[Run]:
 
 
 def _own_losses(run: Run, results: Results) -> tuple[list[float], list[float | None]]:
-    """Rates, ascending, and their losses, None where one has not run.
+    """Ascending rates and their losses, None for missing results.
 
-    Three of the middle of the grid, and further ones while the best is at an end.
+    Starts with three rates in the middle of the grid, and adds others while the best one is at an end.
     """
 
     def loss(rate: float) -> float | None:
@@ -143,6 +143,6 @@ def _own_losses(run: Run, results: Results) -> tuple[list[float], list[float | N
 
 
 def resolved(runs: Iterable[Run], results: Results) -> list[Run]:
-    """The runs with rates in place of "tuned" and "own"."""
+    """The runs with "tuned" and "own" replaced by rates."""
     choices = {"tuned": tuned_rate, "own": own_rate}
     return [replace(run, lr=choices[run.lr](run, results)) if run.lr in choices else run for run in runs]

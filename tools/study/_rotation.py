@@ -1,9 +1,9 @@
-"""AdamW in a basis that is turned towards the eigenvectors of the curvature (arXiv 2602.03515).
+"""AdamW in a basis rotated towards the eigenvectors of the curvature (arXiv 2602.03515).
 
-That paper finds that a delay harms Adam most where its coordinates are not those of the Hessian's
-eigenvectors. For a matrix G it therefore lets Adam act on U^T G V. Of the paper's variants this is the one
-with both sides turned and U, V those of the first moment M: eigenvectors of M M^T and of M^T M, followed by
-one power iteration every few updates. With U and V of the averaged G G^T and G^T G it is SOAP.
+According to that paper, a delay harms Adam most if its coordinates are not aligned with the Hessian's
+eigenvectors. For a matrix G it therefore applies Adam to U^T G V. This is the paper's variant with both sides
+rotated and U, V from the first moment M: the eigenvectors of M M^T and of M^T M, tracked by one power
+iteration every few updates. With U and V from the averaged G G^T and G^T G it would be SOAP.
 """
 
 from collections.abc import Iterable
@@ -15,11 +15,11 @@ from torch.optim.optimizer import Optimizer
 
 __all__ = ["RotatedAdamW"]
 
-_EVERY = 10  # updates between two turns of the basis, as for SOAP in this study
+_EVERY = 10  # updates between two rotations of the basis, as for SOAP in this study
 
 
 class RotatedAdamW(Optimizer):
-    """AdamW whose matrices are updated in a turned basis; vectors are updated as by AdamW."""
+    """AdamW that updates matrices in a rotated basis, and vectors as usual."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class RotatedAdamW(Optimizer):
         first, second = state["first"], state["second"]
         first.lerp_(grad, 1 - beta1)
         if param.ndim > 1 and state["step"] % _EVERY == 1:
-            state["left"], state["right"] = _turned(first, state.get("left"), state.get("right"))
+            state["left"], state["right"] = _basis(first, state.get("left"), state.get("right"))
 
         second.lerp_(_rotated(grad, state).square(), 1 - beta2)
         root = (second / (1 - beta2 ** state["step"])).sqrt().add_(group["eps"])
@@ -55,7 +55,7 @@ class RotatedAdamW(Optimizer):
         param.add_(_rotated_back(update, state), alpha=-group["lr"])
 
 
-def _turned(first: Tensor, left: Tensor | None, right: Tensor | None) -> tuple[Tensor, Tensor]:
+def _basis(first: Tensor, left: Tensor | None, right: Tensor | None) -> tuple[Tensor, Tensor]:
     if left is None or right is None:
         left, _, right_t = torch.linalg.svd(first)
         return left, right_t.mT

@@ -1,10 +1,10 @@
-"""What a run of the study is, and how a question's TOML file spells many of them.
+"""The runs of the study, and the TOML files of questions that list them.
 
-A file has tables ``[[runs]]``. A table is a product: a list as a value stands for one run
-for each of its entries. Fields are those of `Run`; those left out are the defaults of the file's
-``[defaults]`` and then of `Run`. ``lr = "grid"`` is every rate of the optimizer's grid (``grids.toml``), and
-``lr = "tuned"``, the default, the one whose synchronous runs end with the lowest validation loss;
-``lr = "own"``, the one at which the very arm does, delay and feedback included.
+A file has tables ``[[runs]]`` with fields of `Run`; a list as a value stands for one run per entry, and
+several lists for their product. Missing fields have the values of the file's ``[defaults]``, then those of
+`Run`. ``lr = "grid"`` is every rate of the optimizer's grid (``grids.toml``); ``lr = "tuned"``, the default,
+the one with the lowest validation loss of synchronous runs; ``lr = "own"``, the one with the lowest loss of
+the run itself, delay and feedback included.
 """
 
 import functools
@@ -28,40 +28,40 @@ QUESTIONS = Path(__file__).parent / "questions"
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training run; equal runs give equal results, so questions share them."""
+    """One training run. Equal runs have equal results, so questions share them."""
 
     model: str = "dense"
     optimizer: str = "adamw"
     lr: float | str = "tuned"
     """Peak learning rate, or "tuned", "own" or "grid"."""
     rest_lr: float = REST_LR
-    """Peak rate of AdamW on what Muon and NorMuon do not take."""
+    """Peak rate of AdamW for the parameters without Muon or NorMuon."""
     lr_factor: float = 1.0
-    """Scales all peak rates, those of the parameters that Muon leaves to AdamW included."""
+    """Scales all peak rates, `rest_lr` included."""
     lr_anneal: float = 0.0
-    """Divides the rate by (1 + delay) to a power that falls from 1 to 0 over this share of the run."""
+    """Divides the rate by (1 + delay)^p, where p decreases from 1 to 0 over this fraction of the run."""
     warm_up: float = 0.1
-    """The share of the run over which the rate rises."""
+    """Fraction of the run for the warm-up of the rate."""
     momentum: float | None = None
     """beta1 or mu; None is the optimizer's default."""
     delay: int | str = 0
-    """Updates for every weight, or "pipedream-d": d stages with delays d - 1 - r, weights stashed."""
+    """In updates, for all weights; or "pipedream-d": d stages with delays d - 1 - r and weight stashing."""
     synchronous_start: float = 0.0
-    """The share of the run without a delay, at its start."""
+    """Fraction of the run without a delay, at the start."""
     synchronous_end: float = 0.0
-    """The share of the run without a delay, at its end; there the look-ahead of feedback is removed first."""
+    """Fraction of the run without a delay, at the end, which begins by removing the feedback's look-ahead."""
     feedback: str = "none"
-    """Error feedback: "none", "update", "gradient" or, the study's own, "smoothed"."""
+    """Error feedback: "none", "update", "gradient", or "smoothed" (`SmoothedFeedback`)."""
     strength: float | str = 1.0
-    """Of the feedback; "adaptive" follows the similarity of successive updates."""
+    """Strength of the feedback; "adaptive" for the similarity of successive updates."""
     smoothing: float = 0.0
-    """Of the feedback "smoothed": decay of its average of updates."""
+    """Decay of the average of updates for the feedback "smoothed"."""
     prediction: float = 0.0
-    """How many of the last updates the weights are moved ahead for forward and backward."""
+    """The `horizon` of `Prediction`, in updates."""
     curvature: float = 0.0
-    """Weight of the term by which DC-ASGD brings a gradient to the newest weights."""
+    """Weight of the term by which DC-ASGD extrapolates a gradient to the newest weights."""
     paci: int = 0
-    """Stages of a pipeline without weight stashing, some of whose forwards are one update too old."""
+    """Number of stages of a pipeline without weight stashing (`PaciGradients`); 0 for none."""
     steps: int = 300
     sequences: int = 12
     seed: int = 0
@@ -74,7 +74,7 @@ class Question:
 
 
 def synchronous(run: Run) -> Run:
-    """The run to compare with: the same without a delay and whatever is done about it."""
+    """The run to compare with: the same without a delay and its corrections."""
     return Run(
         model=run.model,
         optimizer=run.optimizer,
@@ -96,10 +96,10 @@ def run_key(run: Run) -> str:
 
 
 def load_questions(chosen: Sequence[str]) -> list[Question]:
-    """Questions by name, file or number, such as "q2"; all of them if none is named.
+    """Loads questions by name, file or number, such as "q2"; all questions if none is named.
 
     Raises:
-        UserError: there is no such question, or its file is not as it should be.
+        UserError: there is no such question, or its file is invalid.
     """
     # q9 before q10.
     names = sorted((path.stem for path in QUESTIONS.glob("*.toml")), key=lambda name: (name.find("_"), name))
@@ -113,14 +113,14 @@ def load_questions(chosen: Sequence[str]) -> list[Question]:
 
 
 def _load(path: Path) -> Question:
-    """Read one question's file; its name is the file's."""
+    """Reads one question's file."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path} cannot be read as TOML: {error}.") from error
     defaults = content.get("defaults", {})
     runs = [run for table in content.get("runs", []) for run in _expand({**defaults, **table}, path)]
-    # What is interrupted has all arms of the first seeds, and of the shorter runs before the longer ones.
+    # By length, then by seed, so that an interrupted study has complete comparisons.
     ordered = sorted(dict.fromkeys(runs), key=lambda run: (run.steps, run.seed))
     return Question(path.stem, tuple(ordered))
 
@@ -139,7 +139,7 @@ def _expand(table: dict[str, Any], path: Path) -> Iterable[Run]:
 
 
 def _plain(run: Run) -> Run:
-    """The same run as others spell it: without what is the default anyway."""
+    """Validates a run, and replaces the default momentum by None, so that equal runs compare equal."""
     if run.model not in MODELS:
         raise UserError(f"There is no model {run.model!r}: choose from {', '.join(MODELS)}.")
     if run.optimizer not in OPTIMIZERS:
@@ -148,7 +148,7 @@ def _plain(run: Run) -> Run:
 
 
 def rates_of(model: str, optimizer: str) -> list[float]:
-    """The learning rates among which the synchronous runs choose.
+    """The learning rates of the grid.
 
     Raises:
         UserError: ``grids.toml`` has none for this model and optimizer.
@@ -165,7 +165,7 @@ def _grids() -> dict[str, Any]:
 
 
 def grid_runs(runs: Iterable[Run]) -> list[Run]:
-    """The synchronous runs over the grid that choose the rates of those `runs` whose `lr` is "tuned"."""
+    """The synchronous runs over the grid that `tuned_rate` needs for the `runs` whose `lr` is "tuned"."""
     wanted = dict.fromkeys(
         replace(synchronous(run), lr=rate, momentum=None)
         for run in runs

@@ -12,10 +12,10 @@ from titan_async.data.shakespeare import play_scenes
 __all__ = ["VOCAB", "Batches", "splits"]
 
 VOCAB = 128
-"""Bytes of ASCII; what is beyond it becomes a question mark."""
+"""ASCII; other characters are replaced by a question mark."""
 
 _EVERY = 20
-"""Of this many scenes in a row one goes to validation and one to test."""
+"""Of every 20 scenes, one is for validation and one for test."""
 
 
 @functools.cache
@@ -33,7 +33,7 @@ def splits() -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of a split, drawn at random places; the same seed draws the same ones."""
+    """Batches of a split from random offsets; the same seed gives the same batches."""
 
     split: str
     sequences: int

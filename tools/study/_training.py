@@ -1,4 +1,4 @@
-"""One run of the study: a model trained with a delay on one process, and its losses."""
+"""One run of the study: trains a model with a delay in one process, and evaluates it."""
 
 import importlib.metadata
 import math
@@ -32,22 +32,22 @@ MAX_NORM = 1.0  # as in arXiv 2606.30634
 _EVALUATED_BYTES = 49_152  # of validation and of test
 _CURVE_POINTS = 20
 _AVERAGED_SHARE = 0.02
-"""Of the run: the time constant of the moving average of its weights."""
+"""Time constant of the moving average of the weights, as a fraction of the run."""
 
 _loss_of_batch = language_loss
 
 
 def compile_training() -> None:
-    """Compile forward and backward of the runs from here on in this process; losses differ in rounding.
+    """Compiles forward and backward of the following runs in this process; losses differ in rounding.
 
-    That takes seconds in the first run of a model, and about a quarter off the time of a step.
+    Compilation takes seconds in the first run of a model, and makes a step about a quarter faster.
     """
     global _loss_of_batch
     _loss_of_batch = torch.compile(language_loss, fullgraph=True, dynamic=False)
 
 
 def learning_rate(step: int, steps: int, warm_up: float = 0.1) -> float:
-    """The share of the peak rate: linear over a share `warm_up` of the run, then a cosine to a tenth."""
+    """Fraction of the peak rate: linear warm-up over a fraction of the run, then a cosine to a tenth."""
     rising = max(1, round(warm_up * steps))
     if step < rising:
         return (step + 1) / rising
@@ -55,10 +55,10 @@ def learning_rate(step: int, steps: int, warm_up: float = 0.1) -> float:
 
 
 def stages_of(model: Decoder, count: int) -> list[list[nn.Parameter]]:
-    """The parameters of `count` stages of about the same depth, cut between quarters of layers.
+    """The parameters of `count` stages of about the same depth, split between quarters of layers.
 
-    The quarters are the projections into attention, the one out of it, those into the MLP and those out of
-    it; the embedding is in the first stage and the head in the last.
+    The quarters of a layer are the input projections of attention, its output projection, the input
+    projections of the MLP, and its output projection. Embedding and head belong to the first and last stage.
     """
     quarters = [
         [param for name, param in module.named_parameters() if name.startswith(("out", "down")) == writes]
@@ -79,7 +79,7 @@ def stages_of(model: Decoder, count: int) -> list[list[nn.Parameter]]:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, split: str, length: int) -> float:
-    """Mean cross-entropy in nats a byte, always over the same places of the split."""
+    """Mean cross-entropy in nats per byte, always over the same sequences of the split."""
     sequences = 16
     batches = Batches(split, sequences, length, seed=0)
     count = _EVALUATED_BYTES // (sequences * length)
@@ -92,14 +92,14 @@ def versions() -> dict[str, str]:
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Train as `run` says.
+    """Trains one run.
 
     Returns:
-        Losses in nats a byte: "validation", "test", "curve" (of training, means over equal parts of the run).
+        Losses in nats per byte: "validation", "test", "curve" (training, means over equal parts of the run);
         "averaged_validation" and "averaged_test", of a moving average of the weights at the end;
-        "settled_validation" and "settled_test" where error feedback is at the level of updates: without its
-        look-ahead. "strength", the mean of an adaptive one; "diverged", whether the loss was no number or
-        ended above that of a model that knows nothing; "seconds" of training; "versions"; "started", in UTC.
+        "settled_validation" and "settled_test", without the look-ahead of error feedback at the level of
+        updates. "strength": the mean of an adaptive one. "diverged": whether the loss was not finite, or at
+        the end above that of the uniform distribution. "seconds" of training; "versions"; "started", in UTC.
     """
     started = datetime.now(UTC).isoformat(timespec="seconds")
     torch.manual_seed(run.seed)
@@ -124,11 +124,11 @@ def train(run: Run) -> dict[str, Any]:
     if loop.adaptive is not None:
         result["strength"] = _rounded(statistics.fmean(loop.adaptive.values))
     parts = torch.tensor(losses).tensor_split(min(_CURVE_POINTS, len(losses)))
-    ignorant = math.log(VOCAB)
+    uniform = math.log(VOCAB)
     return {
         **result,
         "curve": [round(float(part.mean()), 4) for part in parts],
-        "diverged": not result["test"] < ignorant,
+        "diverged": not result["test"] < uniform,
         "seconds": round(seconds, 2),
         "versions": versions(),
         "started": started,
@@ -180,14 +180,14 @@ class _Loop:
                 part.after_step()
 
     def pause_feedback(self, paused: bool) -> None:
-        """Let error feedback correct nothing and keep no history, as a trainer's synchronous start does."""
+        """Disables error feedback and its history, as a synchronous start of the trainer does."""
         if self.feedback:
             for optimizer in self.optimizers:
                 optimizer.feedback_paused = paused
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Take the look-ahead of error feedback off the weights."""
+        """Removes the look-ahead of error feedback from the weights."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for param in group["params"]:

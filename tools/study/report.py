@@ -1,10 +1,10 @@
-"""Puts the tables of the study into its pages of docs/ and draws its figures.
+"""Updates the tables and figures of the study's pages in docs/.
 
-    python tools/study/report.py            # of tools/study/results.jsonl, into docs/
+    python tools/study/report.py            # from tools/study/results.jsonl
     python tools/study/report.py --quick    # prints the tables of `run.py --quick`
 
-The words of the pages are written by hand; what lies between ``<!-- table NAME -->`` and ``<!-- end -->``
-is replaced. Nothing is trained.
+The text of the pages is written by hand; the tables between ``<!-- table NAME -->`` and ``<!-- end -->`` are
+replaced. Nothing is trained.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def filled(document: str, made: dict[str, str]) -> str:
     """The document with its tables replaced.
 
     Raises:
-        UserError: it names a table that does not exist.
+        UserError: the document names an unknown table.
     """
 
     def replaced(match: re.Match[str]) -> str:
@@ -53,7 +53,7 @@ def filled(document: str, made: dict[str, str]) -> str:
 
 
 def draw(results: Results, base: Run, folder: Path) -> None:
-    """All figures, as SVG."""
+    """Draws all figures as SVG."""
     folder.mkdir(parents=True, exist_ok=True)
     losses = Losses(results)
     for name, (plot, size) in PLOTS.items():

@@ -1,12 +1,12 @@
-"""Runs the study of what one update of delay costs, or the questions named of it.
+"""Runs the study of the cost of one update of delay: all questions, or those named.
 
     python tools/study/run.py --compile     # all questions, two nights on two cores
     python tools/study/run.py q2 q3         # these two
     python tools/study/run.py --quick       # questions 1 to 3, shorter runs of one seed: 15 minutes
 
-Runs are small and each takes one core; as many as there are cores train side by side. Each is written to
-the results file when it ends, and the same command goes on from there. Learning rates are chosen first.
-tools/study/report.py makes the pages of docs/ of the results.
+Each run is small and uses one core; as many runs as there are cores train at the same time. Each is written
+to the results file when it ends, and the same command resumes from there. Learning rates are selected first.
+tools/study/report.py writes the results into docs/.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-# In the workers too, which inherit it.
+# The workers inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
@@ -44,7 +44,7 @@ def quick(question: Question) -> Question:
 def run_questions(
     questions: list[Question], results: Results, workers: int, console: Console, compiled: bool = False
 ) -> None:
-    """Run what the results lack: first what chooses the learning rates, then question by question."""
+    """Runs everything that the results lack: first the grids of learning rates, then question by question."""
     grids = [Question(f"{question.name}, rates", tuple(grid_runs(question.runs))) for question in questions]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["_training"])
@@ -68,16 +68,16 @@ def run_questions(
 def _run_phase(
     questions: list[Question], results: Results, pool: ProcessPoolExecutor, progress: Progress
 ) -> None:
-    asked: dict[Run, None] = {}
+    scheduled: dict[Run, None] = {}
     bars: dict[Run, Any] = {}
     for question in questions:
-        missing = [run for run in question.runs if results.get(run) is None and run not in asked]
+        missing = [run for run in question.runs if results.get(run) is None and run not in scheduled]
         if question.runs:
             bar = progress.add_task(question.name, total=len(question.runs))
             progress.advance(bar, len(question.runs) - len(missing))
             bars |= dict.fromkeys(missing, bar)
-        asked |= dict.fromkeys(missing)
-    futures: dict[Future, Run] = {pool.submit(train, run): run for run in asked}
+        scheduled |= dict.fromkeys(missing)
+    futures: dict[Future, Run] = {pool.submit(train, run): run for run in scheduled}
     try:
         for future in as_completed(futures):
             run = futures[future]
@@ -90,7 +90,7 @@ def _run_phase(
 
 def _set_up_worker(compiled: bool) -> None:
     torch.set_num_threads(1)
-    # Weights that decay to almost nothing would be slow.
+    # Denormal weights would be slow.
     torch.set_flush_denormal(True)
     if compiled:
         compile_training()
@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"Interrupted; the same command goes on from {path}.", file=sys.stderr)
+        print(f"Interrupted; the same command resumes from {path}.", file=sys.stderr)
         return 130
     return 0
 

@@ -1,13 +1,13 @@
-"""Question 8 of the study: the same seconds for synchronous schedules and for Async2BW, and their losses.
+"""Question 8 of the study: losses of synchronous schedules and of Async2BW after equal time.
 
     python tools/study/wallclock.py                     # all settings, 25 s a run, on two idle cores
     python tools/study/wallclock.py --setting pp4-padded pp4-padded-m8 --budget 120 --seeds 0 1 2 3 4
 
-A process trains the stages of each rank. The steps of every schedule are timed first, by turns; each run then
-has as many as fit into the budget, and its learning rate follows these: warm-up, and a cosine that ends with
-the budget. Batches are the same for all schedules. Where stages are padded by sleeping, only the timed steps
-are: without, a run has the same losses in a third of the time. Each run is written to the results file when
-it ends, and the same command goes on from there.
+One process per rank trains its stages. First the steps of all schedules are timed alternately; each run then
+has as many steps as fit into the budget, with a warm-up and a cosine decay over them. Batches are the same
+for all schedules. If stages are padded by sleeping, only the timed steps are: without padding, a run has the
+same losses in a third of the time. Each run is written to the results file when it ends, and the same command
+resumes from there.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-# In the workers too, which inherit it: one thread each, before torch is imported.
+# Before torch is imported; the workers inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
@@ -42,8 +42,8 @@ from titan_async.errors import UserError
 __all__ = ["SETTINGS", "Measurement", "Setting", "Timing", "joined_weights", "main", "measure", "timings"]
 
 LAYER_SECONDS = 0.008
-"""The forward of a microbatch through one layer where stages are padded: rarely less than what four processes
-need on two cores."""
+"""Padded duration of the forward of a microbatch through one layer: four processes on two cores rarely need
+longer."""
 
 PEAK_RATES = {"muon": 1e-2, "adamw": 4e-3}
 """Learning rates by optimizer."""
@@ -51,7 +51,7 @@ PEAK_RATES = {"muon": 1e-2, "adamw": 4e-3}
 _CURVE_POINTS = 40
 _LEAST_STEPS = 10
 _ROUNDS, _WARM_UP_STEPS, _TIMED_STEPS = 5, 3, 20
-"""Of timing a schedule's steps."""
+"""For timing a schedule's steps."""
 
 _PATIENCE = 10.0
 """The timeout of a run as a multiple of its budget: cores may be busy."""
@@ -64,11 +64,11 @@ class Setting:
     stages: int
     """Ranks; some schedules have two stages on each."""
     padded: bool
-    """Whether every layer lasts the same, by sleeping, or as long as it computes."""
+    """Whether all layers are padded to the same duration by sleeping."""
     microbatches: int = 4
 
     def forward_s(self, model: str) -> float:
-        """The least duration of a rank's forward of a microbatch."""
+        """Minimum duration of a rank's forward of a microbatch."""
         return LAYER_SECONDS * MODELS[model].layers / self.stages if self.padded else 0.0
 
 
@@ -79,12 +79,12 @@ SETTINGS = {
     "pp4-padded-m8": Setting(stages=4, padded=True, microbatches=8),
 }
 _SEQUENCES = 3
-"""Of a microbatch."""
+"""Sequences per microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What a line of the results is about."""
+    """The settings of a line of the results."""
 
     setting: str
     schedule: str
@@ -119,9 +119,9 @@ class Timing:
 
     step_s: float
     utilization: float
-    """The share of the time spent in forwards and backwards, in the mean over ranks."""
+    """Fraction of the time spent in forwards and backwards, averaged over ranks."""
     late_share: float
-    """The share of forwards and backwards that took longer than their padding."""
+    """Fraction of forwards and backwards that took longer than their padded duration."""
 
 
 def measurement_of(row: dict[str, Any]) -> Measurement:
@@ -129,14 +129,14 @@ def measurement_of(row: dict[str, Any]) -> Measurement:
 
 
 def measure(pool: Pool, measurement: Measurement, timing: Timing) -> dict[str, Any]:
-    """Train as many steps as fit into the budget.
+    """Trains as many steps as fit into the budget.
 
     Returns:
         The line of the results: the fields of `measurement`; "steps"; "step_s", "seconds" of all steps,
-        "utilization" and "late_share" (None in a setting without padding), from `timing` where stages are
-        padded, else of this run; "curve", pairs of seconds and training loss, means over equal parts of the
-        run; "validation_loss" and "test_loss" at its end; "forward_s" to which a rank's forwards were padded,
-        or None; "versions"; "started", in UTC. Losses are in nats a byte.
+        "utilization" and "late_share" (None without padding), from `timing` if stages are padded, otherwise
+        from this run; "curve": pairs of seconds and training loss, means over equal parts of the run;
+        "validation_loss" and "test_loss" at its end; "forward_s": padded duration of a rank's forwards, or
+        None; "versions"; "started", in UTC. Losses are in nats per byte.
     """
     started = datetime.now(UTC).isoformat(timespec="seconds")
     steps = round(measurement.budget_s / timing.step_s)
@@ -178,7 +178,7 @@ def _of_last_stage(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _timing(step_s: float, rounds: Sequence[Sequence[dict[str, Any]]]) -> Timing:
-    """For steps of `step_s` seconds; `rounds` has what `train_rank` returned on all ranks, run by run."""
+    """The timing of steps of `step_s` seconds; `rounds` has the results of all ranks, run by run."""
     every = [rank for ranks in rounds for rank in ranks]
     return Timing(
         step_s=step_s,
@@ -188,15 +188,15 @@ def _timing(step_s: float, rounds: Sequence[Sequence[dict[str, Any]]]) -> Timing
 
 
 def joined_weights(ranks: Iterable[dict[str, Any]]) -> dict[str, Tensor]:
-    """The state dict of the whole decoder, from what `train_rank` returned on all ranks."""
+    """The state dict of the whole decoder, from the results of `train_rank` on all ranks."""
     return {name: value for rank in ranks for name, value in rank["weights"].items()}
 
 
 def timings(pool: Pool, measurements: Sequence[Measurement]) -> dict[str, Timing]:
-    """Time the steps of each schedule, the schedules by turns.
+    """Times the steps of all schedules alternately.
 
     Raises:
-        UserError: too few fit into the budget.
+        UserError: too few steps fit into the budget.
     """
     one_of_each = {measurement.schedule: measurement for measurement in measurements}
     steps = _WARM_UP_STEPS + _TIMED_STEPS
@@ -213,18 +213,16 @@ def timings(pool: Pool, measurements: Sequence[Measurement]) -> dict[str, Timing
     budget = measurements[0].budget_s
     for schedule, timing in found.items():
         if (count := round(budget / timing.step_s)) < _LEAST_STEPS:
-            raise UserError(
-                f"In {budget:g} s {schedule} makes {count} steps, too few to learn: give a larger --budget."
-            )
+            raise UserError(f"In {budget:g} s {schedule} has only {count} steps: give a larger --budget.")
     return found
 
 
 def run_missing(measurements: Sequence[Measurement], results: Results, console: Console) -> None:
-    """Measure what the results lack, setting by setting, and add each to them when it ends."""
-    there = {measurement_of(row) for row in results.wallclock}
+    """Measures everything that the results lack, setting by setting, and adds each when it ends."""
+    done = {measurement_of(row) for row in results.wallclock}
     missing: dict[str, list[Measurement]] = defaultdict(list)
     for measurement in measurements:
-        if measurement not in there:
+        if measurement not in done:
             missing[measurement.setting].append(measurement)
     for setting, of_setting in missing.items():
         with Pool([SETTINGS[setting].stages]) as pool:
@@ -241,7 +239,7 @@ def run_missing(measurements: Sequence[Measurement], results: Results, console: 
 
 def table_of(rows: Iterable[dict[str, Any]]) -> Table:
     """Means over the seeds, with 95 % intervals of the losses."""
-    table = Table(box=SIMPLE_HEAD, caption="Losses in nats a byte. Late: took longer than its padding.")
+    table = Table(box=SIMPLE_HEAD, caption="Losses in nats per byte. Late: took longer than its padding.")
     headings, cells = wallclock_cells(rows)
     for heading in headings:
         table.add_column(heading, no_wrap=True)
@@ -295,7 +293,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not arguments.results.parent.is_dir():
             raise UserError(
-                f"There is no folder {arguments.results.parent}: make it, or give other --results."
+                f"There is no folder {arguments.results.parent}: create it, or give other --results."
             )
         results = Results(arguments.results)
         run_missing(measurements, results, console)
@@ -303,7 +301,7 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"Interrupted; the same command goes on from {arguments.results}.", file=sys.stderr)
+        print(f"Interrupted; the same command resumes from {arguments.results}.", file=sys.stderr)
         return 130
     console.print(table_of(row for row in results.wallclock if measurement_of(row) in measurements))
     return 0

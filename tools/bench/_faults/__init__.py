@@ -1,1 +1,1 @@
-"""The faults of `faults.py`: a module a family injects them into runs and reports what the runs did."""
+"""The faults of `faults.py`: one module per family injects them into runs and reports the outcomes."""

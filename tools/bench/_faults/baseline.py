@@ -1,4 +1,4 @@
-"""The run without faults that runs of the family `storage` are compared with."""
+"""The run without faults to which runs of the family `storage` are compared."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ FLAGS = (
 
 @dataclass(frozen=True)
 class Baseline:
-    """A run without faults, and the state that it ends in."""
+    """A run without faults, and its final state."""
 
     folder: Path
     state: dict[str, torch.Tensor]
 
     def copy_to(self, folder: Path) -> Path:
-        """A run that has saved twice, the second time just now; returns the second checkpoint."""
+        """Copies the run with its first two checkpoints; returns the second one."""
         for step in (INTERVAL, 2 * INTERVAL):
             name = Path("run", "checkpoint", f"step-{step}")
             shutil.copytree(self.folder / name, folder / name)
@@ -53,7 +53,7 @@ class Baseline:
 
 
 def error_line(run: Run, pattern: str) -> str | None:
-    """The only line on stderr of a run that ended with status 2; None if it does not match."""
+    """The error line of a run that ended with status 2 and printed no other; None if it does not match."""
     [*others, last] = run.err.strip().splitlines() or [""]
     good = run.status == 2 and not others and re.search(pattern, last)
     return last if good else None
@@ -66,12 +66,12 @@ def make_folder(scratch: Path, name: str) -> Path:
 
 
 def line_or_status(run: Run, sentence: str | None) -> str:
-    """What the table shows of a run: its error line, or its status."""
+    """The cell of the table for a run: its error line, or its status."""
     return sentence or f"status {run.status}: {run.err.strip()[-300:]}"
 
 
 def resume_run(folder: Path, baseline: Baseline, *flags: object) -> tuple[bool, float]:
-    """Start again; whether the run ends in the state of the baseline, and seconds to the first step."""
+    """Resumes; returns whether the run reaches the baseline's state, and seconds to the first step."""
     begin = time.perf_counter()
     process = start(folder, *FLAGS, *flags)
     first = None

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, or belong to another run."""
+"""Damaged checkpoints, and those of another run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Damage = Callable[[Path], None]
 
 
 def damages(quick: bool) -> Iterator[tuple[str, list[Damage], str]]:
-    """Names of damages, the damages to try, and a pattern of the expected error line."""
+    """Names of faults, functions that damage a checkpoint, and a pattern of the expected error line."""
     draw = random.Random(0)
 
     def some_file(checkpoint: Path) -> Path:

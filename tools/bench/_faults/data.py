@@ -1,8 +1,8 @@
 """Data files that are truncated or deleted while a run reads them, invalid lines, very long documents.
 
-One run reads a file of each kind after the other. A fault ends it, its file is restored, and the same command
-resumes up to the next fault; in the end its state must equal, bit for bit, that of a run without faults.
-Token files of the same documents are read by other code, and must give the same run once more.
+One run reads files of all kinds in order. A fault ends it, the file is restored, and the same command resumes
+up to the next fault; the final state must be bitwise equal to that of a run without faults. Token files of
+the same documents, which are read by other code, must give the same run.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = ["measure"]
 
 STEPS, INTERVAL = 38, 3
 DATA = "data"
-"""In the folder of a run."""
+"""Folder of the data in the folder of a run."""
 FLAGS = (
     "--training.steps", STEPS, "--training.seq_len", 128, "--checkpoint.interval", INTERVAL,
     "--checkpoint.keep_latest_k", 0, "--lr_scheduler.warmup_steps", 3,
     "--dataloader.no-shuffle", "--dataloader.validation_fraction", 0, "--dataloader.accept_changed_data",
 )  # fmt: skip
 TEXT, LINES, COMPRESSED, TABLE, LONG = "0.txt", "1.jsonl", "2.jsonl.gz", "3.parquet", "4.jsonl"
-"""Each is read in a few steps, but for the last one, a single document of a megabyte."""
+"""Each is read in a few steps, except the last one, a single document of a megabyte."""
 
 _CHANGED = (
     r"The data file \S*{file} has changed while it was in use, from \d+ to \d+ bytes: put it back as it was"
@@ -51,9 +51,9 @@ class Fault:
 
     name: str
     said: str
-    """A regular expression of how the error message begins."""
+    """A regular expression that matches the beginning of the error message."""
     harm: dict[str, Any] = field(default_factory=dict)
-    """Of `inject_data.install`."""
+    """Arguments of `inject_data.install`."""
     file: str = ""
     wrong: bytes = b""
     """Replaces a part of the third line of `file` before the start."""
@@ -88,7 +88,7 @@ STREAM_FAULT = Fault(
     {"break_at": 100},
 )
 STREAM_ENDS = 2
-"""Starts that a broken stream ends, before the one that reaches the last step."""
+"""Starts that fail before the one that reaches the last step."""
 
 
 def measure(scratch: Path, *, quick: bool) -> Iterator[Result]:
@@ -109,10 +109,10 @@ def measure(scratch: Path, *, quick: bool) -> Iterator[Result]:
     flags = (*flags, "--dataloader.dataset", "tokens", "--dataloader.num_workers", 1)
     attempts = _chain(scratch / "chain", tokens, TOKEN_FAULTS, flags, expected)
     yield from _rows(TOKEN_FAULTS, attempts)
-    # That chain ends in the same state only if both readers have packed the long document alike.
-    alike = all(attempt.survived for attempt in attempts)
+    # The final states are equal only if both readers packed the long document in the same way.
+    equal = all(attempt.survived for attempt in attempts)
     said = f"the same {STEPS} steps from text and from token files"
-    yield summarize("data", "documents of 1 MB, and empty ones", [Attempt(alike, said=said)])
+    yield summarize("data", "documents of 1 MB, and empty ones", [Attempt(equal, said=said)])
 
     write_stream(stream := scratch / "stream")
     flags = ("--dataloader.dataset", "owner/name")
@@ -128,7 +128,7 @@ def _rows(faults: Sequence[Fault], attempts: Sequence[Attempt]) -> Iterator[Resu
 
 
 def write_stream(folder: Path) -> None:
-    """Lines for `datasets` to stream, of which a run reads a hundred in about ten steps."""
+    """Writes lines that `datasets` streams; a run reads a hundred in about ten steps."""
     folder.mkdir()
     text = "\n\n".join(play_scenes())
     documents = [text[begin : begin + 300] for begin in range(0, 300 * 1000, 300)]
@@ -140,7 +140,7 @@ def _lines(texts: Sequence[str]) -> bytes:
 
 
 def write_texts(folder: Path) -> None:
-    """Files of each kind, with empty documents among the others."""
+    """Writes a file of each kind, with some empty documents."""
     import pyarrow
     import pyarrow.parquet
 
@@ -167,14 +167,14 @@ class Start:
     status: int
     err: str
     resumed_at: int
-    """Steps that were done before."""
+    """The step of the checkpoint."""
     steps: list[tuple[int, float]]
-    """Those that it trained, each with the time of its report."""
+    """Its steps, each with the time of its log line."""
     began: float
-    """Seconds since the epoch, as all times."""
+    """In seconds since the epoch, like all times."""
     ended: float
     left_over: list[int] = field(default_factory=list)
-    """Processes that were alive after its end."""
+    """Processes that were still alive after its end."""
 
     @property
     def last(self) -> int:
@@ -185,10 +185,10 @@ def judge(fault: Fault, start: Start, following: Start, same: bool) -> Attempt:
     """Judge how a run handled a fault.
 
     Args:
-        fault: of the start.
-        start: that it ended.
+        fault: the injected fault.
+        start: the start that it ended.
         following: the next start of the same run.
-        same: whether the run ended in the state of one without faults.
+        same: whether the run reached the state of a run without faults.
     """
     reported = start.status == 2 and "\n" not in start.err and re.match(fault.said, start.err) is not None
     lost = start.last - following.resumed_at
@@ -205,14 +205,14 @@ def _chain(
     folder: Path, whole: Path, faults: Sequence[Fault], flags: tuple[object, ...],
     expected: dict[str, torch.Tensor],
 ) -> list[Attempt]:  # fmt: skip
-    """Start the same run once for each fault, and once more without one.
+    """Starts the same run once for each fault, and once more without one.
 
     Args:
         folder: of the run.
-        whole: the data without any fault.
-        faults: in the order in which the run meets them.
-        flags: for data in the folder `DATA`, or in a dataset of the hub, for which that stands.
-        expected: the state in which the run must end.
+        whole: the data without faults.
+        faults: in the order in which they end the run.
+        flags: select the folder `DATA`, or a dataset of the hub that it replaces.
+        expected: the expected final state.
     """
     folder.mkdir()
     data = folder / DATA
@@ -248,7 +248,7 @@ def _chain(
 
 
 def _harm(fault: Fault | None, data: Path) -> dict[str, Any]:
-    """Apply what is wrong before the start; the options of the fault that is injected later."""
+    """Changes the data before the start; returns the options of the fault that is injected later."""
     options: dict[str, Any] = {"kind": "data", "hub": str(data)}
     if fault is None:
         return options
@@ -261,14 +261,14 @@ def _harm(fault: Fault | None, data: Path) -> dict[str, Any]:
 
 
 def _left_over(session: int) -> list[int]:
-    """Processes that a run, started as a session of its own, has left behind."""
+    """Processes of a run's session that are still alive."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
-                behind_name = (entry / "stat").read_text().rpartition(")")[2].split()
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if int(behind_name[3]) == session and behind_name[0] != "Z":
+            if int(fields[3]) == session and fields[0] != "Z":
                 found.append(int(entry.name))
     return found

@@ -19,15 +19,15 @@ class Disk:
     folder: Path
 
     def resize(self, megabytes: int) -> None:
-        """Change its size."""
+        """Changes its size."""
         self._remount(f"size={megabytes}m")
 
     def let_write(self, may: bool) -> None:
-        """Make it writable or read-only. Fails while a file is open for writing."""
+        """Makes it writable or read-only. Fails while a file is open for writing."""
         self._remount("rw" if may else "ro")
 
     def fill(self) -> None:
-        """Write until no space is left."""
+        """Writes until no space is left."""
         with open(self.folder / "ballast", "ab", buffering=0) as file:
             size = 1 << 20
             while size:
@@ -47,7 +47,7 @@ def can_mount() -> bool:
 
 @contextmanager
 def mounted(folder: Path, megabytes: int) -> Iterator[Disk]:
-    """Mount a new disk over a folder, which is made."""
+    """Creates a folder and mounts a new disk there."""
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)], check=True)
     try:

@@ -20,15 +20,15 @@ def install(
     kill_loader: bool = False,
     break_at: int | None = None,
 ) -> None:
-    """Inject a fault between two steps, by rank 0, or into what all ranks read.
+    """Injects a fault on rank 0 between two steps, or into the streams of all ranks.
 
     Args:
         rank: of this process.
-        after: so many steps of this start; None for no fault.
+        after: number of steps of this start before the fault; None for no fault.
         cut: a file to truncate to half of its size.
         unlink: a file to delete.
         kill_loader: whether to kill the process that loads this rank's data.
-        break_at: the document of each iterator of `datasets` in whose place the connection is lost, from 1.
+        break_at: the number, from 1, of the document at which each iterator of `datasets` fails.
     """
     if break_at is not None:
         _break_streams(break_at)

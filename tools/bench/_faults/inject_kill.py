@@ -1,4 +1,4 @@
-"""Ranks that kill themselves at the times of a plan, one kill a start."""
+"""Ranks that kill themselves at planned times, once per start."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ __all__ = ["Kill", "install", "when_killed"]
 
 @dataclass(frozen=True)
 class Kill:
-    """One SIGKILL of a rank to itself: in the `nth` span, from 0, of these kinds in a step."""
+    """A SIGKILL that a rank sends itself in the `nth` span, from 0, of some kinds in a step."""
 
     phase: str
-    """Its name."""
+    """Name of the phase."""
     rank: int
     step: int
     kinds: tuple[int, ...] = ()
-    """Numbers of `Kind`s; of any, if there are none."""
+    """Values of `Kind`; empty for all kinds."""
     nth: int = 0
     delay: float = 0.0
-    """Seconds after the span has begun, but not after it has ended."""
+    """Seconds after the start of the span; at most until its end."""
     draining: bool = False
     """Whether it is a span of the drain at the end of the step."""
 
 
 def install(rank: int, *, plan: Sequence[dict[str, Any]], folder: str) -> None:
-    """Carry out the first kill of the plan that was not carried out yet, if it is of this rank.
+    """Prepares the next kill of the plan, if it is one of this rank.
 
     Args:
         rank: of this process.
         plan: the fields of `Kill`s.
-        folder: has a file for each kill that was carried out.
+        folder: contains a file for each past kill.
     """
     for number, fields in enumerate(plan):
         if when_killed(Path(folder), number) is None:
@@ -50,7 +50,7 @@ def install(rank: int, *, plan: Sequence[dict[str, Any]], folder: str) -> None:
 
 
 def when_killed(folder: Path, number: int) -> float | None:
-    """When a kill of the plan was carried out, in seconds since the epoch; None if it was not yet."""
+    """The time of a kill of the plan, in seconds since the epoch; None for future ones."""
     try:
         return float((folder / str(number)).read_text())
     except FileNotFoundError:
@@ -62,7 +62,7 @@ class _Planned:
         self._kill, self._note = kill, note
         self._draining = False
         self._seen = 0
-        self._depth: int | None = None  # of the span in which the kill is to be, counted from it
+        self._depth: int | None = None  # of the current span, relative to the span of the kill
 
     def watch(self) -> None:
         begin, end, drain = EventRecorder.begin, EventRecorder.end, AsyncTrainer._drain_and_update
@@ -92,7 +92,7 @@ class _Planned:
         if self._depth is not None:
             self._depth += 1
             return
-        # What is drained may be of the batch before.
+        # A drain may also process the previous batch.
         meant = self._draining if kill.draining else step == kill.step and kind in kill.kinds
         if meant:
             if self._seen == kill.nth:

@@ -1,6 +1,6 @@
 """Ranks that record how much memory they have allocated and not freed. No fault is injected.
 
-The rest of a process's private memory is free memory of its allocator, whose growth is no leak.
+The rest of a process's private memory is free memory of its allocator; its growth is not a leak.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class _MallInfo(ctypes.Structure):
 
 
 def install(rank: int, folder: str) -> None:
-    """Write lines to the file "rank N" in a folder: seconds of the machine's monotonic clock, and megabytes.
+    """Writes lines to the file "rank N" in a folder: seconds of the machine's monotonic clock, and megabytes.
 
-    Nothing is written if the C library does not tell how much is in use.
+    Nothing is written if the C library has no `mallinfo2`.
     """
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:

@@ -1,7 +1,7 @@
-"""Non-finite values, losses that are too large and batches without labels, in a trainer that trains.
+"""Non-finite values, losses that are too large, and batches without labels, injected into the trainer.
 
-A fault has a place, the steps of the batches that it affects, and options of its place. As the pipeline
-delivers gradients one batch late, the update of step 5's batch is made in step 6.
+A fault has a place, the steps of the batches that it affects, and options of its place. Because the pipeline
+delivers gradients one batch late, the update of step 5's batch is in step 6.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ MICROBATCH = 1
 """The microbatch of a batch that a fault affects."""
 
 NORMS = "norms-{rank}.json"
-"""Gets the norm of each clipped gradient's part on a rank, where they are watched."""
+"""File with the norms of clipped gradients on a rank (place "norms")."""
 
 
 def install(rank: int, faults: Sequence[Mapping[str, Any]]) -> None:
-    """Inject the faults into the trainer of this rank."""
+    """Injects the faults into the trainer of this rank."""
     plain_start = AsyncTrainer._start
 
     def start(trainer: AsyncTrainer) -> None:
@@ -41,7 +41,7 @@ def install(rank: int, faults: Sequence[Mapping[str, Any]]) -> None:
 def _spoil_activations(
     trainer: AsyncTrainer, rank: int, *, stage: int, layer: str, steps: Sequence[int], value: float
 ) -> None:
-    """One element of a layer's output, in one microbatch."""
+    """Changes one element of a layer's output, in one microbatch."""
     if rank == stage:
         is_affected = _forwards(trainer, steps)
 
@@ -54,7 +54,7 @@ def _spoil_activations(
 def _spoil_expert(
     trainer: AsyncTrainer, rank: int, *, stage: int, layer: str, steps: Sequence[int], value: float
 ) -> None:
-    """The outputs of a layer's most used expert, in one microbatch."""
+    """Changes the outputs of a layer's most used expert, in one microbatch."""
     if rank == stage:
         is_affected = _forwards(trainer, steps)
 
@@ -74,7 +74,7 @@ def _spoil_expert(
 def _spoil_gradient(
     trainer: AsyncTrainer, rank: int, *, stage: int, parameter: str, steps: Sequence[int], value: float
 ) -> None:
-    """One element of a parameter's gradient, in one microbatch."""
+    """Changes one element of a parameter's gradient, in one microbatch."""
     if rank == stage:
         schedule, done = trainer.pp_schedule, 0
         backward = schedule._stage.backward_one_chunk
@@ -85,7 +85,7 @@ def _spoil_gradient(
             batch, microbatch = divmod(done, schedule._n_microbatches)
             done += 1
             if batch + 1 in steps and microbatch == MICROBATCH:
-                # The module shows the version of the weights that this backward uses.
+                # The module has the weight version that this backward uses.
                 trainer.model_parts[0].get_parameter(parameter).grad.view(-1)[0] = value
             return result
 
@@ -93,7 +93,7 @@ def _spoil_gradient(
 
 
 def _scale_loss(trainer: AsyncTrainer, rank: int, *, steps: Sequence[int], factor: float) -> None:
-    """The losses of whole batches."""
+    """Scales the losses of whole batches."""
     schedule, loss_fn = trainer.pp_schedule, trainer.pp_schedule._loss_fn
 
     def scaled(output: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +104,7 @@ def _scale_loss(trainer: AsyncTrainer, rank: int, *, steps: Sequence[int], facto
 
 
 def _draw_tokens(trainer: AsyncTrainer, rank: int, *, steps: Sequence[int]) -> None:
-    """Inputs and labels of whole batches are random tokens, the same on all ranks."""
+    """Replaces inputs and labels of whole batches by random tokens, the same on all ranks."""
 
     def draw(inputs: dict[str, Tensor], labels: Tensor, generator: torch.Generator) -> Any:
         tokens = torch.randint(0, 2048, labels.shape, generator=generator)
@@ -114,12 +114,12 @@ def _draw_tokens(trainer: AsyncTrainer, rank: int, *, steps: Sequence[int]) -> N
 
 
 def _ignore_labels(trainer: AsyncTrainer, rank: int, *, steps: Sequence[int]) -> None:
-    """No label of whole batches counts."""
+    """Ignores all labels of whole batches."""
     _change_batches(trainer, steps, lambda inputs, labels, _: (inputs, torch.full_like(labels, IGNORE_INDEX)))
 
 
 def _watch_norms(trainer: AsyncTrainer, rank: int) -> None:
-    """No fault: writes the norms of gradients after the clip."""
+    """Injects no fault; writes the norms of gradients after clipping."""
     norms, clip = [], trainer._clip
 
     def watched() -> Tensor:
@@ -133,9 +133,9 @@ def _watch_norms(trainer: AsyncTrainer, rank: int) -> None:
 
 
 def _undo_updates(trainer: AsyncTrainer, rank: int, *, steps: Sequence[int]) -> None:
-    """Make the updates of these batches, and then revert everything that they have changed.
+    """Makes the updates of these batches, and then reverts everything that they changed.
 
-    An independent way to the state of a run that skips them.
+    This is an independent computation of the state of a run that skips them.
     """
     update, done = trainer._update, 0
 
@@ -154,12 +154,12 @@ def _undo_updates(trainer: AsyncTrainer, rank: int, *, steps: Sequence[int]) -> 
 
 
 def _tensors_of(trainer: AsyncTrainer) -> Any:
-    """All that an update changes, except counters."""
+    """All tensors that an update changes, except counters."""
     for part in trainer.model_parts:
         yield from (parameter.data for parameter in part.parameters())
         yield from (buffer for name, buffer in part.named_buffers() if "tokens_per_expert" not in name)
     for optimizer in trainer.optimizers.optimizers:
-        # Of error feedback this is its history and what the wrapped optimizer keeps.
+        # With error feedback these are its history and the state of the wrapped optimizer.
         for entries in optimizer.state.values():
             yield from entries.values()
     if trainer.average is not None:
@@ -167,7 +167,7 @@ def _tensors_of(trainer: AsyncTrainer) -> Any:
 
 
 def _forwards(trainer: AsyncTrainer, steps: Sequence[int]) -> Callable[[], bool]:
-    """Whether a forward, which calls it, is one that a fault of these steps affects."""
+    """A function that each forward calls, and that returns whether a fault of these steps affects it."""
     step, done = 0, 0
 
     def is_affected() -> bool:
@@ -181,7 +181,7 @@ def _forwards(trainer: AsyncTrainer, steps: Sequence[int]) -> Callable[[], bool]
 
 
 def _with(tensor: Tensor, value: float) -> Tensor:
-    # As a sum, so that the gradient goes through it.
+    # As a sum, so that the gradient is propagated.
     spoiled = torch.zeros_like(tensor)
     spoiled.view(-1)[0] = value
     return tensor + spoiled

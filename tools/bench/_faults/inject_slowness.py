@@ -1,6 +1,6 @@
 """Stages of a fixed speed, slower ranks, jitter of computations, delayed messages.
 
-netem would delay real packets, but few kernels have it, and it would delay those of other programs too.
+netem would delay real packets, but few kernels have it, and it would also delay those of other programs.
 """
 
 import itertools
@@ -29,14 +29,14 @@ def install(
     jitter: float = 0.0,
     latency: float = 0.0,
 ) -> None:
-    """Pad computations by sleeping, so that processes on few cores stand for ranks that share none.
+    """Pads computations by sleeping, so that processes on few cores simulate ranks with their own device.
 
     Args:
         rank: of this process.
-        forward, backward: the seconds that one of a microbatch takes at least.
-        factors: by which those of each rank are longer.
-        jitter: half the width of the uniform distribution of a computation's time, as a part of its mean.
-        latency: seconds that are added to each message between stages.
+        forward, backward: minimum seconds per microbatch.
+        factors: multiply these durations, by rank.
+        jitter: half the width of the uniform distribution of a computation's time, relative to its mean.
+        latency: seconds added to each message between stages.
     """
     factor = factors[rank] if factors else 1.0
     draw = random.Random(rank)
@@ -76,7 +76,7 @@ class _LateSend:
 
 
 def _delay_messages(latency: float) -> None:
-    """Delay messages, in their order, without blocking the rank."""
+    """Delays messages, in order, without blocking the rank."""
     queues: dict[dist.ProcessGroup, SimpleQueue[_LateSend]] = {}
     start = P2PChannels._start
 

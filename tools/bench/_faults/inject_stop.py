@@ -13,15 +13,15 @@ __all__ = ["install"]
 
 
 def install(rank: int, *, of_rank: int, span: int, step: int, seconds: float | None, hangs: bool) -> None:
-    """Stop or hang a rank when it begins a span.
+    """Stops or hangs a rank at the start of a span.
 
     Args:
-        rank: this process's.
-        of_rank: the one that stops.
+        rank: of this process.
+        of_rank: the rank to stop.
         span: the `Kind` of the span.
         step: of the span, since the start of the process.
-        seconds: how long it is stopped; None for ever.
-        hangs: whether it sleeps instead, while the other threads of its process go on.
+        seconds: duration; None for no end.
+        hangs: whether it sleeps instead, while the other threads of its process continue.
     """
     if rank != of_rank:
         return

@@ -5,7 +5,7 @@ from titan_async.training.trainer import AsyncTrainer
 
 
 def install(rank: int, width: int) -> None:
-    """Set the width of the recipe `debug`."""
+    """Sets the width of the recipe `debug`."""
     from _faults import injected
 
     def narrow() -> AsyncTrainer.Config:

@@ -1,8 +1,8 @@
 """The debug recipes for runs with injected faults: the module of `--module _faults.injected`.
 
-The variable `TITAN_ASYNC_FAULT` has the fault as JSON: `{"kind": ..., ...}`. The module of that kind patches
-the trainer of every worker process, and nothing in the launcher; the key `"hub"` names a folder that replaces
-every dataset of the hub in all processes. Without the variable nothing is changed.
+The variable `TITAN_ASYNC_FAULT` contains the fault as JSON: `{"kind": ..., ...}`. The module of that kind
+patches the trainer in every worker process, but not the launcher; the key `"hub"` names a folder that
+replaces every dataset of the hub in all processes. Without the variable nothing is changed.
 """
 
 from __future__ import annotations

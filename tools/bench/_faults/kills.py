@@ -1,7 +1,7 @@
-"""SIGKILL of either rank at random times of each phase: whether the run resumes, and what that costs.
+"""SIGKILL of either rank at random times of each phase: whether the run resumes, and the steps it loses.
 
-The ranks of one long run under torchrun kill themselves one after another, by a plan; the run must end in the
-state of one without faults. Times are drawn uniformly from the median duration of the phase.
+The ranks of one long run under torchrun kill themselves at planned times; the run must reach the state of a
+run without faults. Times are drawn uniformly from the median duration of the phase.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from titan_async.pipelining.recording import Kind
 __all__ = ["measure", "plan_kills"]
 
 INTERVAL = 5
-"""Steps between two saves, each of which drains the pipeline and is followed by a validation."""
+"""Steps between saves; each save drains the pipeline, and a validation follows."""
 
 ROUNDS, QUICK_ROUNDS = 6, 1
 
 PATIENCE = 900.0
-"""Seconds after which a run that has not reached its next kill counts as hung."""
+"""Seconds until its next kill after which a run counts as hung."""
 
 FLAGS = (
     "--checkpoint.interval", INTERVAL, "--checkpoint.keep_latest_k", 2, "--lr_scheduler.warmup_steps", 3,
@@ -61,12 +61,12 @@ def measure(scratch: Path, *, quick: bool) -> Iterator[Result]:
 
 
 def plan_kills(rounds: int, run: RunSpans, draw: random.Random) -> list[Kill]:
-    """One kill in each phase of each round, in the order of their steps; rounds take turns between ranks.
+    """One kill in each phase of each round, ordered by step; rounds alternate between ranks.
 
     Args:
-        rounds: each takes twice `INTERVAL` steps.
-        run: one without faults, for the durations of its spans.
-        draw: random numbers.
+        rounds: number of rounds, each of twice `INTERVAL` steps.
+        run: a run without faults, for the durations of its spans.
+        draw: random number generator.
     """
     plan = []
     for number in range(rounds):
@@ -89,7 +89,7 @@ def plan_kills(rounds: int, run: RunSpans, draw: random.Random) -> list[Kill]:
             kill("in a drain", INTERVAL, nth=draw.randrange(8), draining=True),
             kill("in a save", INTERVAL, Kind.SAVE),
             kill("while the pipeline fills", INTERVAL + 1, *fills, nth=draw.randrange(2)),
-            # Not at the step of that save: if it was done, its validation does not come again.
+            # Not at the step of that save: a run that resumes from it does not repeat its validation.
             kill("in a validation", 2 * INTERVAL, Kind.VALIDATE),
         ]
     return plan
@@ -109,13 +109,13 @@ def _under_torchrun(
     attempts = []
     for number, at in enumerate(killed):
         if at is None or gone[number] is None:
-            attempts.append(Attempt(False, said=run.last_words))
+            attempts.append(Attempt(False, said=run.last_error_line))
             continue
         following = killed[number + 1] if number + 1 < len(plan) else None
         before = run.steps((gone[number - 1] or 0.0) if number else 0.0, gone[number])
         after = run.steps(gone[number], following or time.time())
         resumed = _resumed_at(run, gone[number])
-        # One that was killed in its first step has done nothing that could be lost.
+        # A start that was killed in its first step has lost nothing.
         lost = before[-1][0] - resumed if before else 0
         attempts.append(
             Attempt(
@@ -130,13 +130,13 @@ def _under_torchrun(
 
 
 def _when_gone(run: Watched, notes: Path, kills: int) -> list[float | None]:
-    """When all processes that were there at each kill had ended, seconds since the epoch."""
+    """For each kill, when all processes of that start had ended, in seconds since the epoch."""
     gone: list[float | None] = [None] * kills
     workers: list[int] = []
     number, since = 0, time.time()
     while run.process.poll() is None and number < kills:
         if time.time() - since > PATIENCE:
-            run.process.terminate()  # it hangs, and is waited for below
+            run.process.terminate()  # hung
         if when_killed(notes, number) is None:
             workers = list(run.ranks().values()) or workers
         elif not any(map(is_alive, workers)):
@@ -164,7 +164,7 @@ def _said(run: Watched, after: float) -> str:
 def _under_the_launcher(
     folder: Path, rank: int, flags: tuple[object, ...], expected: dict[str, torch.Tensor]
 ) -> Attempt:
-    """A run that ends when a rank is killed, and resumes when it is started again."""
+    """A run that ends when a rank is killed, and resumes on the next start."""
     notes = folder / "kills"
     notes.mkdir(parents=True)
     kill = Kill("", rank, INTERVAL + 3, tuple(map(int, _MESSAGES)), nth=5)

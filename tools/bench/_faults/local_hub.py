@@ -1,4 +1,4 @@
-"""A folder in place of the Hugging Face hub, since fault benchmarks run offline."""
+"""A folder instead of the Hugging Face hub, because fault benchmarks run offline."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["install"]
 
 
 def install(folder: str) -> None:
-    """Replace every dataset of the hub by a folder."""
+    """Replaces every dataset of the hub by a folder."""
 
     @functools.cache
     def load(dataset: str, config: str | None, revision: str | None) -> DatasetBuilder:
-        # Here, since it takes a second, and most runs ask for no dataset of the hub.
+        # Imported here because it takes a second, and most runs use no dataset of the hub.
         from datasets import load_dataset_builder
 
         return load_dataset_builder(folder, config, cache_dir=f"{folder}.cache")

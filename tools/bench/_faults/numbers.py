@@ -1,8 +1,8 @@
-"""NaNs, infinities, losses too large and batches without labels, on one stage, once and permanently.
+"""NaNs, infinities, losses that are too large and batches without labels, on one stage, once and permanently.
 
-A batch with a non-finite gradient makes no update, on any rank. The resulting state is compared bit for bit
-with a run whose gradients are all finite, which makes the same updates and then reverts everything that they
-have changed: weights, routers' biases, the optimizers' state with its error feedback, and the average.
+All ranks skip the update of a batch with a non-finite gradient. The resulting state must be bitwise equal to
+that of a run with finite gradients, which makes these updates and then reverts everything that they changed:
+weights, routers' biases, the optimizers' state with its error feedback, and the average.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["measure"]
 Fault = Mapping[str, Any]
 
 STEPS, INTERVAL = 18, 4
-"""Steps of a run, and between two saves: of step 8's batch the gradient comes in a drain."""
+"""Steps of a run, and steps between saves: the gradient of step 8's batch is delivered in a drain."""
 
 MOST_IN_A_ROW = 4
 FLAGS = (
@@ -45,18 +45,18 @@ HARMLESS = [
     {"place": "loss", "steps": SCALED, "factor": 1000.0},
     {"place": "tokens", "steps": RANDOM},
 ]
-"""All values are finite, so no update is skipped."""
+"""Faults with finite values, for which no update is skipped."""
 
 
 def _faults(
     place: str, output: str, last: tuple[str, str], first: tuple[str, str], value: float
 ) -> dict[str, Fault]:
-    """Faults in outputs and in gradients of either stage, each in a batch of its own.
+    """Faults in outputs and in gradients of either stage, each in a different batch.
 
     Args:
         place: of the faults in outputs.
-        output: what `place` spoils.
-        last, first: what owns the gradient on the last and on the first stage, and the parameter.
+        output: name of these outputs.
+        last, first: name of the owner of the gradient on the last and on the first stage, and its parameter.
         value: of the fault on the first stage.
     """
 
@@ -91,18 +91,18 @@ LASTING = {
     ),
     "infinity in one expert's output": (MOE_RECIPE, MOE, 1, "the output of stage 1 (rank 1)"),
 }  # fmt: skip
-"""The recipe, which of its faults is permanent, and the place that the run must name."""
+"""The recipe, its faults, the index of the permanent one, and the place in the error message."""
 
 
 @dataclass(frozen=True)
 class _Ended:
-    """A run that has ended."""
+    """A finished run."""
 
     folder: Path
     run: Watched
     status: int
     began: float
-    """Seconds since the epoch, as all times."""
+    """In seconds since the epoch, like all times."""
     ended: float
 
     @property
@@ -114,7 +114,7 @@ class _Ended:
         return complete_steps(self.folder / "run" / "checkpoint")
 
     def when(self, pattern: str) -> float:
-        """When it wrote a line that matches."""
+        """When it printed the first line that matches."""
         return next(line.time for line in self.run.out if re.match(pattern, line.text))
 
 
@@ -130,7 +130,7 @@ def measure(scratch: Path, *, quick: bool) -> Iterator[Result]:
 def _once(
     scratch: Path, recipe: Path, faults: Mapping[str, Fault], harmless: Sequence[Fault]
 ) -> Iterator[Result]:
-    """All of these faults in one run, each in a batch of its own."""
+    """Injects all of these faults into one run, each in a different batch."""
     steps = [step for fault in faults.values() for step in fault["steps"]]
     watched = [*harmless, {"place": "norms"}]
     spoiled = _run(scratch / "spoiled", [*faults.values(), *watched], recipe)
@@ -162,7 +162,7 @@ def _are_finite(state: Mapping[str, torch.Tensor]) -> bool:
 
 
 def _harmless(spoiled: _Ended, same: bool) -> Iterator[Result]:
-    """The batches with unusual but finite values."""
+    """Reports the batches with unusual but finite values."""
     found = re.findall(r"^step +(\d+)/.* loss +(\S+) +grad_norm +(\S+) ", spoiled.out, re.MULTILINE)
     figures = {int(step): (float(loss), norm) for step, loss, norm in found}
     parts = [json.loads((spoiled.folder / "run" / NORMS.format(rank=rank)).read_text()) for rank in range(2)]
@@ -186,7 +186,7 @@ def _harmless(spoiled: _Ended, same: bool) -> Iterator[Result]:
 
 
 def _permanent(folder: Path, recipe: Path, faults: Mapping[str, Fault], which: int, place: str) -> Attempt:
-    """A fault from step 6 on; without it the same command must then resume from the last checkpoint."""
+    """Injects a fault from step 6 on; without it the same command must resume from the last checkpoint."""
     first = INTERVAL + 2
     fault = list(faults.values())[which] | {"steps": list(range(first, 100))}
     ended = _run(folder, [fault], recipe)
@@ -202,12 +202,12 @@ def _permanent(folder: Path, recipe: Path, faults: Mapping[str, Fault], which: i
     )
     seconds = ended.ended - ended.run.steps()[first - 2][1]
     resumed = _run(folder, [], recipe)
-    goes_on = (
+    resumes = (
         resumed.status == 0 and resumed.checkpoints[-1] == STEPS and _are_finite(saved_state(folder, STEPS))
     )
     steps = resumed.run.steps()
     return Attempt(
-        reported and usable and goes_on,
+        reported and usable and resumes,
         work_lost=last - steps[0][0] + 1 if steps else None,
         notice=seconds,
         resume=steps[0][1] - resumed.began if steps else None,

@@ -15,11 +15,11 @@ class Attempt:
     """Whether the run continued or resumed to the weights of a run without faults, or failed with the
     expected message and status, and left no partial files."""
     work_lost: int | None = None
-    """Steps that were trained again after resuming."""
+    """Steps that were repeated after resuming."""
     notice: float | None = None
     """Seconds from the fault to the end of all processes, or to the run's message about it."""
     resume: float | None = None
-    """Seconds from starting again to the end of the first step after that."""
+    """Seconds from the next start to the end of its first step."""
     said: str = ""
     """The line in which the run reports the fault; the reason if it did not survive."""
 
@@ -33,19 +33,19 @@ class Result:
     tried: int
     survived: int
     work_lost: int | None
-    """Steps, the most of all tries."""
+    """Maximum of steps."""
     notice: float | None
-    """Seconds, the median."""
+    """Median of seconds."""
     resume: float | None
-    """Seconds, the median."""
+    """Median of seconds."""
     said: str
-    """Of the first try that did not survive, or of the first."""
+    """The line of the first try that did not survive; otherwise of the first."""
 
 
 def summarize(family: str, fault: str, attempts: Sequence[Attempt]) -> Result:
-    """Counts the tries of one fault."""
+    """Combines the tries of one fault."""
     lost = [attempt.work_lost for attempt in attempts if attempt.work_lost is not None]
-    telling = next((attempt for attempt in attempts if not attempt.survived), attempts[0])
+    reported = next((attempt for attempt in attempts if not attempt.survived), attempts[0])
     return Result(
         family=family,
         fault=fault,
@@ -54,7 +54,7 @@ def summarize(family: str, fault: str, attempts: Sequence[Attempt]) -> Result:
         work_lost=max(lost, default=None),
         notice=_median([attempt.notice for attempt in attempts]),
         resume=_median([attempt.resume for attempt in attempts]),
-        said=telling.said,
+        said=reported.said,
     )
 
 

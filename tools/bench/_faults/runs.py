@@ -21,17 +21,17 @@ MOE_RECIPE = ROOT / "toml_configs" / "debug_moe_cpu.toml"
 
 SMALL = ("--training.local_batch_size", "8", "--training.seq_len", "64", "--training.max_norm", "1.0",
          "--metrics.log_freq", "1", "--validator.no-enable", "--dump_folder", "run")  # fmt: skip
-"""The default recipe with less in a batch, so that a step takes a tenth of a second."""
+"""The debug recipe with smaller batches, so that a step takes a tenth of a second."""
 
 
 def command(*flags: object, recipe: Path = RECIPE) -> list[str]:
-    """`titan-async train` with the small form of a debug recipe."""
+    """`titan-async train` with a debug recipe and `SMALL`."""
     module = ("--module", "_faults.injected")
     return [sys.executable, "-m", "titan_async.cli", "train", str(recipe), *module, *SMALL, *map(str, flags)]
 
 
 def environment(fault: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """The variables of a run that injects `fault` into itself (`_faults.injected`)."""
+    """Environment variables of a run with an injected `fault` (`_faults.injected`)."""
     path = os.pathsep.join((str(ROOT), str(ROOT / "tools" / "bench")))
     variables = training.environment() | {"PYTHONPATH": path}
     return variables if fault is None else variables | {FAULT: json.dumps(fault)}
@@ -44,7 +44,7 @@ def start(
     fault: Mapping[str, Any] | None = None,
     out: IO[str] | int = subprocess.PIPE,
 ) -> subprocess.Popen[str]:
-    """Start a run, in a session of its own, that writes to `folder`/run, with stdout to `out`."""
+    """Starts a run in a new session, with the folder `folder`/run, and stdout to `out`."""
     return subprocess.Popen(
         command(*flags, recipe=recipe), cwd=folder, env=environment(fault), text=True,
         stdout=out, stderr=subprocess.PIPE, start_new_session=True,
@@ -58,10 +58,10 @@ def train(
     fault: Mapping[str, Any] | None = None,
     timeout: float = 300,
 ) -> Run:
-    """Run until it ends.
+    """Runs until the end.
 
     Raises:
-        subprocess.TimeoutExpired: it did not.
+        subprocess.TimeoutExpired: the run took longer than `timeout`.
     """
     process = start(folder, *flags, recipe=recipe, fault=fault)
     try:
@@ -76,13 +76,13 @@ def train(
 def train_undisturbed(
     folder: Path, steps: int, *flags: object, fault: Mapping[str, Any] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Create the folder, train in it without faults, and return the state saved at the end.
+    """Creates the folder, trains in it without faults, and returns the state saved at the end.
 
     Args:
         folder: of the run.
-        steps: how many the flags say.
+        steps: number of steps, as in the flags.
         flags: of the run.
-        fault: a change by `_faults.injected` that is no fault, such as a local hub.
+        fault: a change by `_faults.injected` that is not a fault, such as a local hub.
     """
     folder.mkdir()
     done = train(folder, *flags, fault=fault, timeout=900)
@@ -91,11 +91,11 @@ def train_undisturbed(
 
 
 def saved_state(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint of `folder`/run: weights, optimizers' state, the next batch's weights."""
+    """All tensors of a checkpoint of `folder`/run: weights, optimizers' state, the next batch's weights."""
     saved = SavedTensors(folder / "run" / "checkpoint" / f"step-{step}")
     return {key: saved.read(key) for key in saved.tensors}
 
 
 def is_same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    """Whether two states are the same, bit for bit."""
+    """Whether two states are bitwise equal."""
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)

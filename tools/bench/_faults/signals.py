@@ -1,6 +1,6 @@
 """SIGTERM, Ctrl-C and SIGSTOP, to the launcher, to torchrun and to a rank, and hung ranks.
 
-Each run is started again afterwards, and must end in the state of one without faults.
+Each run is resumed afterwards, and must reach the state of a run without faults.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["measure"]
 STEPS, INTERVAL, AT = 20, 5, 8
 
 PATIENCE = 15
-"""Timeout of ranks that wait for one that does not respond."""
+"""Timeout in seconds of ranks that wait for an unresponsive one."""
 
 PAUSE = 20.0
 """Seconds for which a rank is stopped."""
@@ -58,7 +58,7 @@ def measure(scratch: Path, *, quick: bool) -> Iterator[Result]:
 
 
 def _once(folder: Path, number: signal.Signals, whom: str, expected: State) -> Attempt:
-    """Asked to stop, all ranks save and end."""
+    """One signal: all ranks save and end."""
     folder.mkdir(parents=True)
     run = STARTERS[whom](folder, *FLAGS)
     run.wait_for_step(AT)
@@ -67,15 +67,15 @@ def _once(folder: Path, number: signal.Signals, whom: str, expected: State) -> A
     status = run.wait(timeout=300)
     said = [line.text for line in run.out if line.text.startswith(f"{NAMES[number]}: saved step ")]
     wanted = 0 if number == signal.SIGTERM else 128 + number
-    # torchrun's own status after a signal is its own affair.
+    # The exit status of torchrun after a signal is not checked.
     right = len(said) == 1 and (status == wanted or whom == "torchrun")
-    return _resumed(folder, run, ranks, sent, expected, right, said[0] if said else run.last_words)
+    return _resumed(folder, run, ranks, sent, expected, right, said[0] if said else run.last_error_line)
 
 
 def _twice(folder: Path, number: signal.Signals, whom: str, expected: State) -> Attempt:
-    """Asked to stop while a step does not end; asked again, all processes end at once.
+    """Two signals during a step that hangs: after the second, all processes end immediately.
 
-    But torchrun passes a second SIGTERM on too, and kills its processes when their time is over.
+    torchrun forwards a second SIGTERM as well, and kills its processes after its shutdown timeout.
     """
     folder.mkdir(parents=True)
     run = STARTERS[whom](folder, *FLAGS, fault=_stuck(1))
@@ -92,11 +92,11 @@ def _twice(folder: Path, number: signal.Signals, whom: str, expected: State) -> 
     soon = time.time() - sent < PATIENCE + (SHUTDOWN_TIMEOUT if slow else 0)
     said = f"stopped by {number.name}" if whom != "torchrun" else f"got signal: {number.value}"
     right = waits and soon and status != 0 and any(said in line.text for line in run.err)
-    return _resumed(folder, run, ranks, sent, expected, right, run.last_words)
+    return _resumed(folder, run, ranks, sent, expected, right, run.last_error_line)
 
 
 def _silent(folder: Path, rank: int, expected: State, *, hangs: bool) -> Attempt:
-    """The others wait until their timeout, and report the rank that they waited for."""
+    """An unresponsive rank: the others wait until their timeout, and report that rank."""
     folder.mkdir()
     run = under_the_launcher(
         folder, *FLAGS, "--comm.train_timeout_seconds", PATIENCE, fault=_stuck(rank) if hangs else None
@@ -109,11 +109,11 @@ def _silent(folder: Path, rank: int, expected: State, *, hangs: bool) -> Attempt
     said = [line.text for line in run.err]
     does = "computes the forward" if hangs else "has sent no heartbeat"
     right = status == 1 and len(said) == 1 and said[0].startswith(f"rank {rank} (stage {rank}) {does}")
-    return _resumed(folder, run, ranks, sent, expected, right, run.last_words)
+    return _resumed(folder, run, ranks, sent, expected, right, run.last_error_line)
 
 
 def _paused(folder: Path, expected: State) -> list[Attempt]:
-    """Each rank in turn: the others wait, the view names the rank, and the run continues."""
+    """Pauses each rank in turn: the others wait, the view names the rank, and the run continues."""
     folder.mkdir()
     run = under_the_launcher(folder, *FLAGS)
     attempts = []
@@ -125,10 +125,10 @@ def _paused(folder: Path, expected: State) -> list[Attempt]:
         said = _until(lambda view=view, rank=rank: _named(view, rank), stopped + PAUSE)
         noticed = time.time()
         time.sleep(max(stopped + PAUSE - time.time(), 0.0))
-        before, goes_on = run.steps()[-1][0], time.time()
+        before, continued = run.steps()[-1][0], time.time()
         os.kill(pid, signal.SIGCONT)
         run.wait_for_step(before + 1)
-        attempts.append((said, noticed - stopped, run.steps(goes_on)[0][1] - goes_on))
+        attempts.append((said, noticed - stopped, run.steps(continued)[0][1] - continued))
     right = run.wait(timeout=300) == 0 and not run.err and is_same(saved_state(folder, STEPS), expected)
     return [Attempt(right and said != "", 0, notice, resume, said) for said, notice, resume in attempts]
 
@@ -153,7 +153,7 @@ def _stuck(rank: int) -> dict[str, object]:
 
 
 def _send(run: Watched, number: signal.Signals) -> None:
-    # Ctrl-C goes to everything that runs in the terminal.
+    # Ctrl-C is sent to the whole foreground process group.
     if number == signal.SIGINT:
         os.killpg(run.process.pid, number)
     else:
@@ -169,7 +169,7 @@ def _resumed(
     right: bool,
     said: str,
 ) -> Attempt:
-    """Start a run again, under the launcher, that has ended."""
+    """Resumes a run under the launcher, and judges it."""
     ended = time.time()
     right = right and not any(map(is_alive, ranks.values()))
     started = time.time()

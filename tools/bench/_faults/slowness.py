@@ -1,10 +1,10 @@
 """A slow rank, jitter, delayed messages: the weights are the same, and the utilization is as predicted.
 
-Stages are padded by sleeping to 20 ms forward and 40 ms backward, so that processes need no core each. That
-the recurrence holds is checked twice: the checkpoint is bitwise that of the run without faults, and by its
-events every computation used the weights of one update before. Utilization is predicted by the planner's
-simulation, from the padded times and from what ranks of the run without faults did in a step besides
-computing and waiting for others.
+Stages are padded by sleeping to 20 ms forward and 40 ms backward, so that the processes can share cores. Two
+checks of the recurrence: the checkpoint is bitwise equal to that of the run without faults, and according to
+the events every computation used the weights of one update before. The planner's simulation predicts the
+utilization from the padded times, and from the time per step in which ranks of the run without faults neither
+computed nor waited.
 """
 
 import statistics
@@ -23,13 +23,13 @@ from titan_async.pipelining.recording import COMPUTE_KINDS, Kind
 from titan_async.pipelining.simulation import Timing, simulate
 
 FORWARD, BACKWARD = 0.020, 0.040
-"""Seconds of a microbatch on every stage."""
+"""Seconds per microbatch on every stage."""
 
 TOLERANCE = 0.05
-"""Between utilization and its prediction; what a processor does at the same time comes on top."""
+"""Maximum difference between utilization and its prediction, on an idle machine."""
 
 _SKIPPED = 4
-"""Steps that are not counted: shapes are inferred, groups made, the pipeline fills."""
+"""Steps that are not counted: shapes are inferred, groups are created, the pipeline fills."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Slowness:
-    """What is slow; the fields are those of `inject_slowness.install`."""
+    """Arguments of `inject_slowness.install`."""
 
     name: str
     factors: tuple[float, ...] = ()
@@ -55,7 +55,7 @@ UNDISTURBED = Slowness("nothing (padded to 20 and 40 ms)")
 
 
 def cases(stages: int) -> list[Slowness]:
-    """Everything that can be slow in a pipeline of so many stages."""
+    """The cases for a pipeline with this number of stages."""
     slow = [tuple(3.0 if rank == slow else 1.0 for rank in range(stages)) for slow in (0, stages - 1)]
     return [
         Slowness("first rank 3 x slower", factors=slow[0]),
@@ -67,7 +67,7 @@ def cases(stages: int) -> list[Slowness]:
 
 
 def measure(scratch: Path, *, quick: bool) -> Iterator[Result]:
-    """Train with each, on two stages and on four."""
+    """Trains each case on two and on four stages."""
     shapes = [Shape(2, 4, 10)] if quick else [Shape(2, 4, 30), Shape(4, 8, 24)]
     for shape in shapes:
         family = f"slowness, {shape.stages} stages, {shape.microbatches} microbatches"
@@ -81,9 +81,9 @@ def measure(scratch: Path, *, quick: bool) -> Iterator[Result]:
             predicted = predict(shape, slowness, overhead)
             said = f"busy {measured:.3f}, predicted {predicted:.3f}"
             if not same:
-                said += "; other weights than undisturbed"
+                said += "; the weights differ"
             if not delays:
-                said += "; weights of a wrong version used"
+                said += "; a wrong weight version was used"
             good = same and delays and abs(measured - predicted) < TOLERANCE
             yield summarize(family, slowness.name, [Attempt(good, said=said)])
 
@@ -118,16 +118,16 @@ def _run(scratch: Path, shape: Shape, slowness: Slowness) -> _Run:
 
 
 def _delays_are_one(rank: RankSpans) -> bool:
-    """Whether each computation of batch b, from 1, used weights of max(b - 2, 0) updates.
+    """Whether each computation of batch b, from 1, used the weights after max(b - 2, 0) updates.
 
-    The update from batch b is the b-th, and the weights of batch b + 2 are the first that have seen it.
+    The b-th update uses batch b, and batch b + 2 is the first with its weights.
     """
     computed = rank.of_kind(*COMPUTE_KINDS)
     return len(computed) > 0 and bool(np.all(computed["version"] == np.maximum(computed["batch"] - 2, 0)))
 
 
 def _window(rank: RankSpans) -> tuple[int, int, int]:
-    """From the first forward of one batch to that of another, and how many batches are between."""
+    """From the first forward of one batch to that of a later one, and the number of batches between."""
     forwards = rank.of_kind(Kind.FORWARD)
     first = {int(span["batch"]): int(span["start"]) for span in forwards[::-1]}
     begin, end = _SKIPPED + 1, max(first)
@@ -135,7 +135,7 @@ def _window(rank: RankSpans) -> tuple[int, int, int]:
 
 
 def _within(rank: RankSpans, *kinds: Kind) -> float:
-    """Seconds of spans of these kinds that begin in the window."""
+    """Seconds of spans of these kinds that start in the window."""
     begin, end, _ = _window(rank)
     spans = rank.of_kind(*kinds)
     spans = spans[(spans["start"] >= begin) & (spans["start"] < end)]
@@ -148,7 +148,7 @@ def _utilization(rank: RankSpans) -> float:
 
 
 def _overhead(rank: RankSpans) -> float:
-    """Seconds of a batch in which a rank neither computes nor waits for another: update, data, report."""
+    """Seconds per batch in which a rank neither computes nor waits: update, data, logging."""
     begin, end, batches = _window(rank)
     waiting = _within(rank, Kind.RECEIVE, Kind.SEND, Kind.CLIP)
     return ((end - begin) / 1e9 - waiting - _within(rank, *COMPUTE_KINDS)) / batches
@@ -159,12 +159,12 @@ def predict(shape: Shape, slowness: Slowness, overhead: list[float]) -> float:
 
     Args:
         shape: of the pipeline.
-        slowness: what is slow.
-        overhead: seconds of a batch that each rank does other things.
+        slowness: the case.
+        overhead: other seconds per batch, by rank.
     """
     factors = slowness.factors or (1.0,) * shape.stages
     programs = async_programs(shape.stages, shape.microbatches, shape.steps)
-    # With jitter every run is another; one without is one.
+    # Without jitter all seeds are equal.
     seeds = range(20 if slowness.jitter else 1)
     runs = [
         simulate(

@@ -1,7 +1,7 @@
 """A long run: memory, file descriptors, threads, logs and event files of every rank must not grow.
 
-The mixture of experts, with validation, checkpoints, an average of the weights and TensorBoard, in small
-steps, so that there are many; it ends by SIGTERM.
+It trains the MoE recipe with validation, checkpoints, an average of the weights and TensorBoard, in many
+small steps, and ends by SIGTERM.
 """
 
 import os
@@ -18,25 +18,25 @@ from _faults.runs import MOE_RECIPE, start
 from tests.support.training import processes_of
 
 MEGABYTES_AN_HOUR = 20.0
-"""Of private memory, and of the part of it in use, of a rank: what slopes may be for the run to be flat."""
+"""Maximum growth of a rank's private memory, and of its allocated part."""
 
 LOG_MEGABYTES_AN_HOUR = 20.0
-"""Of everything in the run's folder but its checkpoints."""
+"""Maximum growth of all files in the run's folder except checkpoints."""
 
 _PERIOD = 5.0
 _WARM_UP = 0.2
-"""Share of the time that is not counted: allocators and caches fill."""
+"""Fraction of the time that is not counted: allocators and caches fill."""
 
 FLAGS = ("--training.steps", 1_000_000, "--metrics.log_freq", 10, "--checkpoint.interval", 200,
          "--validator.enable", "--validator.freq", 200, "--validator.steps", 2, "--ema.decay", 0.99,
          "--metrics.enable_tensorboard", "--comm.trace_buf_size", 1000)  # fmt: skip
-"""With a flight recorder for so few collectives that it is full before the end of the warm-up: it keeps the
-traceback of each, and for the 20,000 of torchtitan's default would grow by some 20 MB in half an hour."""
+"""The flight recorder is small enough to be full before the end of the warm-up: it keeps a traceback of each
+collective, and with torchtitan's default of 20,000 it would grow by some 20 MB in half an hour."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a process holds at a time."""
+    """Resources of a process at one time."""
 
     seconds: float
     memory: float
@@ -46,7 +46,7 @@ class Sample:
 
 
 def measure(scratch: Path, *, minutes: float) -> Iterator[Result]:
-    """Train for so many minutes."""
+    """Trains for `minutes` minutes."""
     with open(scratch / "out", "w") as out:
         fault = {"kind": "memory", "folder": str(scratch)}
         run = start(scratch, *FLAGS, recipe=MOE_RECIPE, fault=fault, out=out)
@@ -67,8 +67,8 @@ def measure(scratch: Path, *, minutes: float) -> Iterator[Result]:
     for name, series in sorted(samples.items()):
         yield _judge(name, series, _in_use(scratch / name, begin), minutes)
     slope = _slope(sizes)
-    said = f"{slope:.2f} MB an hour, {sizes[-1][1]:.1f} MB at the end"
-    yield summarize("soak", "files but checkpoints", [Attempt(slope < LOG_MEGABYTES_AN_HOUR, said=said)])
+    said = f"{slope:.2f} MB per hour, {sizes[-1][1]:.1f} MB at the end"
+    yield summarize("soak", "files except checkpoints", [Attempt(slope < LOG_MEGABYTES_AN_HOUR, said=said)])
     said = f"{minutes:g} minutes, about {steps} steps, ended with status {status}"
     yield summarize("soak", "end at SIGTERM", [Attempt(status == 0, said=said)])
 
@@ -79,14 +79,14 @@ def _judge(name: str, series: list[Sample], in_use: list[tuple[float, float]], m
     slope = _slope([(sample.seconds, sample.memory) for sample in counted])
     files, threads = ({getattr(sample, kind) for sample in counted} for kind in ("files", "threads"))
     said = (
-        f"{counted[0].memory:.0f} to {counted[-1].memory:.0f} MB ({slope:+.1f} MB an hour), "
+        f"{counted[0].memory:.0f} to {counted[-1].memory:.0f} MB ({slope:+.1f} MB per hour), "
         f"{_range(files)} files, {_range(threads)} threads"
     )
     slopes = [slope]
     if in_use:
         slopes.append(_slope([point for point in in_use if point[0] > begin]))
-        said += f"; in use {slopes[-1]:+.1f} MB an hour"
-    # The fewest, since a checkpoint that is being written is one file more, and what leaks is never closed.
+        said += f"; in use {slopes[-1]:+.1f} MB per hour"
+    # The minimum, because writing a checkpoint opens another file, and leaked files are never closed.
     grown = any(
         min(getattr(sample, kind) for sample in counted[-(len(counted) // 10) :])
         > min(getattr(sample, kind) for sample in counted[: len(counted) // 2])
@@ -101,7 +101,7 @@ def _range(numbers: set[int]) -> str:
 
 
 def _slope(points: list[tuple[float, float]]) -> float:
-    """Of a line through the points, an hour."""
+    """Slope of a line through the points, per hour."""
     seconds, values = np.array(points).T
     return float(np.polyfit(seconds / 3600, values, 1)[0])
 
@@ -112,7 +112,7 @@ def _processes(launcher: int) -> list[tuple[str, int]]:
 
 
 def _in_use(file: Path, begin: float) -> list[tuple[float, float]]:
-    """What `inject_memory` has written, by seconds since `begin`; nothing of the launcher."""
+    """The values that `inject_memory` wrote, by seconds since `begin`; none for the launcher."""
     if not file.exists():
         return []
     lines = (line.split() for line in file.read_text().splitlines())
@@ -126,13 +126,13 @@ def _sample(seconds: float, pid: int) -> Sample | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = dict(line.split(":", 1) for line in lines)
-    if "RssAnon" not in fields:  # it has ended, and nobody has asked how
+    if "RssAnon" not in fields:  # a zombie
         return None
     return Sample(seconds, int(fields["RssAnon"].split()[0]) / 1e3, files, int(fields["Threads"]))
 
 
 def _written(folder: Path) -> int:
-    """Bytes of the files of a run, but for checkpoints."""
+    """Bytes of the files of a run, except checkpoints."""
     total = 0
     for path, folders, names in os.walk(folder):
         if "checkpoint" in folders:

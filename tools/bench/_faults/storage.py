@@ -1,8 +1,8 @@
-"""Disks that are full or read-only, checkpoints that are damaged or another run's, two runs in one folder.
+"""Full and read-only disks, checkpoints that are damaged or of another run, two runs in one folder.
 
 Full and read-only disks are mounted, which needs root; the other faults need no privileges.
-A run that is refused or fails must print the cause in one sentence. The fix that the sentence names is then
-applied, and the run must reach the state of the baseline, bit for bit.
+A run that is refused or fails must print one sentence with the cause and the fix. The fix is then applied,
+and the run must reach a state that is bitwise equal to the baseline's.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def measure(scratch: Path, *, quick: bool) -> Iterator[Result]:
         return summarize("storage", fault, attempts)
 
     if can_mount():
-        sizes = [100] if quick else [75, 100]  # megabytes, of which a checkpoint takes 60
+        sizes = [100] if quick else [75, 100]  # megabytes; a checkpoint has 60
         for mode in ("disabled", "async"):
             name = "disk full during a save" + " (async)" * (mode == "async")
             tries = [_full_at_save(scratch, baseline, mode, size) for size in sizes]
@@ -54,7 +54,7 @@ def measure(scratch: Path, *, quick: bool) -> Iterator[Result]:
         yield summary("folder read-only at the start", tries)
         yield summary("folder read-only during training", [_read_only_later(scratch, baseline)])
     else:
-        print("no disk can be mounted, so none was full or read-only", file=sys.stderr)
+        print("full and read-only disks were not tested, because mounting needs root", file=sys.stderr)
     yield summary("disk full for the run's output", [_full_output(scratch, baseline)])
     for fault, done_to, said in damages(quick):
         tries = [
@@ -75,7 +75,7 @@ def _full_at_save(scratch: Path, baseline: Baseline, mode: str, megabytes: int) 
         latest, out = time.perf_counter(), ""
         for line in process.stdout:
             if re.match(rf"step +{2 * INTERVAL}/", line):
-                latest = time.perf_counter()  # what it does next is save
+                latest = time.perf_counter()  # a save follows
             out += line
         run = Run(process.wait(), out, process.communicate()[1])
         notice = time.perf_counter() - latest
@@ -150,7 +150,7 @@ def _read_only_later(scratch: Path, baseline: Baseline) -> Attempt:
 
 
 def _second_run(scratch: Path, torchrun: bool) -> Attempt:
-    """A second run is refused; the first is then killed, and the second starts at once."""
+    """A second run is refused; after the first is killed, the second starts immediately."""
     folder = make_folder(scratch, f"two-{torchrun}")
     flags = (*FLAGS, "--training.steps", 1000)
     first = start(folder, *flags)
@@ -170,7 +170,7 @@ def _second_run(scratch: Path, torchrun: bool) -> Attempt:
         good, line = said is not None, line_or_status(run, said)
     notice = time.perf_counter() - begin
     alive = first.poll() is None and _until(first, "step ")
-    os.killpg(first.pid, signal.SIGKILL)  # the launcher, with which the kernel ends the ranks
+    os.killpg(first.pid, signal.SIGKILL)  # the launcher; the kernel ends its ranks
     begin = time.perf_counter()
     again = start(folder, *flags)
     resumed = _until(again, "step ")
@@ -182,5 +182,5 @@ def _second_run(scratch: Path, torchrun: bool) -> Attempt:
 
 
 def _until(process: subprocess.Popen[str], beginning: str) -> bool:
-    """Read a run's output up to a line with this prefix; False if there is none."""
+    """Reads a run's output up to a line with this prefix; returns False if there is none."""
     return any(line.startswith(beginning) for line in process.stdout)

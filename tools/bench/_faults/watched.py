@@ -1,4 +1,4 @@
-"""Runs whose output is read while they train: lines with their times, and the processes of ranks."""
+"""Runs whose output is read during training: lines with their times, and the processes of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.training import processes_of
 __all__ = ["SHUTDOWN_TIMEOUT", "Watched", "under_the_launcher", "under_torchrun"]
 
 SHUTDOWN_TIMEOUT = 100
-"""torchrun's --shutdown-timeout, as the README recommends."""
+"""torchrun's --shutdown-timeout, as in docs/clusters.md."""
 
 
 @dataclass(frozen=True)
@@ -46,25 +46,25 @@ class Watched:
             reader.start()
 
     def ranks(self) -> dict[int, int]:
-        """The process of each rank, of those that have not ended."""
+        """The process ids of running ranks, by rank."""
         return processes_of(self.process.pid)
 
     def wait_for_step(self, number: int) -> None:
-        """Wait until it reports a step.
+        """Waits until the run logs a step.
 
         Raises:
-            RuntimeError: it has ended before.
+            RuntimeError: the run ended before.
         """
         while all(step < number for step, _ in self.steps()):
             if self.process.poll() is not None:
-                raise RuntimeError(f"ended before step {number}: {self.last_words}")
+                raise RuntimeError(f"ended before step {number}: {self.last_error_line}")
             time.sleep(0.01)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end, and return the exit status.
+        """Waits for the end, and returns the exit status.
 
         Raises:
-            subprocess.TimeoutExpired: it has not come.
+            subprocess.TimeoutExpired: the run did not end in time.
         """
         status = self.process.wait(timeout)
         for reader in self._readers:
@@ -72,25 +72,25 @@ class Watched:
         return status
 
     def steps(self, begin: float = 0.0, end: float = float("inf")) -> list[tuple[int, float]]:
-        """The steps that it reported between two times, each with its time."""
+        """The steps that it logged between two times, each with its time."""
         found = ((re.match(r"step +(\d+)/", line.text), line.time) for line in list(self.out))
         return [(int(step[1]), at) for step, at in found if step and begin <= at < end]
 
     @property
-    def last_words(self) -> str:
+    def last_error_line(self) -> str:
         """The last line on stderr."""
         return next((line.text for line in reversed(self.err) if line.text.strip()), "")
 
 
 def under_the_launcher(folder: Path, *flags: object, fault: Mapping[str, Any] | None = None) -> Watched:
-    """Start a run as `start` does."""
+    """Starts a run as `start` does."""
     return Watched(start(folder, *flags, fault=fault))
 
 
 def under_torchrun(
     folder: Path, *flags: object, restarts: int = 0, fault: Mapping[str, Any] | None = None
 ) -> Watched:
-    """Start a run of two ranks under torchrun, which starts all of them again if one dies."""
+    """Starts a run of two ranks under torchrun, which restarts all of them if one dies."""
     argv = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", 1, "--nproc-per-node", 2,
         "--max-restarts", restarts, "--monitor-interval", 0.1, "--shutdown-timeout", SHUTDOWN_TIMEOUT,
