@@ -214,7 +214,7 @@ def test_microbatches_of_different_shapes_are_refused(pool: WorkerPool, method: 
     assert rows == 9 and len(first) == (2 if method == "eval" else 1)
     for sentence in first:
         assert sentence == (
-            f"args[0] of microbatch 2 is a tensor of shape (2, {WIDTH}) and torch.float64, but expected was "
+            f"args[0] of microbatch 2 is a tensor of shape (2, {WIDTH}) and torch.float64, expected "
             f"a tensor of shape (3, {WIDTH}) and torch.float64: all microbatches of a batch must be alike"
         )
     assert all(sentence.startswith("target of microbatch 2 is a tensor of shape (2, ") for sentence in last)
@@ -259,11 +259,11 @@ def test_other_inputs_are_refused_while_batches_are_in_flight(pool: WorkerPool) 
     whole = "a tensor of shape (2, 1) and torch.float64"
     for said, _ in results:
         assert all(said[key].endswith(": drain() before a batch of other shapes") for key in said)
-        assert f"kwargs['scale'] of microbatch 0 is missing, but expected was {whole}:" in said["missing"]
+        assert f"kwargs['scale'] of microbatch 0 is missing, expected {whole}:" in said["missing"]
         scale = "kwargs['scale'] of microbatch 0 is a tensor of shape"
         assert f"{scale} (1, 1) and torch.float64" in said["size"]
         assert f"{scale} (2, 1) and torch.float32" in said["dtype"]
-        assert "kwargs['other'] of microbatch 0 is of type int, but expected was no such" in said["more"]
+        assert "kwargs['other'] of microbatch 0 is of type int, expected no such" in said["more"]
     assert "args[0] of microbatch 0 is a tensor of shape (2, 3, " in results[0][0]["args"]
     assert "target of microbatch 0 is a tensor of shape (2, 3, " in results[2][0]["target"]
 
@@ -349,7 +349,7 @@ def along_dimension_1(rank, group):
     """Sequences first: (length, batch, width)."""
     spec = TensorChunkSpec(1)
     options = {"args_chunk_spec": (spec,), "output_merge_spec": spec}
-    with pytest.raises(ValueError, match="split along dimension 1, and nothing says how the target is"):
+    with pytest.raises(ValueError, match="split along dimension 1, so the target needs a target_chunk_spec"):
         build(rank, group, **options)
     stage, schedule = build(rank, group, **options, target_chunk_spec=spec)
     args, options = feed(stage, 0, 3, 8)
@@ -474,8 +474,8 @@ def test_the_other_ranks_end_with_one_sentence(tmp_path: Path, what: str) -> Non
     else:
         assert "stage 0 returned a tensor of shape (2, " in last_lines[0]
     for stage in (1, 2):
-        assert f"stage {stage} waits in vain for stage" in last_lines[stage]
-        assert "see what went wrong there" in last_lines[stage]
+        assert f"stage {stage} lost contact with stage" in last_lines[stage]
+        assert "see the error of that stage" in last_lines[stage]
 
 
 def test_the_reference_is_not_the_same_for_all() -> None:

@@ -110,7 +110,7 @@ def test_what_is_not_supported_is_refused(pool):
 
 def several_stages(rank, group):
     stage, _ = build(rank, group, 1)
-    with pytest.raises(NotImplementedError, match="one stage a rank"):
+    with pytest.raises(NotImplementedError, match="one stage per rank"):
         ScheduleAsync2BW([stage, stage], 2, loss_fn=loss_fn)
     return True
 

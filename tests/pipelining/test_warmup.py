@@ -99,7 +99,7 @@ def test_a_stage_that_fails_to_compile_is_named(pool: WorkerPool) -> None:
     other, failed = pool.run(2, fail_to_compile)
     assert failed.startswith("stage 1 failed on a first microbatch, before any message: ")
     assert "no kernel" in failed and "\n" not in failed
-    assert other.startswith("stage 0 waits in vain for stage 1: see what went wrong there")
+    assert other.startswith("stage 0 lost contact with stage 1: see the error of that stage")
 
 
 class Part(nn.Module):

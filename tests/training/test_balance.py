@@ -301,7 +301,7 @@ def test_a_run_resumes_from_a_checkpoint_of_another_split(tmp_path: Path) -> Non
     assert (second.status, second.err, second.steps) == (0, "", [3, 4])
     said = (
         r"^stages balanced by measurement: (\d)\+(\d) layers, "
-        r"slowest stage [\d.]+ ms a microbatch \([\d.]+ ms if even\)$"
+        r"slowest stage [\d.]+ ms per microbatch \([\d.]+ ms if even\)$"
     )
     (counts,) = re.findall(said, second.out, re.MULTILINE)
     assert sum(map(int, counts)) == 6

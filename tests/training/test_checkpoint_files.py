@@ -91,7 +91,7 @@ def test_a_save_to_a_full_disk(tmp_path: Path, mode: str) -> None:
     made.save(1)
     made.maybe_wait_for_saving()
     folder = tmp_path / "checkpoint"
-    said = rf"cannot save {folder}/step-2: File too large; make room there, and the same command goes on"
+    said = rf"cannot save {folder}/step-2: File too large; free some space there, and the same command"
     with files_limited_to(100_000):
         if mode == "disabled":
             with pytest.raises(UserError, match=f"{said} from step 1$"):
@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint(tmp_path: Path) -> None:
     content = file.read_bytes()
     place = content.index(weight.numpy().tobytes()) + 100
     file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-    damaged = f"the checkpoint {folder} is damaged: {{}}; remove that folder to go on from step 1$"
+    damaged = f"the checkpoint {folder} is damaged: {{}}; remove that folder to resume from step 1$"
     with pytest.raises(UserError, match=damaged.format("__0_0.distcp is not what was saved")):
         made.load()
     file.unlink()
@@ -357,7 +357,7 @@ def test_an_ignored_initial_load_path_is_reported(tmp_path: Path) -> None:
     made.save(3)
     assert made.load()
     assert made.reporter == [
-        f"checkpoint.initial_load_path is not read: {made.folder} has checkpoints, and the run goes on from "
+        f"checkpoint.initial_load_path is not read: {made.folder} has checkpoints, and the run resumes from "
         "step 3"
     ]
 

@@ -70,7 +70,7 @@ def test_token_files_of_another_tokenizer(made: Path, tmp_path: Path) -> None:
 
     said = message(config(made, other_tokenizer(tmp_path, change)))
     assert f"token files of dataloader, {made}, were made with another tokenizer than the one in" in said
-    assert "make the files anew" in said
+    assert "create the files again" in said
 
 
 def test_token_files_with_other_bos_and_eos_tokens(made: Path, tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_vocabulary_too_large_for_the_model(copy: Path) -> None:
     index = json.loads((copy / "index.json").read_text())
     (copy / "index.json").write_text(json.dumps(index | {"vocab_size": 2049}))
     said = message(config(copy))
-    assert "of a vocabulary of 2049 entries but the model has room for 2048: choose a recipe" in said
+    assert "have a vocabulary of 2049 entries but the model has room for 2048: choose a recipe" in said
 
 
 def test_a_tokenizer_whose_configuration_adds_entries_counts_with_them(made: Path, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def first(folder: Path) -> Run:
 
 
 SUMMARY = re.compile(
-    r"^validation loss (\S+) nats a token; a model that sees no context reaches (\S+) ", re.MULTILINE
+    r"^validation loss (\S+) nats per token; a model without context reaches (\S+) ", re.MULTILINE
 )
 
 
@@ -126,7 +126,8 @@ def test_the_same_command_with_more_steps_resumes(first: Run, folder: Path) -> N
     again = train(folder, *flags, recipe=RECIPE)
     assert (again.status, again.err) == (0, "")
     assert again.out.splitlines() == [
-        f"nothing to do: the checkpoint is at step {STEPS + 5} of {STEPS + 5}; raise training.steps to go on",
+        f"nothing to do: the checkpoint is at step {STEPS + 5} of {STEPS + 5}; raise training.steps to "
+        "continue",
         "files of the run: run",
         "checkpoints: run/checkpoint",
     ]
@@ -254,7 +255,7 @@ def test_non_finite_gradients_stop_the_run(tmp_path: Path) -> None:
     assert re.fullmatch(
         rf"the gradient was not finite 4 times in a row up to step {last + 1}, first in the \w+ of .* "
         r"\(rank [01]\): lower the learning rate or training\.max_norm, or look at the data "
-        r"\(max_skipped_updates says how many\)\n",
+        r"\(max_skipped_updates sets the limit\)\n",
         run.err,
     )
     skipped = (
@@ -290,7 +291,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
         slow(
             "--parallelism.pipeline_parallel_degree",
             "4",
-            "2 processes were started, but the degrees of parallelism multiply to 4: start as many",
+            "2 processes were started, but the degrees of parallelism multiply to 4: start that many",
         ),
     ],
 )

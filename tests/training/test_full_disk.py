@@ -46,7 +46,7 @@ def test_lines_to_a_full_disk(tmp_path: Path) -> None:
         )  # fmt: skip
     assert done.returncode == 0
     assert done.stderr == (
-        "cannot write the lines of this run to its output: No space left on device; training goes on\n"
+        "cannot write the lines of this run to its output: No space left on device; training continues\n"
     )
 
 

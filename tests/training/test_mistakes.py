@@ -124,12 +124,12 @@ FILES = [
     ),
     pytest.param(
         RECIPE_TEXT + group(".*") + group("lm_head"),
-        ["optimizer.param_groups.1.pattern", "'lm_head'", "earlier groups take all"],
+        ["optimizer.param_groups.1.pattern", "'lm_head'", "earlier groups match all"],
         id="pattern-behind-one-that-matches-all",
     ),
     pytest.param(
         RECIPE_TEXT + group("layers.("),
-        ["x.toml", "optimizer.param_groups", "'layers.('", "no regular expression"],
+        ["x.toml", "optimizer.param_groups", "'layers.('", "not a regular expression"],
         id="pattern-that-is-no-regex",
     ),
     pytest.param(
@@ -167,12 +167,12 @@ FILES = [
     ],
     pytest.param(
         RECIPE_TEXT + group(r"\.wq\.", "Muon").replace("{", "{error_feedback = 1.0, ") + group(".*"),
-        ["optimizer_kwargs.error_feedback holds for all groups", "optimizer.error_feedback.strength"],
+        ["optimizer_kwargs.error_feedback applies to all groups", "optimizer.error_feedback.strength"],
         id="error-feedback-of-a-group",
     ),
     pytest.param(
         RECIPE_TEXT + group(r"\.wq\.", "Muon").replace("{", "{bucket_mb = 1, ") + group(".*"),
-        ["optimizer_kwargs.bucket_mb holds for all groups", "optimizer.muon.bucket_mb"],
+        ["optimizer_kwargs.bucket_mb applies to all groups", "optimizer.muon.bucket_mb"],
         id="bucket-of-a-group",
     ),
     pytest.param(
@@ -426,7 +426,7 @@ def test_one_weight_on_two_stages(mistake: Callable[..., str]) -> None:
     tied = ("x.toml", "--module", "tests.support.recipes")
     schedule = "--parallelism.pipeline_parallel_schedule"
     line = mistake(*tied, schedule, "1F1B")
-    assert_says(line, ["embedding and head are one weight", "1F1B cannot keep", "choose Async2BW"])
+    assert_says(line, ["embedding and head are tied", "1F1B does not support", "to Async2BW"])
     for flags in [(), (schedule, "1F1B", STAGES, "1")]:
         with pytest.raises(AssertionError, match="^processes were started$"):
             mistake(*tied, *flags)

@@ -81,7 +81,7 @@ def deep_ep() -> Any:
         (tiny_moe, {"on": False, "pipeline_parallel_schedule": "1F1B"}, None),
         (tiny_moe, {"pipeline_parallel_schedule": "1F1B"}, ["has no effect", '"Async2BW" on several stages']),
         (tiny_moe, {"expert_parallel_degree": 1}, ["hides nothing", "expert_parallel_degree is 1"]),
-        (tiny_llama, {"expert_parallel_degree": 1}, ["hides nothing", "no tokens travel", "turn it off"]),
+        (tiny_llama, {"expert_parallel_degree": 1}, ["hides nothing", "no tokens are sent", "turn it off"]),
         (deep_ep, {}, ["hides nothing", "DeepEPTokenDispatcher does not hand over", "turn it off"]),
     ],
 )

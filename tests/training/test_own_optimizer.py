@@ -242,7 +242,7 @@ def test_a_trial_does_not_change_the_random_state() -> None:
         (Restless, {}, "without gradient and learning rate"),
         (Keeper, {}, 'its state "set" is a set'),
         (Rateless, {}, 'no option "lr"'),
-        (Coupled, {}, "measures all gradients together"),
+        (Coupled, {}, "uses all gradients together"),
         (Averaged, {"bet": 0.5}, "did you mean beta?"),
         (Averaged, {"lr": "fast"}, "optimizer_kwargs.lr must be a number"),
     ],
@@ -262,7 +262,7 @@ def test_an_optimizer_that_cannot_train_is_refused(
 
 
 def test_no_optimizer_class_and_no_plain_option_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="takes a class of optimizers"):
+    with pytest.raises(UserError, match="takes a subclass of torch.optim.Optimizer"):
         section(tmp_path, (nn.Linear, {}))
     with pytest.raises(UserError, match="the option name of Averaged is a builtin"):
         section(tmp_path, (Averaged, {"name": print}))

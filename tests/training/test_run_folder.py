@@ -45,7 +45,7 @@ def another_run(folder: Path) -> Iterator[subprocess.Popen[str]]:
 def test_another_run_is_refused_until_it_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with another_run(folder) as process:
-        said = rf"another run is writing to {folder} \(process {process.pid} on .+\): wait for its end, or"
+        said = rf"another run is writing to {folder} \(process {process.pid} on .+\): wait until it ends, or"
         with pytest.raises(UserError, match=said):
             refuse_locked(folder)
         with pytest.raises(UserError, match=said), locked(folder):

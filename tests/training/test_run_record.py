@@ -239,7 +239,7 @@ def test_a_run_continues_if_recording_fails(tmp_path: Path) -> None:
     )  # fmt: skip
     assert (blocked.status, blocked.steps) == (0, [1]), blocked.err
     lines = blocked.out.splitlines()
-    assert re.match("the model .* has no form .*; titan-async convert will refuse its", lines[1])
+    assert re.match("the model .* cannot be written .*; titan-async convert will refuse its", lines[1])
     assert lines[2].startswith("one stage: no delay, no feedback")
     assert any(line.startswith("step 1/1") for line in lines[3:])
     assert blocked.err.count("rank 0 no longer records events") == 1

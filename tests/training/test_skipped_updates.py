@@ -123,7 +123,7 @@ def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
     assert run.err == (
         "the gradient was not finite 4 times in a row up to step 7, first in the gradient of lm_head.weight "
         "on stage 1 (rank 1): lower the learning rate or training.max_norm, or look at the data "
-        "(max_skipped_updates says how many)\n"
+        "(max_skipped_updates sets the limit)\n"
     )
     told = re.findall(r"^step (\d+): the gradient is not finite, so its update is skipped \((\d) so far\)$",
                       run.out, re.MULTILINE)  # fmt: skip

@@ -65,7 +65,7 @@ def test_two_stages_that_resume_on_one() -> None:
 @pytest.mark.parametrize("off", [WITHOUT, ("--optimizer.error_feedback.strength", "0")])
 def test_adamw_without_feedback(off: tuple[str, ...]) -> None:
     [note] = notes(*ADAMW, *off)
-    assert note.startswith("AdamW without error feedback learns badly under a delay")
+    assert note.startswith("AdamW without error feedback trains poorly under a delay")
     assert 'set optimizer.name to "muon", or turn on optimizer.error_feedback' in note
     assert notes(*ADAMW) == notes(*off) == notes("--optimizer.name", "lion", *off) == []
     assert notes(*ADAMW, *off, *SYNCHRONOUS) == notes(*ADAMW, *off, *SYNCHRONOUS, *ONE_STAGE) == []

@@ -330,8 +330,8 @@ def test_what_would_make_the_copies_differ_is_refused() -> None:
     build_on_meta(config)
     lopsided = derive(config.model_spec.model, Lopsided.Config)
     spec = dataclasses.replace(config.model_spec, model=lopsided)
-    with pytest.raises(UserError, match="are one weight, which tensor parallelism would divide in two ways"):
+    with pytest.raises(UserError, match="are tied, but tensor parallelism would shard them differently"):
         build_on_meta(dataclasses.replace(config, model_spec=spec))
     theirs = OptimizersContainer.Config(param_groups=[])
-    with pytest.raises(UserError, match="may update each in a way of its own"):
+    with pytest.raises(UserError, match="may update the copies differently"):
         check_layout(dataclasses.replace(config, optimizer=theirs), world_size=2)

@@ -100,6 +100,6 @@ def test_a_seed_checkpoint_is_reported(
         worker._save_seed_checkpoint(trainer)
         assert capsys.readouterr().out == f"saved the seed checkpoint: {tmp_path}/checkpoint/step-0\n"
     else:
-        with pytest.raises(UserError, match=f"saves nothing because of checkpoint.{said}: remove either"):
+        with pytest.raises(UserError, match=f"saves nothing because of checkpoint.{said}: remove one"):
             worker._save_seed_checkpoint(trainer)
     assert saved == [(0, True)]

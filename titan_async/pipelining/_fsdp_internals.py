@@ -1,6 +1,6 @@
 """All uses of FSDP2's private state in this layer, for torch 2.11 to 2.14.
 
-`tests/pipelining/test_torch_internals.py` fails when one of these names is gone.
+`tests/pipelining/test_torch_internals.py` fails when one of these names is removed.
 """
 
 from typing import Any, NamedTuple
@@ -52,7 +52,7 @@ class FsdpParameters:
 
     @property
     def sharded(self) -> list[nn.Parameter]:
-        """The parameters that the optimizer knows."""
+        """The parameters that the optimizer updates."""
         return [param.sharded_param for param in self._params]
 
     @property
@@ -67,16 +67,15 @@ class FsdpParameters:
         first forward with `copy` active. Call `finish_gather` after it, and before a shard changes.
         """
         self.reset_outside()
-        self._set_gradient_sync(
-            False
-        )  # until `reduce_grads`: a loss may run backwards before torch does this
+        # Until `reduce_grads`. A loss may run backwards before torch does this.
+        self._set_gradient_sync(False)
         self._install(copy)
         self._gathering = True
         for group in self._groups[:2]:
             group.unshard(async_op=True)
 
     def finish_gather(self) -> None:
-        """Gather what no forward has gathered; the copy is active then. Does nothing at a later call."""
+        """Gather what no forward has gathered; the copy is active then. Later calls do nothing."""
         if not self._gathering:
             return
         for group, following in zip(self._groups, [*self._groups[1:], None], strict=True):
@@ -150,7 +149,7 @@ class FsdpParameters:
         stream than that of the backwards, which then need not wait.
 
         Returns:
-            The sharded gradients, in the order of `sharded`; existing `.grad` is left alone.
+            The sharded gradients, in the order of `sharded`; existing `.grad` is not changed.
         """
         before = [param.sharded_param.grad for param in self._params]
         for param in self._params:
@@ -215,8 +214,8 @@ class FsdpParameters:
             local = param.sharded_param.to_local()
             if hasattr(local, "fsdp_pre_all_gather"):
                 raise NotImplementedError(
-                    f"the parameter {param._param_fqn} is a {type(local).__name__} with an all-gather of its "
-                    "own, of which Async2BW cannot keep two versions; use plain tensors"
+                    f"the parameter {param._param_fqn} is a {type(local).__name__} with its own all-gather, "
+                    "of which Async2BW cannot keep two versions; use plain tensors"
                 )
 
 

@@ -245,8 +245,7 @@ class Executor:
         """Execute the instructions of a step or a drain; `forward` is that of the newest batch."""
         assert self.versions is not None
         if program and program[0].kind == "receive":
-            # Posted before all that may wait for the device: the previous stage may be waiting for it to
-            # send.
+            # Before anything that may wait for the device: the previous stage may need it in order to send.
             self._post_recv(program.pop(0).action)
         due = self.num_batches - 1
         if due in self._finished:  # the last stage finished it before the optimizer step

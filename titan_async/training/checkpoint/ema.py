@@ -57,8 +57,8 @@ class WeightAverage(Callback):
         self._begun = False
 
     def before_clip(self, trainer: Trainer) -> None:
-        """Start from the weights before the first update: later than the first batch, which makes the copies
-        of tied weights equal."""
+        """Start from the weights before the first update; the first batch has made copies of tied weights
+        equal."""
         self.begin()
 
     def after_update(self, trainer: Trainer, update: Update) -> None:
@@ -68,17 +68,17 @@ class WeightAverage(Callback):
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Start from the present weights, unless it has started or was loaded."""
+        """Start from the current weights, unless it has started or was loaded."""
         if not self._begun:
             torch._foreach_copy_(*self._local())
             self._begun = True
 
     @torch.no_grad()
     def update(self, skip: Tensor | None = None) -> None:
-        """Include the present weights, which an update has just changed. No communication.
+        """Include the weights of the latest update. No communication.
 
         Args:
-            skip: a scalar on the device; where it is true, the average stays as it is.
+            skip: a bool scalar on the device; if it is true, the average does not change.
         """
         for average, weight in zip(*self._local(), strict=True):
             average.lerp_(weight if skip is None else torch.where(skip, average, weight), 1 - self._decay)

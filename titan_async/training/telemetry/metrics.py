@@ -43,7 +43,7 @@ class AsyncMetrics(MetricsProcessor, Recorded, Callback):
 
     has_last_stage: bool = True
     validation_loss: float | None = None
-    """The latest validation loss in nats a token, on every rank."""
+    """The latest validation loss in nats per token, on every rank."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class AsyncMetrics(MetricsProcessor, Recorded, Callback):
 
 
 _CHOICES = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM")
-"""Environment variables by which a user chooses the run."""
+"""Environment variables with which a user chooses the run."""
 
 
 def run_id_file(dump_folder: str | os.PathLike[str], rank: int | None = None) -> Path:
@@ -159,6 +159,6 @@ def wandb_continues(file: Path, *, resumes: bool) -> Iterator[str]:
 
 
 def keep_run_id(file: Path, run_id: str) -> None:
-    """Write the id for the next start. A folder that is not writable is no error."""
+    """Write the id for the next start, unless the folder is not writable."""
     with contextlib.suppress(OSError), atomic_write(file) as partial:
         partial.write_text(f"{run_id}\n", encoding="utf-8")
