@@ -45,6 +45,18 @@ def run(schedule: ScheduleAsync2BW, rank: int, size: int, rows: int = M, train: 
     )
 
 
+def train_clipped(rank: int, group: dist.ProcessGroup) -> ScheduleAsync2BW:
+    """Run three batches with tied parameters and clipping, which create all groups, and a drain."""
+    schedule = schedule_of(rank, group, tied=True)
+    for _ in range(3):
+        run(schedule, rank, group.size())
+        if schedule.gradient_ready:
+            schedule.clip_grad_norm_(1.0)
+            schedule._stage.submod.zero_grad()
+    schedule.drain()
+    return schedule
+
+
 def train_bound(rank: int, group: dist.ProcessGroup) -> tuple[list[tuple[int, ...]], str]:
     """All that makes groups, as if `init_process_group` had been given a device."""
     made: list[tuple[int, ...]] = []
@@ -65,13 +77,7 @@ def train_bound(rank: int, group: dist.ProcessGroup) -> tuple[list[tuple[int, ..
             mock.patch.object(p2p_channels, "joint_group", noting),
             mock.patch.object(p2p_channels, "_edge_groups", weakref.WeakKeyDictionary()),
         ):
-            schedule = schedule_of(rank, group, tied=True)
-            for _ in range(3):
-                run(schedule, rank, size)
-                if schedule.gradient_ready:
-                    schedule.clip_grad_norm_(1.0)
-                    schedule._stage.submod.zero_grad()
-            schedule.drain()
+            schedule = train_clipped(rank, group)
             run(schedule, rank, size, 2 * M, train=False)  # of another shape: all compare what they are given
         assert distributed_c10d._world.group_count == count
         return made, str(default.bound_device_id)
@@ -101,13 +107,7 @@ def threads_that_read(rank: int, group: dist.ProcessGroup) -> tuple[int, int]:
 
     before = count()
     with mock.patch.object(p2p_channels, "_edge_groups", weakref.WeakKeyDictionary()):
-        schedule = schedule_of(rank, group, tied=True)
-        for _ in range(3):
-            run(schedule, rank, group.size())
-            if schedule.gradient_ready:
-                schedule.clip_grad_norm_(1.0)
-                schedule._stage.submod.zero_grad()
-        schedule.drain()
+        train_clipped(rank, group)
         return before, count()
 
 

@@ -369,6 +369,7 @@ def test_the_target_is_split_by_its_chunk_spec(pool: WorkerPool) -> None:
 def mistakes(rank, group):
     """Everything that is refused before anything was sent leaves the schedule as it was."""
     stage, schedule = build(rank, group)
+    assert not schedule.drain()  # nothing has started
     found = []
     for seed in range(3):
         args, options = feed(stage, seed, 8)
@@ -388,6 +389,10 @@ def mistakes(rank, group):
         if seed:
             with pytest.raises(RuntimeError, match="drain"):
                 schedule.eval(*args)
+            stage.submod.scale.requires_grad_(False)
+            with pytest.raises(RuntimeError, match="new schedule"):
+                schedule.step(*args, **options)
+            stage.submod.scale.requires_grad_(True)
         schedule.step(*args, **options)
         if schedule.gradient_ready:
             found.append(gradients(stage.submod))

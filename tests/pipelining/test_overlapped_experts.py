@@ -112,9 +112,7 @@ def lift(module, counts):
         layer.counts.zero_()
 
 
-def pipeline(
-    rank, group, pp, ep, *, recompute=None, backend=None, overlap=True, dropout=0.0, pauses=True, fails=None
-):
+def pipeline(rank, group, pp, ep, *, recompute=None, backend=None, overlap=True, dropout=0.0):
     """This rank's weights and biases after all batches, with its losses, the counts, and its hand-overs."""
     torch._dynamo.reset()
     torch._dynamo.config.capture_scalar_outputs = True
@@ -148,15 +146,13 @@ def pipeline(
         optimizer.zero_grad()
         lift(module, counts[-1])
 
-    if fails is not None:
-        fails(rank, schedule)
     for b in range(BATCHES):
         losses.append(run_batch(schedule.step, stage, inputs[b], targets[b]))
         update()
-        if (pauses and b in (1, 2)) or b == BATCHES - 1:
+        if b in (1, 2, BATCHES - 1):
             schedule.drain()
             update()
-        if pauses and b == 2:
+        if b == 2:
             with torch.no_grad():
                 run_batch(schedule.eval, stage, inputs[b], targets[b])
             for layer in module.children():

@@ -53,6 +53,7 @@ def test_the_designs_table(d, m, flush, boundary, end_of_step, deferred):
 def test_one_stage_per_rank_has_its_bubble(schedule, d, m):
     run = run_of(schedule, d, m)
     assert run.step_seconds == pytest.approx((m + d - 1) * PAIR)
+    assert run.makespan == pytest.approx(5 * (m + d - 1) * PAIR)
     assert 1 - run.utilization == pytest.approx((d - 1) / (m + d - 1))
     held = [m if schedule == "GPipe" else min(m, d - r) for r in range(d)]
     assert run.peak_in_flight() == held

@@ -205,41 +205,6 @@ def test_gradients_accumulate_until_zeroed(pool):
             torch.testing.assert_close(a + b, both)
 
 
-def mistakes(rank, group, m):
-    inputs, targets = build_data(1, m)
-    stage, schedule = build(rank, group, m)
-    args, options = feed(stage, inputs[0], targets[0])
-    found = {}
-
-    def attempt(name, error, call):
-        try:
-            call()
-        except error as caught:
-            found[name] = str(caught)
-
-    with torch.no_grad():
-        attempt("no_grad", RuntimeError, lambda: schedule.step(*args, **options))
-    attempt("losses", TypeError, lambda: schedule.step(*args, losses=(), **options))
-    if stage.is_last:
-        attempt("target", ValueError, lambda: schedule.step(*args))
-    assert not schedule.drain()  # nothing has started
-    schedule.step(*args, **options)
-    with torch.no_grad():
-        attempt("eval", RuntimeError, lambda: schedule.eval(*args, **options))
-    stage.submod.scale.requires_grad_(False)
-    attempt("frozen", RuntimeError, lambda: schedule.step(*args, **options))
-    stage.submod.scale.requires_grad_(True)
-    schedule.drain()
-    return found
-
-
-def test_invalid_calls_are_refused(pool):
-    for rank, found in enumerate(pool.run(2, mistakes, 2)):
-        assert "eval()" in found["no_grad"] and "losses must be a list" in found["losses"]
-        assert "drain()" in found["eval"] and "new schedule" in found["frozen"]
-        assert ("target" in found) == (rank == 1)
-
-
 def follows_the_module(rank, group):
     """Frozen parameters stay shared; loads between steps are read; tied parameters stay tied."""
     torch.manual_seed(0)

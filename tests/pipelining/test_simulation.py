@@ -20,21 +20,6 @@ def one_stage(batches, microbatches, order):
     return [[Task(kind, 0, b, i) for b in range(batches) for i in range(microbatches) for kind in order]]
 
 
-def one_f_one_b_programs(stages, microbatches, batches):
-    programs = []
-    for stage in range(stages):
-        warm_up = min(stages - stage, microbatches)
-        program = []
-        for batch in range(batches):
-            forwards = [Task("F", stage, batch, i) for i in range(microbatches)]
-            backwards = [Task("B", stage, batch, i) for i in range(microbatches)]
-            program += forwards[:warm_up]
-            for i, backward in enumerate(backwards):
-                program += [backward, *forwards[warm_up + i : warm_up + i + 1]]
-        programs.append(program)
-    return programs
-
-
 def async_2bw_programs(stages, microbatches, batches, lookahead=0):
     """What the stages of `ScheduleAsync2BW` compute in so many steps and a drain, without updates."""
     programs = []
@@ -82,15 +67,6 @@ def programs_holding(in_flight, microbatches):
             program += [Task("B", stage, 0, k - tail)] if k >= tail else []
         programs.append(program)
     return programs
-
-
-@pytest.mark.parametrize(("d", "m"), SHAPES)
-def test_1f1b_has_its_bubble(d, m):
-    run = simulate(one_f_one_b_programs(d, m, 5), even(d))
-    assert run.utilization == pytest.approx(m / (m + d - 1))
-    assert run.makespan == pytest.approx(5 * (m + d - 1) * PAIR)
-    assert run.busy == [pytest.approx(5 * m * PAIR)] * d
-    assert run.peak_in_flight() == [min(m, d - r) for r in range(d)]
 
 
 @pytest.mark.parametrize(("d", "m"), SHAPES)

@@ -382,7 +382,7 @@ def test_changed_data_are_refused_unless_the_checkpoint_has_no_fingerprints(tmp_
     made.save(2)
     with text.open("a") as file:
         file.write('{"text": "more"}\n')
-    with pytest.raises(UserError, match=r"^The data have changed .* \(a.jsonl\), so that some"):
+    with pytest.raises(UserError, match=r"^The data have changed .* \(a.jsonl\), so some"):
         loading().load(1)
     assert loading().load(2)
     made = loading()

@@ -116,12 +116,17 @@ def assert_uneven(looped: Looped) -> None:
 
 
 @pytest.mark.slow
-def test_validation_does_not_change_training(runs: Trainers, tmp_path: Path) -> None:
-    undisturbed = runs(2, arguments(tmp_path / "without", "tiny_llama", "--validator.no-enable"))
-    validated = runs(2, arguments(tmp_path / "with", "tiny_llama", "--validator.freq", 1))
+@pytest.mark.parametrize("recipe", ["tiny_llama", "tiny_moe"])
+def test_validation_does_not_change_training(runs: Trainers, tmp_path: Path, recipe: str) -> None:
+    """Weights, the state of optimizers, and the biases and token counts of routers."""
+    undisturbed = runs(2, arguments(tmp_path / "without", recipe, "--validator.no-enable"))
+    validated = runs(2, arguments(tmp_path / "with", recipe, "--validator.freq", 1))
     for one, other in zip(undisturbed, validated, strict=True):
         assert distance(one.after, other.after) == 0.0
         assert distance(one.state, other.state) == 0.0
+        for found, expected in zip(other.counts, one.counts, strict=True):
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 def test_bfloat16_weights_and_float32_sums(runs: Trainers, tmp_path: Path) -> None:

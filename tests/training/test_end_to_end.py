@@ -133,46 +133,31 @@ def test_the_same_command_with_more_steps_resumes(first: Run, folder: Path) -> N
     ]
 
 
-@pytest.mark.slow
-def test_four_stages_learn(tmp_path: Path) -> None:
-    run = train(
-        tmp_path, *SHORT, "--parallelism.pipeline_parallel_degree", 4, "--training.local_batch_size", 8
-    )
-    assert_learns(run)
-    assert "on 4 stages under Async2BW" in run.out
+STAGES, BATCH = "--parallelism.pipeline_parallel_degree", "--training.local_batch_size"
 
 
-@pytest.mark.slow
-def test_two_stages_of_two_shards_learn(tmp_path: Path) -> None:
-    run = train(
-        tmp_path, *SHORT, "--parallelism.data_parallel_shard_degree", 2, "--training.local_batch_size", 4
-    )
-    assert_learns(run)
-    assert "on 2 stages under Async2BW" in run.out
-
-
-@pytest.mark.slow
-def test_one_stage_learns_and_tensorboard_has_its_losses(tmp_path: Path) -> None:
-    run = train(tmp_path, *SHORT, "--parallelism.pipeline_parallel_degree", 1, "--metrics.enable_tensorboard")
-    assert_learns(run)
-    assert "on one stage for 30 steps" in run.out
-    assert tensorboard_losses(tmp_path) == pytest.approx(
-        dict(zip(run.steps, run.losses, strict=True)), abs=1e-4
-    )
-
-
-def test_1f1b_learns_and_tensorboard_has_the_loss_of_the_last_stage(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "layout"),
+    [
+        slow((STAGES, 4, BATCH, 8), "4 stages under Async2BW"),
+        slow(("--parallelism.data_parallel_shard_degree", 2, BATCH, 4), "2 stages under Async2BW"),
+        slow((STAGES, 1), "one stage"),
+        (("--parallelism.pipeline_parallel_schedule", "1F1B"), "2 stages under 1F1B"),
+        slow(("--compile.enable",), "2 stages under Async2BW"),
+    ],
+    ids=str,
+)
+def test_layouts_learn_and_tensorboard_has_their_losses(
+    tmp_path: Path, flags: tuple[object, ...], layout: str
+) -> None:
     # torchtitan writes from one rank; where that holds no loss, it writes -1.
-    run = train(
-        tmp_path, *SHORT, "--parallelism.pipeline_parallel_schedule", "1F1B", "--metrics.enable_tensorboard"
-    )
-    assert_learns(run)
-    assert "on 2 stages under 1F1B" in run.out
-    # Without a delay the very first step has a norm.
-    assert "grad_norm      -" not in run.out
-    assert tensorboard_losses(tmp_path) == pytest.approx(
-        dict(zip(run.steps, run.losses, strict=True)), abs=1e-4
-    )
+    run = train(tmp_path, *SHORT, *flags, "--metrics.enable_tensorboard")
+    assert_learns(run, silent="--compile.enable" not in flags)  # the compiler prints warnings
+    assert f"on {layout} for 30 steps" in run.out
+    # Without a delay the first step has a norm.
+    assert ("grad_norm      -" in run.out) == ("Async2BW" in layout)
+    losses = dict(zip(run.steps, run.losses, strict=True))
+    assert tensorboard_losses(tmp_path) == pytest.approx(losses, abs=1e-4)
 
 
 def tensorboard_losses(folder: Path) -> dict[int, float]:
@@ -180,13 +165,6 @@ def tensorboard_losses(folder: Path) -> dict[int, float]:
     events = EventAccumulator(str(file)).Reload()
     (tag,) = [tag for tag in events.Tags()["scalars"] if "loss" in tag and "avg" in tag]
     return {event.step: event.value for event in events.Scalars(tag)}
-
-
-@pytest.mark.slow
-def test_compiled_stages_learn(tmp_path: Path) -> None:
-    run = train(tmp_path, *SHORT, "--compile.enable")
-    assert_learns(run, silent=False)  # the compiler warns of what it finds on the machine
-    assert "on 2 stages under Async2BW" in run.out
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -535,4 +535,6 @@ def test_checkpoint_of_another_optimizer(tmp_path: Path) -> None:
     run = train(tmp_path, "--training.steps", 4, "--optimizer.name", "adamw", *flags)
     assert (run.status, run.err.count("\n")) == (2, 1)
     assert "Traceback" not in run.out + run.err
-    assert_says(run.err, ["run/checkpoint", "another model or optimizer", "choose another dump_folder"])
+    assert_says(
+        run.err, ["run/checkpoint", "does not match the model or optimizer", "choose another dump_folder"]
+    )

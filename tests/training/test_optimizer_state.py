@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torchtitan.components.optimizer import LRSchedulersContainer
 
 from tests.training.test_optimizer import Stage, build, train_a_step, unwrapped
+from titan_async.checkpoint._dcp_internals import ChecksumReader, WeightsOnlyLoadPlanner
 from titan_async.optim import ErrorFeedback, Muon
 from titan_async.training.checkpoint.checkpointer import existing_state
 from titan_async.training.optimizer.container import AsyncOptimizers
@@ -41,11 +42,11 @@ def build_wrapped(text: str, folder: Path, stage: Stage) -> AsyncOptimizers:
 
 
 def written_and_read(optimizers: AsyncOptimizers, folder: Path, into: AsyncOptimizers) -> None:
-    """Save and load by torch.distributed.checkpoint, as the checkpointer does it."""
+    """Save and load by torch.distributed.checkpoint, as the checkpointer does."""
     dcp.save({"optimizer": optimizers.state_dict()}, checkpoint_id=folder, no_dist=True)
-    keys = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    state = existing_state({"optimizer": into}, keys)
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    reader = ChecksumReader(folder)
+    state = existing_state({"optimizer": into}, reader.index.state_dict_metadata)
+    dcp.load(state, storage_reader=reader, planner=WeightsOnlyLoadPlanner(), no_dist=True)
     into.load_state_dict(state["optimizer"])
 
 

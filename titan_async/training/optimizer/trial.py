@@ -105,7 +105,7 @@ class _Trial:
         except Exception as error:  # the class's own code may raise anything
             raise UserError(
                 f"its step() fails on plain gradients ({type(error).__name__}: {_line(error)}): choose an "
-                "optimizer that needs gradients only, and no closure"
+                "optimizer that needs no closure, only gradients"
             ) from error
         self.optimizer.zero_grad()
         return not all(torch.equal(old, new) for old, new in zip(before, self.params, strict=True))
