@@ -149,7 +149,7 @@ def test_one_shared_set_of_buffers_fails_the_check(pool, shape):
 
 
 def interrupted(rank, group, shape):
-    """The end of a run, and of one that goes on in new objects from what the first one saved."""
+    """State and losses at the end of a run, and of one that resumes it in new objects."""
     first, second = Run(shape), Run(shape)
     for batch in range(3):
         first.step(batch)

@@ -1,4 +1,4 @@
-"""What a stage is given: tensors of its own, of the shapes that the pipeline was made for."""
+"""Inputs of stages: their own tensors, of the shapes that the pipeline was built for."""
 
 import subprocess
 import sys
@@ -66,7 +66,7 @@ def assert_same(results, *expected):
 
 
 class Keeping(nn.Module):
-    """Halves the gradient of its input by a hook, and keeps what it has seen, with a copy of each."""
+    """Halves the gradient of its input by a hook, and keeps inputs and gradients, with a copy of each."""
 
     def __init__(self, block):
         super().__init__()
@@ -123,7 +123,7 @@ def test_receive_buffers_are_not_reused(pool: WorkerPool, stages: int) -> None:
 
 
 def identity(rank, group):
-    """Outputs of a last stage that returns what it was given, all of them kept."""
+    """Outputs of a last stage that returns its input, all of them kept."""
     stage, schedule = build(rank, group, module=nn.Identity() if rank else None)
     outputs = []
     with torch.no_grad():
@@ -141,7 +141,7 @@ def test_outputs_of_a_last_stage_that_returns_its_input_are_kept(pool: WorkerPoo
 
 
 class Tied(nn.Module):
-    """The first stage passes a weight and its input on; the last waits for the first one's update."""
+    """The first stage also sends a weight and its input; the last waits for the first one's update."""
 
     def __init__(self, block, updated=None):
         super().__init__()
@@ -154,7 +154,7 @@ class Tied(nn.Module):
             return self.block(x.clone()), self.weight, x
         self.seen.append((weight.detach().clone(), first.detach().clone()))
         if len(self.seen) == 1 + M + 2:  # after shapes were inferred, a batch, and a microbatch
-            until(self.updated.exists, "the first stage does not go on")
+            until(self.updated.exists, "the first stage does not continue")
         return self.block(x) * weight
 
 
@@ -175,7 +175,7 @@ def tied(rank, group, updated):
 
 
 def test_pending_sends_are_not_overwritten(pool: WorkerPool, tmp_path: Path) -> None:
-    """Weights and inputs that are passed on may be written to before the next stage takes them."""
+    """Weights and inputs that are sent may be written to before the next stage receives them."""
     seen = pool.run(2, tied, tmp_path / "updated")[1][1:]
     assert len(seen) == 2 * M
     for index, (weight, first) in enumerate(seen):
@@ -230,7 +230,7 @@ class Scaled(nn.Module):
 
 
 def other_inputs(rank, group):
-    """What is refused while batches are in flight, and the gradients of the batches around it."""
+    """The errors of batches that are refused while others are in flight, and the gradients of these."""
     stage, schedule = build(rank, group, module=Scaled(build_blocks(group.size())[rank]))
     module = stage.submod.block
     args, options = feed(stage, 0, 8)
@@ -367,7 +367,7 @@ def test_the_target_is_split_by_its_chunk_spec(pool: WorkerPool) -> None:
 
 
 def mistakes(rank, group):
-    """Everything that is refused before anything was sent leaves the schedule as it was."""
+    """Errors before the first message leave the schedule unchanged."""
     stage, schedule = build(rank, group)
     assert not schedule.drain()  # nothing has started
     found = []
@@ -484,7 +484,7 @@ def test_the_other_ranks_end_with_one_sentence(tmp_path: Path, what: str) -> Non
 
 
 def test_the_reference_is_not_the_same_for_all() -> None:
-    """The tests above would show nothing if a hook or another batch made no difference."""
+    """The tests above would prove nothing if a hook or another batch made no difference."""
     plain, halved, other = reference(2, 0, 8), reference(2, 0, 8, halved=True), reference(2, 1, 8)
     assert not torch.allclose(plain[0]["scale"], halved[0]["scale"])
     assert not torch.allclose(plain[0]["scale"], other[0]["scale"])

@@ -126,6 +126,6 @@ def refused(rank, group):
 
 
 def test_a_weight_in_two_fsdp_groups_is_refused(pool):
-    """By FSDP itself, which says how to tie them."""
+    """By FSDP itself."""
     for message in pool.run(4, refused):
         assert "shared with a parameter already managed by another FSDP group" in message

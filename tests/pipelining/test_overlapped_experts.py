@@ -27,7 +27,7 @@ meshes: dict[tuple[int, int], DeviceMesh] = {}
 
 
 def make_meshes(rank, group):
-    """All ranks take part in making each group, also those that are not in it."""
+    """All ranks create each group, also those that are not in it."""
     for pp, ep in SHAPES:
         meshes[pp, ep] = DeviceMesh("cpu", torch.arange(pp * ep).view(pp, ep), mesh_dim_names=("pp", "ep"))
 
@@ -63,7 +63,7 @@ class Layer(nn.Module):
         self.up, self.down = nn.Parameter(self.up[mine].detach()), nn.Parameter(self.down[mine].detach())
 
     def computed(self, x, experts):
-        """What each token's expert, of those that are here, makes of it."""
+        """The output of each token's expert, among the experts of this rank."""
         mine = nn.functional.one_hot(experts, len(self.up)).to(x.dtype)
         hidden = torch.tanh(torch.einsum("te,td,edh->th", mine, x, self.up))
         return torch.einsum("te,th,ehd->td", mine, hidden, self.down)
@@ -138,7 +138,7 @@ def pipeline(rank, group, pp, ep, *, recompute=None, backend=None, overlap=True,
         for name, parameter in module.named_parameters():
             if "router" in name:
                 dist.all_reduce(parameter.grad, group=experts)
-            parameter.grad /= ep  # an expert's holds what all its tokens came to, wherever they came from
+            parameter.grad /= ep  # an expert's includes the tokens of all ranks
         counts.append([layer.counts.clone() for layer in module.children()])
         for count in counts[-1]:
             dist.all_reduce(count, group=experts)
@@ -182,7 +182,7 @@ def loop(pp, ep, recompute, delay=1):
 
 
 def difference(results, ep, expected):
-    """The largest of a weight or a loss, and whether biases and counts are exactly the same."""
+    """The largest difference of a weight or a loss, and whether biases and counts are exactly equal."""
     weights, losses, counts = expected
     worst, seen, exact = 0.0, set(), True
     for rank, (found, _, counted) in enumerate(results):

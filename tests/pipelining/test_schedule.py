@@ -1,4 +1,4 @@
-"""The contract of ScheduleAsync2BW beside the recurrence: gradients, losses, outputs, messages, mistakes."""
+"""The contract of ScheduleAsync2BW beside the recurrence: gradients, losses, outputs, messages, errors."""
 
 import copy
 
@@ -95,7 +95,7 @@ def wrapped(rank, group):
     return messages
 
 
-def test_what_is_not_supported_is_refused(pool):
+def test_unsupported_wrappers_are_refused(pool):
     (messages,) = pool.run(1, wrapped)
     for name, words in {
         "data_parallel": "DistributedDataParallel",
@@ -143,7 +143,7 @@ def synchronous_then_async(rank, group, m, scale_grads):
 
 @pytest.mark.parametrize("scale_grads", [True, False])
 @pytest.mark.parametrize("d", [1, 2, 4])
-def test_one_batch_gives_what_1f1b_gives(pool, d, scale_grads):
+def test_one_batch_equals_1f1b(pool, d, scale_grads):
     for rank, (wanted, found) in enumerate(pool.run(d, synchronous_then_async, d + 1, scale_grads)):
         assert (found[0] is None) == (rank < d - 1)
         if found[0] is not None:
@@ -282,7 +282,7 @@ def test_two_copies_of_the_weights_and_one_on_the_last_stage(pool):
 
 
 def recurrent(rank, group):
-    """nn.LSTM keeps a list of its weights of its own, which must follow the version too."""
+    """nn.LSTM keeps its own list of weights, which must follow the version too."""
     torch.manual_seed(0)
 
     class Net(nn.Module):
@@ -313,7 +313,7 @@ def dropped(rank, group, m):
     import gc
 
     inputs, targets = build_data(3, m)
-    gc.freeze()  # or each collection would copy, page by page, all that this process shares with others
+    gc.freeze()  # otherwise each collection would copy the pages that this process shares with others
     for _ in range(3):
         stage, schedule = build(rank, group, m)
         for b in range(3):
@@ -369,7 +369,7 @@ class Failing(nn.Module):
         return self.linear(x)
 
 
-def modules_it_cannot_serve(rank, group):
+def unsupported_modules(rank, group):
     inputs, targets = build_data(2, 2)
 
     def steps(module, between=lambda module, schedule: None):
@@ -439,7 +439,7 @@ def modules_it_cannot_serve(rank, group):
 
 
 def test_unsupported_modules_are_refused(pool):
-    (found,) = pool.run(1, modules_it_cannot_serve)
+    (found,) = pool.run(1, unsupported_modules)
     inputs, targets = build_data(2, 2)
     assert found["attribute"] == pytest.approx(float(loss_fn(inputs[0][0] * 3, targets[0][0])))
     assert found["other attribute"] == pytest.approx(float(loss_fn(inputs[0][0], targets[0][0])))
@@ -481,14 +481,14 @@ def saved_weights(rank, group):
     return mistakes
 
 
-def test_state_goes_by_plain_names_and_fits_or_is_refused(pool):
-    """Checkpointing of activations may be turned on between a save and a load."""
+def test_state_has_plain_names_and_is_refused_if_it_does_not_fit(pool):
+    """Activation checkpointing may be turned on between a save and a load."""
     (mistakes,) = pool.run(1, saved_weights)
     assert "(8,)" in mistakes[0] and "(3,)" in mistakes[0] and len(mistakes) == 2
 
 
 def evaluate_through_identities(rank, group):
-    """A stage that hands on its very receive buffer, which the next microbatches need."""
+    """A stage whose output is its receive buffer, which the next microbatches need."""
     module = nn.Identity() if 0 < rank < 3 else nn.Linear(8, 8).double()
     stage, schedule = build(rank, group, 4, module=module)
     x = torch.arange(12 * 8, dtype=torch.float64).view(12, 8)
@@ -504,8 +504,8 @@ def evaluate_through_identities(rank, group):
     return None if output is None else bool((output == x).all())
 
 
-def test_an_evaluation_does_not_overwrite_what_is_being_sent(pool):
-    """Also: inputs that come split may be of another number of microbatches than in training."""
+def test_an_evaluation_does_not_overwrite_pending_sends(pool):
+    """Also with another number of microbatches than in training, if inputs are split."""
     assert pool.run(4, evaluate_through_identities) == [None, None, None, True]
 
 
@@ -549,7 +549,7 @@ def loss_that_runs_backwards(rank, group):
     stage = PipelineStage(module, rank, 2, torch.device("cpu"), group=group)
     schedule = ScheduleAsync2BW(stage, 2, loss_fn=last.loss, scale_grads=False)
     for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)  # what was before counts
+        parameter.grad = torch.ones_like(parameter)  # gradients accumulate
     args, options = ((x,), {}) if stage.is_first else ((), {"target": y})
     schedule.step(*args, **options)
     schedule.drain()

@@ -29,7 +29,7 @@ meshes: dict[tuple[int, ...], DeviceMesh] = {}
 
 
 def make_meshes(rank, group):
-    """All ranks take part in making each group, also those that are not in it."""
+    """All ranks create each group, also those that are not in it."""
     for pp, dp in SHAPES:
         meshes[pp, dp] = DeviceMesh("cpu", torch.arange(pp * dp).view(pp, dp), mesh_dim_names=("pp", "dp"))
     meshes[2, 2, 2] = DeviceMesh(
@@ -131,7 +131,7 @@ def difference(results, dp, oracle):
     return worst
 
 
-# Each value of each, compilation, which takes most of the time, at small shapes.
+# Each value of each option; compilation, which takes most of the time, at small shapes.
 DEFAULT = [
     ((1, 1), "none", None, False),
     ((1, 2), "selective", "aot_eager", True),
@@ -215,7 +215,7 @@ def one_shared_copy():
 
 
 def reshard_at_the_boundary():
-    """Frees and gathers again what microbatches in flight need, as torch does after a batch."""
+    """Frees and regathers the weights of microbatches in flight, as torch does after a batch."""
     begin_batch = ShardedVersions.begin_batch
 
     def begin_and_gather(self):
