@@ -42,7 +42,7 @@ fillings = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 
 
 class Call(NamedTuple):
-    """The actions of a stage in a `step`, or in a `drain`, which begins no batch, by batches since the start."""
+    """The actions of a stage in a `step`, or in a `drain`; batches are numbered across drains."""
 
     batch: int | None
     before: int  # batches that were begun before

@@ -189,7 +189,7 @@ class Poisoned(nn.Module):
 
 
 def spoiled(rank, group, names, stage_index, factor):
-    """Whether norms are finite, and `gradient_is_finite`, if the gradient of batch 1 is spoiled on a stage."""
+    """Whether norms are finite, and `gradient_is_finite`, with batch 1's gradient spoiled on one stage."""
     size, wrap, _ = WRAPS[names]
     poisoned = []
 

@@ -225,7 +225,7 @@ def test_other_decoders_are_measured(few_steps: None, family: str, flavor: str) 
 
 
 def run(rank, group, folder, schedule, *, costs=None, stages=None):
-    """Train three steps with stages balanced by measurement, by invented `costs`, or as `stages` says.
+    """Train three steps with stages balanced by measurement, by the given `costs`, or split into `stages`.
 
     Returns the modules of this rank's stages and their weights.
     """

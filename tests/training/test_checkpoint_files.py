@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("group_of_one")
 
 
 class Counter:
-    """The state of anything else."""
+    """Any other state."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -52,7 +52,7 @@ class Counter:
 
 
 class Position(TextDataLoader):
-    """A place in the data, of one of some data-parallel ranks."""
+    """The position in the data of one data-parallel rank."""
 
     def __init__(self, rank: int, degree: int) -> None:
         self.dp_world_size, self._rank_id = degree, f"dp_rank_{rank}"
@@ -146,14 +146,14 @@ def test_a_checkpoint_of_fewer_data_parallel_ranks(tmp_path: Path, rank: int) ->
     made, _ = checkpointer(tmp_path)
     made.states["dataloader"] = Position(0, 1)
     made.save(1)
-    # Nothing was saved of the place of rank 1.
+    # No position of rank 1 was saved.
     made.states["dataloader"] = Position(rank, 2)
     with pytest.raises(UserError, match="data position is one of data-parallel degree 1, not 2: resume with"):
         made.load()
 
 
 def kept(made: AsyncCheckpointer) -> list[int]:
-    """The steps of whole checkpoints; once everything has been removed, they are all that is there."""
+    """The steps of complete checkpoints, after checking that all other folders have been removed."""
     steps = complete_steps(Path(made.folder))
     made.close()
     assert {path.name for path in Path(made.folder).iterdir()} == {f"step-{step}" for step in steps}
@@ -220,8 +220,8 @@ def test_incomplete_checkpoints_do_not_count_and_are_removed(tmp_path: Path) -> 
 
 
 def test_a_save_that_another_rank_has_started_is_not_removed(tmp_path: Path) -> None:
-    # Two ranks, async: rank 1 had made the folder of step 5 while rank 0 still waited for step 4. Rank 0
-    # took it for what a killed save had left.
+    # Two ranks, async: rank 1 had created the folder of step 5 while rank 0 still waited for step 4. Rank 0
+    # took it for the remains of a killed save.
     made, _ = checkpointer(tmp_path, "async", keep=2)
     folder = Path(made.folder)
     for step in (3, 5):

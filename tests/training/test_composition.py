@@ -25,7 +25,7 @@ LAYOUTS = [
     pytest.param(4, 1, TENSOR, id="TP, spmd_types"),
     slow(4, 1, (*TENSOR, *DTENSOR), id="TP, partial_dtensor"),
     pytest.param(4, 1, CONTEXT, id="CP"),
-    # One microbatch a pass, fewer than stages, which all passes together are not.
+    # One microbatch per pass: fewer than stages in a pass, but not in all passes together.
     pytest.param(
         4,
         2,
@@ -71,8 +71,8 @@ MUON_LAYOUTS = [
 def test_muon_on_shards_equals_muon_on_one_process(
     runs: Trainers, tmp_path: Path, ranks: int, shares: int, delay: int, flags: tuple[object, ...]
 ) -> None:
-    # The loop's Muon is written out in float64, on whole matrices. Error feedback is configured always, and
-    # has an effect under a delay only. The other parameters are SGD's, in the implementation that is default.
+    # The loop's Muon computes in float64, on whole matrices. Error feedback is always configured, and has an
+    # effect only under a delay. SGD, in its default implementation, updates the other parameters.
     argv = arguments(tmp_path, "muon_llama", *flags)
     results = runs(ranks, argv)
     before, after = merged([r.before for r in results]), merged([r.after for r in results])
@@ -156,7 +156,7 @@ def count_graphs(trainer: Any, trained: Trained) -> None:
 @pytest.mark.parametrize(
     "checkpointing", [slow(()), ("activation_checkpoint:full",)], ids=["", "full checkpointing"]
 )
-def test_compiled_stages_follow_it_and_compile_once(
+def test_compiled_stages_follow_the_recurrence_and_compile_once(
     runs: Trainers, tmp_path: Path, checkpointing: tuple[str, ...]
 ) -> None:
     flags = ("--compile.enable", "--compile.backend", "aot_eager", "--validator.no-enable")

@@ -53,7 +53,7 @@ def message(config: AsyncTrainer.Config) -> str:
     return str(caught.value)
 
 
-def test_what_fits_is_accepted(made: Path) -> None:
+def test_valid_token_files_are_accepted(made: Path) -> None:
     check(config(made), world_size=2)
 
 
@@ -128,9 +128,9 @@ def test_splits(made: Path) -> None:
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Callable[..., AsyncTrainer.Config]:
-    """Makes a configuration that trains on documents of so many words, without a validation split.
+    """Creates configurations with documents of the given numbers of words, without a validation split.
 
-    A word is a token, and nothing marks the ends of documents; sequences are of 10 tokens.
+    A word is a token, documents have no end token, and sequences have 10 tokens.
     """
     vocabulary = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, "[UNK]"))
     vocabulary.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -214,7 +214,7 @@ def test_a_single_pass_needs_a_batch_of_all_ranks(
     texts: Callable[..., AsyncTrainer.Config], words: list[int], shards: int, fits: bool
 ) -> None:
     assert accepts(texts(words, infinite=False), shards) == fits
-    # And so a validation of all there is, which reads every second document.
+    # And so does a validation on the whole split, which has every second document.
     validated = [count for pair in zip([1000] * len(words), words, strict=True) for count in pair]
     assert accepts(texts(validated, steps=-1), shards) == fits
 

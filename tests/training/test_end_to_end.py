@@ -38,8 +38,8 @@ def assert_learns(run: Run, *, silent: bool = True) -> None:
     assert run.status == 0, run.err
     assert not silent or run.err == ""
     assert run.steps == [1, 10, 20, 30]
-    # Before the first update the model knows nothing of the 2048 tokens; what it learns first is how
-    # often each occurs.
+    # Before the first update the loss is about that of 2048 equally probable tokens; first the model learns
+    # their frequencies.
     assert 7.6 < run.losses[0] < 8.5
     assert run.losses[-1] < run.losses[0] - 0.5
     assert all(later < earlier for earlier, later in zip(run.losses, run.losses[1:], strict=False))
@@ -66,7 +66,7 @@ SUMMARY = re.compile(
 )
 
 
-def test_the_recipe_learns_and_compares_itself_with_the_frequencies_of_tokens(first: Run) -> None:
+def test_the_recipe_learns_and_the_summary_has_the_unigram_entropy(first: Run) -> None:
     assert (first.status, first.err) == (0, "")
     assert first.losses[-1] < first.losses[0] - 1
     assert first.validation_losses[1] < first.validation_losses[0]
@@ -79,7 +79,7 @@ def test_the_recipe_learns_and_compares_itself_with_the_frequencies_of_tokens(fi
 
 
 @pytest.mark.slow
-def test_the_recipe_learns_more_than_the_frequencies_of_tokens(tmp_path: Path) -> None:
+def test_the_recipe_learns_more_than_the_unigram_entropy(tmp_path: Path) -> None:
     run = train(
         tmp_path,
         "--training.steps", 40, "--training.seq_len", 256, "--lr_scheduler.warmup_steps", 4,
@@ -106,7 +106,7 @@ def test_only_rank_0_prints(first: Run) -> None:
     assert re.fullmatch(rf"trained {STEPS} steps in \d+:\d\d: [\d,]+ tokens/s, [\d.]+ s/step", lines[-4])
 
 
-def test_the_files_of_the_run_are_where_the_summary_says(first: Run, folder: Path) -> None:
+def test_the_summary_names_the_folders_of_the_run(first: Run, folder: Path) -> None:
     assert first.out.splitlines()[-2:] == ["files of the run: run", "checkpoints: run/checkpoint"]
     steps = sorted(path.name for path in (folder / "run/checkpoint").iterdir())
     assert steps == ["step-10", "step-20"]
@@ -120,7 +120,7 @@ def test_the_same_command_with_more_steps_resumes(first: Run, folder: Path) -> N
     assert (more.status, more.err) == (0, "")
     assert f" for {STEPS + 5} steps, resumed at step {STEPS}\n" in more.out
     assert more.steps == list(range(STEPS + 1, STEPS + 6))
-    assert max(more.losses) < first.losses[0] - 0.5, "it started anew"
+    assert max(more.losses) < first.losses[0] - 0.5, "it started from scratch"
     assert "\ntrained 5 steps in " in more.out
 
     again = train(folder, *flags, recipe=RECIPE)
@@ -229,7 +229,7 @@ def test_non_finite_gradients_stop_the_run(tmp_path: Path) -> None:
     assert run.status == 2
     last = run.steps[-1]
     assert 4 < last < 29
-    # The step that skips the last one that it may is not reported any more.
+    # The step that reaches the limit is not reported.
     assert re.fullmatch(
         rf"the gradient was not finite 4 times in a row up to step {last + 1}, first in the \w+ of .* "
         r"\(rank [01]\): lower the learning rate or training\.max_norm, or look at the data "
@@ -264,7 +264,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     ("flag", "value", "line"),
     [
         slow("--training.stesp", "3", "unknown flag --training.stesp; did you mean --training.steps?"),
-        # Known only once torchtitan has been loaded, where the launcher would have looked.
+        # Found only after torchtitan has been loaded, since no launcher has checked it.
         ("--parallelism.pipeline_parallel_schedule", "Async2WB", "did you mean Async2BW?"),
         slow(
             "--parallelism.pipeline_parallel_degree",
@@ -277,7 +277,7 @@ def test_a_users_mistake_under_torchrun_is_one_line(tmp_path: Path, flag: str, v
     done = forks.run(torchrun(flag, value), cwd=tmp_path, env=environment())
     assert done.returncode != 0
     assert (done.stdout + done.stderr).count(line) == 1
-    # torchrun says the rest: that a process failed, and which. No process of ours prints a traceback.
+    # torchrun prints which process failed. No process of ours prints a traceback.
     assert not re.search(r'File ".*titan_async/training/', done.stderr)
 
 
@@ -299,5 +299,5 @@ def test_a_run_writes_the_times_of_its_stages(first: Run, folder: Path) -> None:
     assert numbers == [2, 4, 2, 64]
     parts = [part for stage in record["stages"] for part in stage["parts"]]
     assert parts == ["tok_embeddings", *(f"layers.{index}" for index in range(6)), "head"]
-    # Which of the two takes longer is up to what else the machine does.
+    # On a busy machine either may take longer.
     assert all(stage["forward"] > 0 and stage["backward"] > 0 for stage in record["stages"])

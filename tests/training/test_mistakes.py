@@ -1,4 +1,4 @@
-"""Mistakes of users, with a shipped recipe file: one line that names the cause and the fix.
+"""User errors with a shipped recipe file: one line that names the cause and the fix.
 
 The launcher finds almost all of them before it starts a process; `tests/cli` and `tests/data` have more
 cases of recipe files and of data. The few that need a worker come last.
@@ -35,7 +35,7 @@ def group(pattern: str, optimizer: str = "AdamW") -> str:
 def mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """Runs the command in a folder with some files, and returns the one line that it says."""
+    """Runs the command in a temporary folder, and returns the one line that it prints."""
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "NGPU", "NNODES"):
         monkeypatch.delenv(name, raising=False)
@@ -61,7 +61,7 @@ def assert_says(line: str, words: Iterable[str]) -> None:
     assert not missing, f"{missing} not in: {line}"
 
 
-def test_the_recipe_file_itself_is_no_mistake(mistake: Callable[..., str]) -> None:
+def test_the_recipe_file_itself_is_valid(mistake: Callable[..., str]) -> None:
     with pytest.raises(AssertionError, match="^processes were started$"):
         mistake(str(RECIPE))
 
@@ -364,7 +364,7 @@ FLAGS = [
 
 @pytest.mark.parametrize(("flags", "words"), FLAGS, ids=[flags for flags, _ in FLAGS])
 def test_flags(mistake: Callable[..., str], flags: str, words: list[str]) -> None:
-    Path("file.txt").write_text("A file, and no folder.\n")
+    Path("file.txt").write_text("A file.\n")
     Path("folder").mkdir()
     Path("large").mkdir()
     Path("broken").mkdir()
@@ -421,7 +421,7 @@ def test_experts(mistake: Callable[..., str]) -> None:
     assert_says(line, ["parallelism.expert_parallel_degree is 3", "the model's 4 experts"])
 
 
-def test_one_weight_on_two_stages(mistake: Callable[..., str]) -> None:
+def test_tied_embeddings_on_two_stages(mistake: Callable[..., str]) -> None:
     Path("x.toml").write_text('recipe = "tied"\n')
     tied = ("x.toml", "--module", "tests.support.recipes")
     schedule = "--parallelism.pipeline_parallel_schedule"

@@ -25,7 +25,7 @@ FEEDBACKS = {
 
 
 def build_wrapped(text: str, folder: Path, stage: Stage) -> AsyncOptimizers:
-    """The same with error feedback wrapped around Muon as around the others, as it was once."""
+    """The same with error feedback wrapped around Muon as around the others, as in earlier versions."""
     optimizers = build(text, folder, stage)
     (muon, wrapped) = optimizers.optimizers
     assert type(muon) is Muon and isinstance(wrapped, ErrorFeedback)
@@ -53,7 +53,7 @@ def written_and_read(optimizers: AsyncOptimizers, folder: Path, into: AsyncOptim
 def both(
     make: Callable[..., AsyncOptimizers], remake: Callable[..., AsyncOptimizers], text: str, folder: Path
 ) -> tuple[Stage, Stage, AsyncOptimizers]:
-    """Four updates made by one form, and two by that and two by another that has loaded the state."""
+    """Four updates by one form, and two by that and two by another that has loaded its state."""
     unbroken, broken, resumed = Stage(), Stage(), Stage()
     optimizers, others = make(text, folder, unbroken), make(text, folder, broken)
     for seed in (1, 2):
@@ -106,7 +106,7 @@ def test_each_form_of_error_feedback_loads_the_other(
 
 @pytest.mark.parametrize(("saved", "now"), [("off", "update"), ("update", "off"), ("gradient", "update")])
 def test_error_feedback_options_are_those_of_the_run(saved: str, now: str, tmp_path: Path) -> None:
-    # A synchronous run may go on delayed, and the other way round; nothing is corrected by what is not there.
+    # A synchronous run may resume delayed, and vice versa; without a history nothing is corrected.
     first, second, alone = Stage(), Stage(), Stage()
     optimizers = build(FEEDBACKS[saved], tmp_path, first)
     train_a_step(first, optimizers, 1)
@@ -211,7 +211,7 @@ def test_options_are_those_of_the_recipe_and_changes_are_reported(name: str, tmp
 
 
 class Old(AsyncOptimizers):
-    """Writes checkpoints as they were when Muon had fewer options."""
+    """Writes checkpoints like earlier versions, in which Muon had fewer options."""
 
     def state_dict(self) -> dict[str, Any]:
         later = (

@@ -84,7 +84,7 @@ def unwrapped_fully(optimizers: AsyncOptimizers) -> list[torch.optim.Optimizer]:
     return [getattr(optimizer, "optimizer", optimizer) for optimizer in unwrapped(optimizers)]
 
 
-def test_the_options_of_two_groups_of_one_class_are_each_its_own(tmp_path: Path) -> None:
+def test_two_groups_of_one_class_have_their_own_options(tmp_path: Path) -> None:
     config = section(
         tmp_path, (Averaged, {"lr": 0.25, "beta": 0.5}), (Averaged, {"pattern": "norm", "lr": 0.5})
     )
@@ -123,7 +123,7 @@ def test_it_updates_parameters_as_it_does_alone_and_is_corrected(
 
 
 def test_an_update_after_an_idle_step_is_not_corrected(tmp_path: Path) -> None:
-    # Otherwise the update would be doubled: the one before it is known to have moved nothing.
+    # Otherwise the update would be doubled, since the previous one is known to be zero.
     stage = Stage()
     start = stage.layers["3"]["wq"].weight.detach().clone()
     optimizers = section(tmp_path, (Idle, {"lr": 1.0})).build(model_parts=[stage])
@@ -244,7 +244,7 @@ def test_an_optimizer_that_cannot_train_is_refused(
         check_optimizer(config, model)
 
 
-def test_no_optimizer_class_and_no_plain_option_is_refused(tmp_path: Path) -> None:
+def test_other_classes_and_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="takes a subclass of torch.optim.Optimizer"):
         section(tmp_path, (nn.Linear, {}))
     with pytest.raises(UserError, match="the option name of Averaged is a builtin"):

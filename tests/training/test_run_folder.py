@@ -71,7 +71,7 @@ def test_a_folder_without_a_run_is_not_locked(tmp_path: Path) -> None:
 
 
 def test_a_launcher_announces_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds before rank 0 can, which has torch to import first."""
+    """Seconds before rank 0 can, which has to import torch first."""
     from titan_async.cli import launch
 
     seen = []

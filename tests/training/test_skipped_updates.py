@@ -28,7 +28,7 @@ from titan_async.training.telemetry.not_finite import SkippedUpdates
 
 
 def poison_two_batches(trainer: Any, trained: Trained) -> None:
-    """The last stage's gradients of batches 1 and 4; checkpoints and a validation let two be drained."""
+    """Poison the last stage's gradients of batches 1 and 4; a checkpoint drains batch 1."""
     poison(trainer, {1, 4})
     log = trainer.metrics_processor.log
     keep_warnings(trainer, trained)
@@ -55,11 +55,11 @@ def test_no_stage_updates(runs: Trainers, tmp_path: Path, optimizer: str) -> Non
     results = runs(2, argv, poison_two_batches)
     before, after = merged([r.before for r in results]), merged([r.after for r in results])
     if optimizer == "sgd":
-        # The loop's momenta and history of updates know nothing of the batches that it leaves out.
+        # The loop's momenta and update history do not include the skipped batches.
         assert distance(after, loop(argv, before, skipped={1, 4}).after) < 2e-6
         assert distance(after, loop(argv, before, skipped={2, 4}).after) > 1e-3
     for result in results:
-        # SGD, which cannot leave it to the device, is not called.
+        # SGD, which cannot skip on the device, is not called.
         updates = [batch not in {1, 4} for batch in range(6)]
         assert result.extra["moved"] == ([True] * 4 if optimizer == "sgd" else updates)
         assert all(value.isfinite().all() for value in result.state.values())

@@ -23,7 +23,7 @@ SHARDED = ("--parallelism.data_parallel_shard_degree", 2)
 
 
 def listen(trainer: Any, trained: Trained) -> None:
-    """What is said, and the figures of the pipeline at each logged step."""
+    """Keep the lines of the reporter, and the metrics of each logged step."""
     said, figures = trained.extra.setdefault("said", []), trained.extra.setdefault("figures", [])
     say, log = trainer.reporter.log, trainer.metrics_processor.log
     trainer.reporter.log = lambda line: (said.append(line), say(line))[1]
@@ -94,7 +94,7 @@ COMPOSED = [
 
 
 @pytest.mark.parametrize(("ranks", "shares", "recipe", "flags"), COMPOSED)
-def test_it_goes_with_everything_else(
+def test_it_composes_with_other_features(
     runs: Trainers, tmp_path: Path, ranks: int, shares: int, recipe: str, flags: tuple
 ) -> None:
     argv = arguments(tmp_path, recipe, STEPS, 2, *flags)

@@ -74,7 +74,7 @@ sys.exit(worker.main([]))
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment | own, capture_output=True, text=True, check=True
     )
-    assert done.stdout == f"{found} False\n"  # before torch is there, which reads it once
+    assert done.stdout == f"{found} False\n"  # before torch is imported, which reads it once
 
 
 @pytest.mark.parametrize(
