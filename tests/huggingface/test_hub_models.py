@@ -212,7 +212,7 @@ def test_stages_are_balanced_by_flops() -> None:
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window is true, "),
         ("qwen3", {"attention_bias": True}, "attention_bias is true, "),
         ("qwen3", {"rope_scaling": YARN}, "rope_scaling is {"),
-        ("qwen3 moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, of which num_experts, 8, "),
+        ("qwen3 moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, which exceeds num_experts, 8"),
         ("dots1", {"sliding_window": 8, "max_window_layers": 1}, "sliding_window is 8, "),
         ("dots1", {"n_group": 3}, "n_group is 3, which does not divide n_routed_experts, 8"),
         ("dots1", {"n_shared_experts": None}, "n_shared_experts is missing"),

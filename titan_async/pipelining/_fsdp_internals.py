@@ -47,7 +47,8 @@ class FsdpParameters:
         self._params = [param for group in self._groups for param in group.fsdp_params]
         self._copies: dict[int, list[_Unsharded]] = {}
         self._installed = _OUTSIDE
-        self._gathering = False  # whether groups of the installed copy are still to be gathered
+        self.is_gathering = False
+        """Whether the next forward gathers the active copy."""
         self._check_supported()
 
     @property
@@ -70,29 +71,29 @@ class FsdpParameters:
         # Until `reduce_grads`. A loss may run backwards before torch does this.
         self._set_gradient_sync(False)
         self._install(copy)
-        self._gathering = True
+        self.is_gathering = True
         for group in self._groups[:2]:
             group.unshard(async_op=True)
 
     def finish_gather(self) -> None:
         """Gather what no forward has gathered; the copy is active then. Later calls do nothing."""
-        if not self._gathering:
+        if not self.is_gathering:
             return
         for group, following in zip(self._groups, [*self._groups[1:], None], strict=True):
             group.unshard(async_op=True)
             if following is not None:  # overlaps with the copy-out of this one
                 following.unshard(async_op=True)
             group.wait_for_unshard()
-        self._gathering = False
+        self.is_gathering = False
 
     def activate(self, copy: int | None) -> None:
         """Put `copy` into the module, or its shards (None). FSDP puts in one that is being gathered."""
-        if self._gathering:
+        if self.is_gathering:
             if copy == self._installed:
                 return
             for group in self._groups:  # after an error: started all-gathers must not continue
                 group.wait_for_unshard()
-            self._gathering = False
+            self.is_gathering = False
         self._install(_OUTSIDE if copy is None else copy)
         state = ShardedState.SHARDED if copy is None else ShardedState.UNSHARDED
         for param in self._params:
@@ -100,11 +101,6 @@ class FsdpParameters:
             param.sharded_state = state
         for group in self._groups:
             group._sharded_state = state
-
-    @property
-    def is_gathering(self) -> bool:
-        """Whether the next forward gathers the active copy."""
-        return self._gathering
 
     def training_state(self) -> Any:
         """The training states of FSDP's hooks within a forward or backward, for `set_training_state`."""

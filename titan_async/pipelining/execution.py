@@ -382,7 +382,7 @@ class Executor:
 
 
 def _without_gathering_pairs(program: list[Instruction], versions: Versions) -> Iterator[Instruction]:
-    """The instructions; a forward that gathers its weights runs before its backward instead of beside it."""
+    """The instructions, without pairs whose forward gathers its weights: it runs before the backward."""
     for instruction in program:
         if instruction.overlapped is not None and versions.weights.is_gathering:
             yield instruction._replace(overlapped=None)

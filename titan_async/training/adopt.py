@@ -34,7 +34,7 @@ def adopt(config: Any, *, recipe: str) -> AsyncTrainer.Config:
     """A configuration with the same settings that also trains under Async2BW.
 
     Args:
-        config: of a recipe function; not changed. An `AsyncTrainer.Config` is returned as it is.
+        config: of a recipe function; not changed. An `AsyncTrainer.Config` is returned unchanged.
         recipe: the function's name, for messages.
 
     Raises:

@@ -165,7 +165,7 @@ class AsyncTrainer(Trainer):
                 callback.after_training(self, reason)
 
     def train_step(self, data_iterator: Iterator[Microbatch]) -> None:
-        """Train on one batch, and update with whichever batch's gradient is complete then."""
+        """Train on one batch, and update with the gradient that is complete then, if any."""
         if self._first_step is None:
             self._first_step = self.step - 1
             self._start()

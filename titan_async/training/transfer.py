@@ -60,7 +60,7 @@ class Upload:
     """Copies batches to a device from pinned memory, on its own stream.
 
     A batch is copied when it is read, just before its step is launched. The device is then still busy with
-    the previous step, so the copy overlaps with it, and no data are read ahead of a checkpoint's position.
+    the previous step, so the copy overlaps with it, and no data are read ahead of a checkpoint.
 
     Args:
         device: on a CPU nothing is copied.

@@ -21,7 +21,7 @@ class EmaConfig:
     decay: float = 0.0
     """The decay of the average at each update, such as 0.999; the weights are added with a share of 1 -
     decay. The average starts from the weights before the first update. 0 keeps no average. It costs a copy of
-    the parameters, sharded as they are."""
+    the parameters, with their sharding."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
@@ -37,7 +37,7 @@ def keeps_average(config: Trainer.Config) -> bool:
 
 
 class WeightAverage(Callback):
-    """An exponential moving average of trainable parameters, on each rank of its own shards.
+    """An exponential moving average of trainable parameters; each rank averages its own shards.
 
     Args:
         parts: modules whose parameters' names are unique among them. An average has its parameter's dtype,

@@ -201,7 +201,7 @@ def _spec(
 
 
 def _ends(fields: _Fields, *, tied: bool) -> dict[str, Any]:
-    """The fields of a decoder's configuration beside its layers."""
+    """The fields of a decoder's configuration other than its layers."""
     width, vocabulary = fields.integer("hidden_size"), fields.integer("vocab_size")
     return {
         "dim": width,

@@ -116,7 +116,25 @@ class AsyncOptimizers(OptimizersContainer, Callback):
             Raises:
                 UserError: it is not such a class, or an option has another type.
             """
-            return _using(self, optimizer, pattern, options)
+            if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
+                raise UserError(
+                    f"optimizer.using takes a subclass of torch.optim.Optimizer, not {optimizer!r}"
+                )
+            for key, value in options.items():
+                if not _is_plain(value):
+                    raise UserError(
+                        f"the option {key} of {optimizer.__name__} is a {type(value).__name__}, but a recipe "
+                        "holds numbers, strings, booleans and lists of them: set it in a subclass"
+                    )
+            name, classes = optimizer.__name__, self.classes
+            if FACTORIES.get(name) is not optimizer:
+                if name in FACTORIES or classes.get(name, optimizer) is not optimizer:
+                    name = f"{optimizer.__module__}.{name}"
+                classes = {**classes, name: optimizer}
+            first = ParamGroupConfig(pattern=pattern, optimizer_name=name, optimizer_kwargs=options)
+            # Groups after a pattern that matches everything are empty.
+            others = [] if pattern == ".*" else [g for g in self.resolved_groups() if g.pattern != pattern]
+            return dataclasses.replace(self, param_groups=[first, *others], classes=classes)
 
         def class_of(self, name: str) -> type[torch.optim.Optimizer] | None:
             """The optimizer of another package with this name in groups, or None.
@@ -346,31 +364,6 @@ class AsyncOptimizers(OptimizersContainer, Callback):
             while isinstance(optimizer, ErrorFeedback | PlainTensorOptimizer):
                 optimizer = optimizer.optimizer
             yield optimizer
-
-
-def _using(
-    config: AsyncOptimizers.Config,
-    optimizer: type[torch.optim.Optimizer],
-    pattern: str,
-    options: dict[str, Any],
-) -> AsyncOptimizers.Config:
-    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
-        raise UserError(f"optimizer.using takes a subclass of torch.optim.Optimizer, not {optimizer!r}")
-    for key, value in options.items():
-        if not _is_plain(value):
-            raise UserError(
-                f"the option {key} of {optimizer.__name__} is a {type(value).__name__}, but a recipe holds "
-                "numbers, strings, booleans and lists of them: set it in a subclass"
-            )
-    name, classes = optimizer.__name__, config.classes
-    if FACTORIES.get(name) is not optimizer:
-        if name in FACTORIES or classes.get(name, optimizer) is not optimizer:
-            name = f"{optimizer.__module__}.{name}"
-        classes = {**classes, name: optimizer}
-    first = ParamGroupConfig(pattern=pattern, optimizer_name=name, optimizer_kwargs=options)
-    # Groups after a pattern that matches everything are empty.
-    others = [] if pattern == ".*" else [g for g in config.resolved_groups() if g.pattern != pattern]
-    return dataclasses.replace(config, param_groups=[first, *others], classes=classes)
 
 
 def _is_plain(value: object) -> bool:

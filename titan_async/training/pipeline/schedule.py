@@ -95,7 +95,7 @@ def is_async(parallelism: ParallelismConfig) -> bool:
 
 
 def delays_gradients(parallelism: ParallelismConfig) -> bool:
-    """Whether training runs under `ScheduleAsync2BW`. One stage is no pipeline and trains synchronously."""
+    """Whether training runs under `ScheduleAsync2BW`. One stage trains synchronously."""
     return is_async(parallelism) and parallelism.pipeline_parallel_degree > 1
 
 

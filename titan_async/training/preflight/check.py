@@ -39,7 +39,7 @@ from titan_async.training.preflight.optimizer import check_optimizer
 __all__ = ["build_on_meta", "check", "check_messages"]
 
 _STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
-"""The parts of a checkpoint beside the model."""
+"""The parts of a checkpoint other than the model."""
 
 _FOR_GPUS = (
     DeepEPTokenDispatcher.Config,

@@ -79,7 +79,8 @@ class AsyncMetrics(MetricsProcessor, Recorded, Callback):
     ) -> None:
         """As torchtitan's; `grad_norm` is None before the first update."""
         seconds = time.perf_counter() - self.time_last_log
-        tokens = self.ntokens_since_last_log * self._data_parallel_degree()
+        dims = self.parallel_dims
+        tokens = self.ntokens_since_last_log * (dims.world_size // dims.non_data_parallel_size)
         extra = extra_metrics or {}
         rate = next((value for key, value in extra.items() if key.startswith("lr/")), float("nan"))
         norm = float("nan") if grad_norm is None else grad_norm
@@ -114,10 +115,6 @@ class AsyncMetrics(MetricsProcessor, Recorded, Callback):
             return None
         operations = self.num_flops_per_token * tokens_per_second / self.parallel_dims.world_size
         return operations / self.gpu_peak_flops
-
-    def _data_parallel_degree(self) -> int:
-        dims = self.parallel_dims
-        return dims.world_size // dims.non_data_parallel_size
 
 
 _CHOICES = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM")

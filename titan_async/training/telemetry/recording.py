@@ -108,7 +108,7 @@ class Recording(Callback):
         journal = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if os.environ.get("LOCAL_RANK", "0") == "0":  # nodes may have disks of their own
+            if os.environ.get("LOCAL_RANK", "0") == "0":  # nodes may have their own disks
                 info = RunInfo(
                     run_id=run_id,
                     started=time.time(),
