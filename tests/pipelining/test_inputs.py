@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
+from tests.pipelining import test_schedule
 from tests.support.processes import Pools, WorkerPool
 from tests.support.recurrence import WIDTH, build_blocks, loss_fn
 from tests.support.training import environment
@@ -25,10 +27,7 @@ def pool(pools: Pools) -> WorkerPool:
     return pools(4)
 
 
-def build(rank, group, m=M, module=None, **options):
-    module = module if module is not None else build_blocks(group.size())[rank]
-    stage = PipelineStage(module, rank, group.size(), torch.device("cpu"), group=group)
-    return stage, ScheduleAsync2BW(stage, m, loss_fn=loss_fn, **options)
+build = partial(test_schedule.build, m=M)
 
 
 def data(seed, *shape):

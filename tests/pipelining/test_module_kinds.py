@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from tests.support.processes import Pools, WorkerPool
-from tests.support.recurrence import WIDTH, build_data, loss_fn
+from tests.support.recurrence import WIDTH, build_data, loss_fn, run_batch
 from tests.support.sharded import make_meshes, meshes, shard, whole
 from titan_async.pipelining import ScheduleAsync2BW
 
@@ -75,8 +75,7 @@ def run_stage(names, module, data):
             optimizer.zero_grad()
 
     for batch in range(BATCHES):
-        args = (inputs[batch].flatten(0, 1),) if stage.is_first else ()
-        schedule.step(*args, target=targets[batch].flatten(0, 1) if stage.is_last else None)
+        run_batch(schedule.step, stage, inputs[batch], targets[batch])
         apply()
     schedule.drain()
     apply()

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from torch.distributed.pipelining import PipelineStage
 
+from tests.pipelining.test_schedule import build
 from tests.support.processes import Pools, WorkerPool
-from tests.support.recurrence import build_blocks, build_data, loss_fn
-from titan_async.pipelining import ScheduleAsync2BW
+from tests.support.recurrence import build_blocks, build_data, run_batch
 from titan_async.pipelining.recording import COMPUTE_KINDS, FORWARD_KINDS, GRADIENT_KINDS, Kind
 
 
@@ -37,8 +36,7 @@ def watched(rank, group, m, drained_after, shards, overlap):
         from torch.distributed.fsdp import fully_shard
 
         fully_shard(module, mesh=DeviceMesh("cpu", [rank]), reshard_after_forward=False)
-    stage = PipelineStage(module, rank, group.size(), torch.device("cpu"), group=group)
-    schedule = ScheduleAsync2BW(stage, m, loss_fn=loss_fn, overlap=overlap)
+    stage, schedule = build(rank, group, m, module=module, overlap=overlap)
     schedule.recorder = recorder = SpanRecorder(module)
     inputs, targets = build_data(6, m)
     delays, versions = [], []
@@ -54,8 +52,7 @@ def watched(rank, group, m, drained_after, shards, overlap):
 
     versions.append(sum(p.detach().sum() for p in module.parameters()).item())
     for b in range(6):
-        args = (inputs[b].flatten(0, 1),) if stage.is_first else ()
-        schedule.step(*args, target=targets[b].flatten(0, 1) if stage.is_last else None)
+        run_batch(schedule.step, stage, inputs[b], targets[b])
         update()
         if b in drained_after and schedule.drain():
             update()
@@ -103,16 +100,13 @@ def test_spans_match_the_actions_of_the_stage(pool, drained_after, shards, overl
 
 def resumed(rank, group):
     """The versions of a schedule that has loaded older weights than the module's."""
-    module = build_blocks(group.size())[rank]
-    stage = PipelineStage(module, rank, group.size(), torch.device("cpu"), group=group)
-    schedule = ScheduleAsync2BW(stage, 2, loss_fn=loss_fn)
+    stage, schedule = build(rank, group, 2)
     inputs, targets = build_data(3, 2)
-    schedule.recorder = recorder = SpanRecorder(module)
-    older = {name: value.detach() - 1.0 for name, value in module.named_parameters()}
+    schedule.recorder = recorder = SpanRecorder(stage.submod)
+    older = {name: value.detach() - 1.0 for name, value in stage.submod.named_parameters()}
     schedule.load_state_dict(older)
     for b in range(3):
-        args = (inputs[b].flatten(0, 1),) if stage.is_first else ()
-        schedule.step(*args, target=targets[b].flatten(0, 1) if stage.is_last else None)
+        run_batch(schedule.step, stage, inputs[b], targets[b])
     schedule.drain()
     return {(batch, version) for _, _, batch, _, version, _ in recorder.spans}
 
@@ -123,14 +117,11 @@ def test_weights_from_before_the_schedule_are_an_update_behind(pool):
 
 
 def evaluated(rank, group):
-    module = build_blocks(group.size())[rank]
-    stage = PipelineStage(module, rank, group.size(), torch.device("cpu"), group=group)
-    schedule = ScheduleAsync2BW(stage, 2, loss_fn=loss_fn)
-    schedule.recorder = recorder = SpanRecorder(module)
+    stage, schedule = build(rank, group, 2)
+    schedule.recorder = recorder = SpanRecorder(stage.submod)
     inputs, targets = build_data(1, 2)
     with torch.no_grad():
-        args = (inputs[0].flatten(0, 1),) if stage.is_first else ()
-        schedule.eval(*args, target=targets[0].flatten(0, 1) if stage.is_last else None)
+        run_batch(schedule.eval, stage, inputs[0], targets[0])
     return recorder.spans
 
 

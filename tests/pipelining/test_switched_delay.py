@@ -5,6 +5,7 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 
 from tests.pipelining.test_recurrence import difference, expected, pipeline
+from tests.pipelining.test_schedule import build
 from tests.support.processes import Pools, WorkerPool
 from tests.support.recurrence import build_blocks, build_data, loss_fn, run_batch
 from tests.support.selection import slow
@@ -119,9 +120,8 @@ def test_feedback_begins_with_the_delay(pool: WorkerPool, switch: int) -> None:
 
 def attempts(rank, group):
     """The effect of turning the delay off with a batch in flight, and after a drain."""
-    module = build_blocks(2)[rank]
-    stage = PipelineStage(module, rank, 2, torch.device("cpu"), group=group)
-    schedule = ScheduleAsync2BW(stage, 2, loss_fn=loss_fn)
+    stage, schedule = build(rank, group, 2)
+    module = stage.submod
     inputs, targets = build_data(3, 2)
     found = [schedule.delay_updates]
     run_batch(schedule.step, stage, inputs[0], targets[0])
