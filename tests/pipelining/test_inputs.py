@@ -191,20 +191,20 @@ def refusal(schedule, method, *args, **options):
 def uneven(rank, group, method):
     """A batch that does not split evenly, on the ranks that see it; then one that does."""
     stage, schedule = build(rank, group, m=3)
-    said = []
+    messages = []
     for number in range(2):  # before anything was inferred, and after
         if method == "eval" or not number:
             args, options = feed(stage, 0, 8)
             if stage.is_first:
-                said.append(refusal(schedule, method, *args))
+                messages.append(refusal(schedule, method, *args))
             if stage.is_last and method == "step":
-                said.append(refusal(schedule, method, **options))
+                messages.append(refusal(schedule, method, **options))
         args, options = feed(stage, number, 9)
         with torch.set_grad_enabled(method == "step"):
             output = getattr(schedule, method)(*args, **options)
     if method == "step":
         schedule.drain()
-    return said, None if output is None else len(output)
+    return messages, None if output is None else len(output)
 
 
 @pytest.mark.parametrize("method", ["step", "eval"])
@@ -236,33 +236,33 @@ def other_inputs(rank, group):
     scale = torch.ones(8, 1, dtype=torch.float64)
     schedule.step(*args, **options, scale=scale)
     short, short_options = feed(stage, 1, 8, 3)
-    said = {"missing": refusal(schedule, "step", *args, **options)}
-    said["size"] = refusal(schedule, "step", *args, **options, scale=scale[:4])
-    said["dtype"] = refusal(schedule, "step", *args, **options, scale=scale.float())
-    said["more"] = refusal(schedule, "step", *args, **options, scale=scale, other=1)
+    messages = {"missing": refusal(schedule, "step", *args, **options)}
+    messages["size"] = refusal(schedule, "step", *args, **options, scale=scale[:4])
+    messages["dtype"] = refusal(schedule, "step", *args, **options, scale=scale.float())
+    messages["more"] = refusal(schedule, "step", *args, **options, scale=scale, other=1)
     if stage.is_first:
-        said["args"] = refusal(schedule, "step", *short, **short_options, scale=scale)
+        messages["args"] = refusal(schedule, "step", *short, **short_options, scale=scale)
     if stage.is_last:
-        said["target"] = refusal(schedule, "step", **short_options, scale=scale)
+        messages["target"] = refusal(schedule, "step", **short_options, scale=scale)
     args, options = feed(stage, 1, 8)
     schedule.step(*args, **options, scale=scale)
     found = [gradients(module)]
     module.zero_grad()
     schedule.drain()
-    return said, [*found, gradients(module)]
+    return messages, [*found, gradients(module)]
 
 
 def test_other_inputs_are_refused_while_batches_are_in_flight(pool: WorkerPool) -> None:
     results = pool.run(3, other_inputs)
     assert_same([found for _, found in results], reference(3, 0, 8), reference(3, 1, 8))
     whole = "a tensor of shape (2, 1) and torch.float64"
-    for said, _ in results:
-        assert all(said[key].endswith(": drain() before a batch of other shapes") for key in said)
-        assert f"kwargs['scale'] of microbatch 0 is missing, expected {whole}:" in said["missing"]
+    for messages, _ in results:
+        assert all(messages[key].endswith(": drain() before a batch of other shapes") for key in messages)
+        assert f"kwargs['scale'] of microbatch 0 is missing, expected {whole}:" in messages["missing"]
         scale = "kwargs['scale'] of microbatch 0 is a tensor of shape"
-        assert f"{scale} (1, 1) and torch.float64" in said["size"]
-        assert f"{scale} (2, 1) and torch.float32" in said["dtype"]
-        assert "kwargs['other'] of microbatch 0 is of type int, expected no such" in said["more"]
+        assert f"{scale} (1, 1) and torch.float64" in messages["size"]
+        assert f"{scale} (2, 1) and torch.float32" in messages["dtype"]
+        assert "kwargs['other'] of microbatch 0 is of type int, expected no such" in messages["more"]
     assert "args[0] of microbatch 0 is a tensor of shape (2, 3, " in results[0][0]["args"]
     assert "target of microbatch 0 is a tensor of shape (2, 3, " in results[2][0]["target"]
 

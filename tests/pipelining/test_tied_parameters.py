@@ -215,7 +215,7 @@ EMBEDDING = "a parameter of shape (12, 8) and torch.float64"
 
 
 @pytest.mark.parametrize(
-    ("tied_of", "said"),
+    ("tied_of", "ties"),
     [
         ({0: ["embedding.weight"]}, f"the first stage ties {EMBEDDING}, the last stage nothing"),
         (
@@ -224,10 +224,10 @@ EMBEDDING = "a parameter of shape (12, 8) and torch.float64"
         ),
     ],
 )
-def test_different_tied_parameters_are_refused_on_every_rank(pool, tied_of, said):
+def test_different_tied_parameters_are_refused_on_every_rank(pool, tied_of, ties):
     for message in pool.run(3, message_of, tied_of):
         assert message == (
-            f"{said}: pass the same number of tied_parameters on both, in the same order, of the same shapes "
+            f"{ties}: pass the same number of tied_parameters on both, in the same order, of the same shapes "
             "and placements"
         )
 

@@ -208,17 +208,17 @@ def test_every_torchtitan_recipe_is_accepted_or_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: Path, small: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    said = {
+    messages = {
         (module, name): outcome(tmp_path, module, name, texts)
         for module, name in registries()
         if ("debug" in name) is small
     }
-    assert len(said) > 20
+    assert len(messages) > 20
     if small:
         assert {(module, name) for module, names in TAKEN.items() for name in names} <= {
-            recipe for recipe, sentence in said.items() if not sentence
+            recipe for recipe, sentence in messages.items() if not sentence
         }
-    for (_, name), sentence in said.items():
+    for (_, name), sentence in messages.items():
         assert "\n" not in sentence and len(sentence) < 500
         assert REFUSED.get(name, "") in sentence
 

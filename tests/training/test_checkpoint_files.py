@@ -91,15 +91,15 @@ def test_a_save_to_a_full_disk(tmp_path: Path, mode: str) -> None:
     made.save(1)
     made.maybe_wait_for_saving()
     folder = tmp_path / "checkpoint"
-    said = rf"cannot save {folder}/step-2: File too large; free some space there, and the same command"
+    message = rf"cannot save {folder}/step-2: File too large; free some space there, and the same command"
     with files_limited_to(100_000):
         if mode == "disabled":
-            with pytest.raises(UserError, match=f"{said} from step 1$"):
+            with pytest.raises(UserError, match=f"{message} resumes from step 1$"):
                 made.save(2)
         else:
             made.save(2)
             made.save_future.exception(30)
-            with pytest.raises(UserError, match=f"{said} from step 1$"):
+            with pytest.raises(UserError, match=f"{message} resumes from step 1$"):
                 made.maybe_wait_for_staging()
     assert [path.name for path in folder.iterdir()] == ["step-1"]
     assert complete_steps(folder) == [1]
@@ -324,8 +324,8 @@ def test_a_changed_recipe_applies_from_the_first_update(tmp_path: Path, left_out
         assert made.reporter == []
     else:
         (line,) = made.reporter
-        said, _, options = line.partition(": ")
-        assert said == "the recipe changes options of the checkpoint"
+        prefix, _, options = line.partition(": ")
+        assert prefix == "the recipe changes options of the checkpoint"
         assert set(options.split(", ")) == {
             "optimizer.sgd.lr 0.5 -> 2.0",
             "optimizer.sgd.momentum 0.5 -> 0.75",

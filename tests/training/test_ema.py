@@ -149,5 +149,5 @@ def test_a_decay_out_of_range_is_refused(decay: str) -> None:
     with pytest.raises(UserError) as caught:
         resolve([str(RECIPE), "--ema.decay", decay])
     sentence = "set it to a number from 0, which keeps no average, to below 1, such as 0.999"
-    said = f"{RECIPE}: ema.decay is {decay}: {sentence}"
-    assert str(caught.value) == ("--ema.decay must be a number, not nan" if decay == "nan" else said)
+    message = f"{RECIPE}: ema.decay is {decay}: {sentence}"
+    assert str(caught.value) == ("--ema.decay must be a number, not nan" if decay == "nan" else message)

@@ -288,9 +288,9 @@ def test_the_end_of_the_data_saves_and_is_reported(tmp_path: Path) -> None:
         "--validator.no-enable", "--training.seq_len", 128,
     )  # fmt: skip
     assert run.status == 0
-    (said,) = re.findall(r"the data ended after step (\d+) of 300", run.out)
-    assert (tmp_path / "run" / "checkpoint" / f"step-{said}").is_dir()
-    assert f"trained {said} steps" in run.out
+    (step,) = re.findall(r"the data ended after step (\d+) of 300", run.out)
+    assert (tmp_path / "run" / "checkpoint" / f"step-{step}").is_dir()
+    assert f"trained {step} steps" in run.out
 
 
 def test_a_run_writes_the_times_of_its_stages(first: Run, folder: Path) -> None:

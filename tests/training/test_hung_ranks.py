@@ -46,12 +46,12 @@ def test_the_message_names_the_straggler(tmp_path: Path) -> None:
     folder = going_on(tmp_path)
     write_now(folder, 0, Kind.FORWARD, 301.0, microbatch=2)
     write_now(folder, 1, Kind.RECEIVE, 300.0)
-    said = describe_hung_ranks(300, 1, folder, COMM)
+    message = describe_hung_ranks(300, 1, folder, COMM)
     assert re.match(
         r"rank 0 \(stage 0\) computes the forward of microbatch 2 of step 13, since [\d:]{8} \(5 min\), and "
         r"rank 1 timed out after waiting for 300 s \(comm\.init_timeout_seconds\): start the same command "
         r"again, ",
-        said,
+        message,
     )
 
 

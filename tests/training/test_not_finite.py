@@ -39,14 +39,14 @@ def spoil_gradients(trainer: Any, trained: Trained) -> None:
 
 
 def keep_warnings(trainer: Any, trained: Trained) -> None:
-    said = trained.extra["said"] = []
+    warnings = trained.extra["warnings"] = []
     warn = trainer.reporter.warn
 
-    def heard(text: str) -> None:
-        said.append(text)
+    def keep(text: str) -> None:
+        warnings.append(text)
         warn(text)
 
-    trainer.reporter.warn = heard
+    trainer.reporter.warn = keep
 
 
 OUTPUT = ", first in the output of stage 0 (rank 0)"
@@ -73,7 +73,7 @@ def test_the_first_non_finite_value_is_reported_once_a_whole_batch_was_checked(
     for result in results:
         places = [
             line.partition("not finite")[2].partition(", so")[0]
-            for line in result.extra["said"]
+            for line in result.extra["warnings"]
             if "is skipped" in line
         ]
         # A gradient is checked after the launch of the next step, and a delayed one a batch later still.
@@ -97,11 +97,11 @@ def leave_labels_out(trainer: Any, trained: Trained) -> None:
             valid = torch.zeros_like(valid)
         return groups, valid
 
-    def heard(step: int, average: float, largest: float, norm: float | None, **kwargs: Any) -> None:
+    def keep(step: int, average: float, largest: float, norm: float | None, **kwargs: Any) -> None:
         logged.append((step, average, largest, norm))
         log(step, average, largest, norm, **kwargs)
 
-    trainer._next_batch, trainer.metrics_processor.log = emptied, heard
+    trainer._next_batch, trainer.metrics_processor.log = emptied, keep
     trained.extra["skipped"] = trainer.skipped
 
 

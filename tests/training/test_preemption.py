@@ -47,15 +47,15 @@ def agree(
     preemption = Preemption()
     preemption.listen()
     preemption.listen_to_interrupts()
-    said = []
+    requests = []
     for step in range(steps):
         for place in ("before", "within"):
             if rank in asked and asked[rank][:2] == (step, place):
                 signal.raise_signal(asked[rank][2])
             if place == "before":
                 preemption.begin_step()
-        said.append(preemption.end_step())
-    return said
+        requests.append(preemption.end_step())
+    return requests
 
 
 @pytest.fixture(scope="module")
@@ -172,14 +172,14 @@ def test_only_the_parent_can_terminate_a_data_worker() -> None:
         "    os.write(answers[1], b'.')\n"
         "    while True: os.write(answers[1], os.read(asks[0], 1))\n"
         "os.close(answers[1])\n"
-        "said = [os.read(answers[0], 1)]\n"
+        "received = [os.read(answers[0], 1)]\n"
         "for name in ('-INT', '-TERM'):\n"
         "    subprocess.run(['kill', name, str(child)], check=True)\n"
         "    time.sleep(0.5)\n"  # for one that is wrong to end in
         "    os.write(asks[1], b'!')\n"
-        "    said.append(os.read(answers[0], 1))\n"
+        "    received.append(os.read(answers[0], 1))\n"
         "os.kill(child, signal.SIGTERM)\n"
-        "print(said, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        "print(received, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, env=environment()
@@ -325,8 +325,8 @@ def test_a_signal_to_every_process_of_a_job_step(
     assert len(everyone) >= 4, "two ranks, and a data worker for each"
     for pid in (run.pid, *everyone):
         os.kill(pid, number)
-    out, said = run.communicate(timeout=100)
-    assert (run.returncode, said) == (status, err)
+    out, stderr = run.communicate(timeout=100)
+    assert (run.returncode, stderr) == (status, err)
     assert_resumable(tmp_path, stopped_at(out, number))
 
 

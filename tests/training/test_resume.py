@@ -308,8 +308,8 @@ def test_a_synchronous_run_resumes_delayed(
     assert 1e-4 < difference(further, synchronous) < 1
     # The first of the two reports the change, and the second has none to report.
     journals = [journal_path(run).read_text() for run in (tmp_path / "delayed/events").iterdir()]
-    told = [journal.count("the checkpoint's run had no delay, this one has one") for journal in journals]
-    assert sorted(told) == [0, 1]
+    counts = [journal.count("the checkpoint's run had no delay, this one has one") for journal in journals]
+    assert sorted(counts) == [0, 1]
 
 
 @pytest.mark.slow

@@ -45,10 +45,10 @@ def another_run(folder: Path) -> Iterator[subprocess.Popen[str]]:
 def test_another_run_is_refused_until_it_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with another_run(folder) as process:
-        said = rf"another run is writing to {folder} \(process {process.pid} on .+\): wait until it ends, or"
-        with pytest.raises(UserError, match=said):
+        line = rf"another run is writing to {folder} \(process {process.pid} on .+\): wait until it ends, or"
+        with pytest.raises(UserError, match=line):
             refuse_locked(folder)
-        with pytest.raises(UserError, match=said), locked(folder):
+        with pytest.raises(UserError, match=line), locked(folder):
             pass
         assert is_starting(folder)
         process.kill()

@@ -65,7 +65,7 @@ def test_no_stage_updates(runs: Trainers, tmp_path: Path, optimizer: str) -> Non
         assert all(value.isfinite().all() for value in result.state.values())
         # Batch 1 is drained after step 2, for a checkpoint; batch 4 is complete after step 6.
         assert result.extra["skipped"] == [0, 1, 1, 1, 1, 2]
-    assert [line for line in results[0].extra["said"] if line.startswith("step ")] == [
+    assert [line for line in results[0].extra["warnings"] if line.startswith("step ")] == [
         "step 2: the gradient is not finite, so its update is skipped (1 so far)",
         "step 6: the gradient is not finite, so its update is skipped (2 so far)",
     ]
@@ -92,13 +92,13 @@ def test_a_non_finite_gradient_found_by_muon_counts_once_on_its_rank(runs: Train
 
 
 def test_skipped_updates_are_counted() -> None:
-    skipped, said = SkippedUpdates(max_in_a_row=3), []
+    skipped, warnings = SkippedUpdates(max_in_a_row=3), []
     for step, finite in enumerate([False, False, True, False, False], start=1):
-        skipped.count(finite, step, "", said.append)
+        skipped.count(finite, step, "", warnings.append)
     assert (skipped.total, skipped.in_a_row) == (4, 2)
-    assert [line[:6] for line in said] == ["step 1", "step 2", "step 4", "step 5"]
+    assert [line[:6] for line in warnings] == ["step 1", "step 2", "step 4", "step 5"]
     with pytest.raises(UserError, match="not finite 3 times in a row up to step 6: lower the learning rate"):
-        skipped.count(False, 6, "", said.append)
+        skipped.count(False, 6, "", warnings.append)
 
 
 def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
@@ -121,9 +121,9 @@ def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
         "on stage 1 (rank 1): lower the learning rate or training.max_norm, or look at the data "
         "(max_skipped_updates sets the limit)\n"
     )
-    told = re.findall(r"^step (\d+): the gradient is not finite, so its update is skipped \((\d) so far\)$",
+    found = re.findall(r"^step (\d+): the gradient is not finite, so its update is skipped \((\d) so far\)$",
                       run.out, re.MULTILINE)  # fmt: skip
-    assert told == [("4", "1"), ("5", "2"), ("6", "3")]
+    assert found == [("4", "1"), ("5", "2"), ("6", "3")]
     assert run.steps == [1, 2, 3, 4, 5, 6]
 
 

@@ -72,17 +72,17 @@ def test_adamw_without_feedback(off: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "told"),
+    ("groups", "number"),
     [
         ([(r"^layers.*\.w[qkvo123]?", "Muon"), (".*", "AdamW")], 0),
         ([(r"^layers.*\.w2", "AdamW"), (r"^layers.*\.w[qkvo123]?", "Muon"), (".*", "AdamW")], 1),
         ([("^layers.0", "Adam"), (".*", "SGD")], 1),
     ],
 )
-def test_groups_are_checked_one_by_one(groups: list[tuple[str, str]], told: int, tmp_path: Path) -> None:
+def test_groups_are_checked_one_by_one(groups: list[tuple[str, str]], number: int, tmp_path: Path) -> None:
     file = tmp_path / "x.toml"
     file.write_text('include = "debug_cpu.toml"\n' + "".join(GROUP.format(*group) for group in groups))
-    assert len(notes(*WITHOUT, recipe=file)) == told
+    assert len(notes(*WITHOUT, recipe=file)) == number
 
 
 @pytest.mark.parametrize(
