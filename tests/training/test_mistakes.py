@@ -294,16 +294,16 @@ FLAGS = [
     ),
     (
         f"{SCHEDULE} 1F1B {STAGES} 4 --training.local_batch_size 4 --training.global_batch_size 16",
-        ["1F1B needs at least as many as the 4 stages", "not 2", "local_batch_size to at least 8"],
+        ["1F1B needs at least as many microbatches as its 4 stages, not 2", "local_batch_size to at least 8"],
     ),
     (
         f"{SCHEDULE} DualPipeV --training.local_batch_size 6",
-        ["DualPipeV needs at least as many as the 4 stages", "not 3", "local_batch_size to at least 8"],
+        ["DualPipeV needs at least as many microbatches as its 4 stages", "local_batch_size to at least 8"],
     ),
     *[
         (
             f"{SCHEDULE} {name} --training.local_batch_size 10",
-            [f"{name} needs a multiple of its 2 rounds", "not 5", "local_batch_size to a multiple of 4"],
+            [f"{name} needs microbatches divisible by its 2 rounds, not 5", "to a multiple of 4"],
         )
         for name in ("Interleaved1F1B", "InterleavedZeroBubble")
     ],

@@ -330,7 +330,7 @@ class Executor:
         if shapes != self._expected:
             raise ValueError(
                 f"stage {self._stage.stage_index} returned {_described(shapes)} for microbatch "
-                f"{action.microbatch}, but the pipeline was made for {_described(self._expected)}: return "
+                f"{action.microbatch}, but the pipeline expects {_described(self._expected)}: return "
                 "the same for all microbatches, and drain() before a batch whose outputs have other shapes"
             )
 

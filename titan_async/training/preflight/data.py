@@ -167,5 +167,5 @@ def _check_split(train: BaseDataLoader.Config, validation: BaseDataLoader.Config
     if same_text and train.split != validation.split and fractions[0] != fractions[1]:
         raise UserError(
             f"dataloader.validation_fraction is {fractions[0]} but validator.dataloader.validation_fraction "
-            f"is {fractions[1]}, so that training reads what it validates on: set both to the same"
+            f"is {fractions[1]}, so that training reads validation data: set both to the same"
         )

@@ -190,13 +190,13 @@ def _check_passes(config: Trainer.Config) -> None:
     microbatches, stages = config.training.local_batch_size // size, count_stages(parallelism)
     rounds = max(1, microbatches // degree)
     if name.lower() in ("1f1b", "dualpipev") and microbatches < stages:
-        needs, fix = f"at least as many as the {stages} stages", f"at least {stages * size}"
+        needs, fix = f"at least as many microbatches as its {stages} stages", f"at least {stages * size}"
     elif name.lower() in ("interleaved1f1b", "interleavedzerobubble") and microbatches % rounds:
-        needs, fix = f"a multiple of its {rounds} rounds", f"a multiple of {degree * size}"
+        needs, fix = f"microbatches divisible by its {rounds} rounds", f"a multiple of {degree * size}"
     else:
         return
     raise UserError(
-        f"{name} needs {needs} in microbatches, not {microbatches} (training.local_batch_size / "
+        f"{name} needs {needs}, not {microbatches} (training.local_batch_size / "
         f"parallelism.pipeline_parallel_microbatch_size): set training.local_batch_size to {fix}"
     )
 
