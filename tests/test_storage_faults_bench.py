@@ -48,7 +48,7 @@ def test_every_damage_causes_the_expected_error(tmp_path: Path) -> None:
             damage(folder)
             why = load(folder)
             assert why is not None
-            line = f"the checkpoint run/checkpoint/step-8 is damaged: {why}; remove that folder to go on "
+            line = f"the checkpoint run/checkpoint/step-8 is damaged: {why}; remove that folder to resume "
             line += "from step 4"
             assert re.search(said, line), line
             assert not (folder / "ran").exists()

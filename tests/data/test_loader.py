@@ -229,7 +229,7 @@ def test_user_errors_are_raised_from_workers(
         next(iter(loader))
 
 
-ENDED = r"^A process that loads data has ended \(%s\): perhaps .* goes on from its last checkpoint\.$"
+ENDED = r"^A data loader worker has died \(%s\), perhaps .* resumes from its last checkpoint\.$"
 
 
 def test_dead_worker_is_a_user_error(
@@ -302,8 +302,8 @@ CHANGES: dict[str, list[str]] = {
 }
 
 REFUSED = (
-    r"^The data have changed since the checkpoint was saved \(%s\), so that some documents would come again "
-    r"and others never: put the files back as they were, accept that with --dataloader.accept_changed_data,"
+    r"^The data have changed since the checkpoint was saved \(%s\), so some documents would be repeated and "
+    r"others skipped: restore the files, accept that with --dataloader.accept_changed_data,"
 )
 
 

@@ -183,7 +183,7 @@ def wrong_models() -> dict[str, Any]:
 
 @pytest.mark.parametrize("why", wrong_models())
 def test_model_unknown_to_transformers_is_refused(why: str) -> None:
-    with pytest.raises(UserError, match=f"has no form in Hugging Face's format here: .*{why}"):
+    with pytest.raises(UserError, match=f"cannot be written in Hugging Face's format: .*{why}"):
         describe(wrong_models()[why], LENGTH)
     config = Trainer.Config(model_spec=wrong_models()[why])
     assert export_warning(config) is None  # it saves nothing

@@ -1,4 +1,4 @@
-"""The order of work: every microbatch once each way, within the limits that the design states.
+"""The order of actions: one forward and one backward of each microbatch, within the limits of the design.
 
 Checked for drawn shapes and drains; `test_rendezvous.py` walks all stages of every small shape together.
 """
@@ -42,7 +42,7 @@ fillings = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 
 
 class Call(NamedTuple):
-    """What one stage does in a `step`, or in a `drain`, which begins no batch; batches count throughout."""
+    """The actions of a stage in a `step`, or in a `drain`; batches are numbered across drains."""
 
     batch: int | None
     before: int  # batches that were begun before
@@ -70,7 +70,7 @@ def each_stage(shape, filled):
 
 
 @given(shapes(), fillings)
-def test_every_microbatch_goes_forward_once_then_backward_once_in_order(shape, filled):
+def test_every_microbatch_has_one_forward_then_one_backward_in_order(shape, filled):
     everything = [(b, i) for b in range(sum(filled)) for i in range(shape.microbatches)]
     for _, _, done in each_stage(shape, filled):
         order = [action for call in done for action in call.actions]
@@ -82,7 +82,7 @@ def test_every_microbatch_goes_forward_once_then_backward_once_in_order(shape, f
 
 @given(shapes(), fillings)
 def test_microbatches_in_flight_are_bounded_and_none_remains_after_a_drain(shape, filled):
-    """Design notes, section 4: what needs a slot, together with the running microbatch, stays within m."""
+    """Together with the running microbatch they need at most m slots."""
     for _, held, done in each_stage(shape, filled):
         now = 0
         for call in done:
@@ -104,10 +104,7 @@ def test_a_stage_holds_at_least_one_more_than_the_next_and_the_last_none(shape):
 
 @given(shapes())
 def test_slots_exceed_microbatches_in_flight_and_not_those_of_torch(shape):
-    """Design notes, section 4: with more slots than microbatches in flight, prefetched receives included.
-
-    torch has a receive buffer for each of the m microbatches.
-    """
+    """torch has a receive buffer for each of the m microbatches."""
     d, m, lookahead = shape
     for stage in range(d):
         assert in_flight(stage, d, lookahead) < slots(stage, d, lookahead) <= m
@@ -129,7 +126,7 @@ def test_a_gradient_is_complete_one_step_later_and_not_before_unless_nothing_is_
 
 @given(shapes(), fillings)
 def test_weights_of_two_batches_are_enough(shape, filled):
-    """Those of a step's batch, and of the one before until its last backward (design notes, section 3)."""
+    """Those of a step's batch, and of the one before until its last backward."""
     for _, _, done in each_stage(shape, filled):
         waiting = set()
         for call in done:
@@ -193,7 +190,7 @@ def test_the_next_message_of_a_kind_is_received_while_an_action_is_computed(shap
 
 @given(shapes(), fillings, choices)
 def test_no_late_receive_is_posted_while_anything_is_computed(shape, filled, early):
-    """A GPU's multiprocessors are then all there for the computation; and none stays between calls."""
+    """All of a GPU's multiprocessors are then free for the computation. None stays posted between calls."""
     for stage in range(shape.stages):
         for program, _ in programs_of(stage, shape, filled, early):
             posted = set()
@@ -219,7 +216,7 @@ def test_the_first_gradient_is_received_once_the_forwards_that_it_needs_are_sent
 
 
 @pytest.mark.parametrize(("d", "m"), [(1, 1), (4, 4), (4, 7)])
-def test_a_steady_step_has_m_of_each_and_never_waits_for_an_empty_pipeline(d, m):
+def test_a_steady_step_has_m_of_each_and_does_not_empty_the_pipeline(d, m):
     for stage in range(d):
         steady = step_actions(stage, d, m, 5)
         assert [a.kind for a in steady] == ["F", "B"] * m

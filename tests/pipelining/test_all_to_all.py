@@ -22,7 +22,7 @@ SENT = {
 
 
 def count_hand_overs() -> list[int]:
-    """Notes how often the operator hands over, instead of doing so."""
+    """Count the operator's hand-overs, without handing over."""
     counts = [0]
 
     def hand_over() -> None:
@@ -33,13 +33,13 @@ def count_hand_overs() -> list[int]:
 
 
 def weigh(exchange: Any, x: Any, w: Any, came: list[int], went: list[int], group: Any) -> Any:
-    """There and back, with something in between that differs for every row."""
+    """There and back, with a computation in between that differs for every row."""
     there = exchange(x * w, came, went, group)
     return exchange((there * there).transpose(0, 1).contiguous().transpose(0, 1), went, came, group) * w
 
 
 def exchanges(rank: int, group: Any, sent: list[list[int]], backend: str | None, as_mesh: bool) -> Any:
-    """Values and gradients of both exchanges, what the other's gradients come to, and the hand-overs."""
+    """Values and gradients of both exchanges, and the number of hand-overs."""
     torch._dynamo.reset()
     counts = count_hand_overs()
     went, came = sent[rank], [row[rank] for row in sent]
@@ -60,14 +60,14 @@ def exchanges(rank: int, group: Any, sent: list[list[int]], backend: str | None,
 @pytest.mark.parametrize("as_mesh", [False, True], ids=["group", "mesh"])
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize("sent", SENT.values(), ids=SENT.keys())
-def test_it_exchanges_as_the_functional_collective_does(
+def test_it_equals_the_functional_collective(
     pools: Pools, sent: list[list[int]], backend: str | None, as_mesh: bool
 ) -> None:
     assert_equal(pools(2).run(2, exchanges, sent, backend, as_mesh))
 
 
 @pytest.mark.slow
-def test_inductor_exchanges_as_the_functional_collective_does(pools: Pools) -> None:
+def test_compiled_by_inductor_it_equals_the_functional_collective(pools: Pools) -> None:
     assert_equal(pools(2).run(2, exchanges, SENT["uneven"], "inductor", False))
 
 
@@ -140,7 +140,7 @@ def test_fake_tensors_do_not_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
     for device in ("meta", "cpu"):
         with torch._subclasses.FakeTensorMode():
             x = torch.empty(5, 2, device=device, dtype=torch.float16, requires_grad=True)
-        y = torch.ops.titan_async.all_to_all_single(x, [3, 4], [5, 0], "a group that nobody asks for")
+        y = torch.ops.titan_async.all_to_all_single(x, [3, 4], [5, 0], "an unused group")
         assert (y.shape, y.dtype, y.device.type) == ((7, 2), torch.float16, device)
         y.sum().backward()
         assert x.grad.shape == x.shape

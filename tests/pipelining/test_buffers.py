@@ -10,7 +10,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from tests.support.buffers import PARTS, build_parts, make_optimizer, run_recurrence, state_of
 from tests.support.processes import Pools, WorkerPool
-from tests.support.recurrence import build_data, loss_fn
+from tests.support.recurrence import build_data, loss_fn, run_batch
 from tests.support.selection import slow
 from tests.support.sharded import Stage, shard
 from titan_async.pipelining import ScheduleAsync2BW
@@ -61,12 +61,9 @@ class Run:
         self.inputs, self.targets = (tensor[:, mesh.get_local_rank("dp") :: dp] for tensor in data)
 
     def step(self, batch):
-        losses = []
-        args = (self.inputs[batch].flatten(0, 1),) if self.stage.is_first else ()
-        target = self.targets[batch].flatten(0, 1) if self.stage.is_last else None
-        self.schedule.step(*args, target=target, losses=losses)
+        losses = run_batch(self.schedule.step, self.stage, self.inputs[batch], self.targets[batch])
         self.update()
-        return [loss.item() for loss in losses]
+        return losses
 
     def drain(self):
         self.schedule.drain()
@@ -149,7 +146,7 @@ def test_one_shared_set_of_buffers_fails_the_check(pool, shape):
 
 
 def interrupted(rank, group, shape):
-    """The end of a run, and of one that goes on in new objects from what the first one saved."""
+    """State and losses at the end of a run, and of one that resumes it in new objects."""
     first, second = Run(shape), Run(shape)
     for batch in range(3):
         first.step(batch)

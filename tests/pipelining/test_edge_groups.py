@@ -1,4 +1,4 @@
-"""Process groups of a pipeline's edges: whom they take, what NCCL is told, and which receives are early."""
+"""Process groups of a pipeline's edges: their ranks, their NCCL options, and early receives."""
 
 from __future__ import annotations
 
@@ -45,8 +45,20 @@ def run(schedule: ScheduleAsync2BW, rank: int, size: int, rows: int = M, train: 
     )
 
 
+def train_clipped(rank: int, group: dist.ProcessGroup) -> ScheduleAsync2BW:
+    """Run three batches with tied parameters and clipping, which create all groups, and a drain."""
+    schedule = schedule_of(rank, group, tied=True)
+    for _ in range(3):
+        run(schedule, rank, group.size())
+        if schedule.gradient_ready:
+            schedule.clip_grad_norm_(1.0)
+            schedule._stage.submod.zero_grad()
+    schedule.drain()
+    return schedule
+
+
 def train_bound(rank: int, group: dist.ProcessGroup) -> tuple[list[tuple[int, ...]], str]:
-    """All that makes groups, as if `init_process_group` had been given a device."""
+    """Create all groups, as if `init_process_group` had been given a device."""
     made: list[tuple[int, ...]] = []
     default, size = distributed_c10d._get_default_group(), group.size()
     joint_group, count = p2p_channels.joint_group, distributed_c10d._world.group_count
@@ -65,14 +77,10 @@ def train_bound(rank: int, group: dist.ProcessGroup) -> tuple[list[tuple[int, ..
             mock.patch.object(p2p_channels, "joint_group", noting),
             mock.patch.object(p2p_channels, "_edge_groups", weakref.WeakKeyDictionary()),
         ):
-            schedule = schedule_of(rank, group, tied=True)
-            for _ in range(3):
-                run(schedule, rank, size)
-                if schedule.gradient_ready:
-                    schedule.clip_grad_norm_(1.0)
-                    schedule._stage.submod.zero_grad()
-            schedule.drain()
-            run(schedule, rank, size, 2 * M, train=False)  # of another shape: all compare what they are given
+            schedule = train_clipped(rank, group)
+            run(
+                schedule, rank, size, 2 * M, train=False
+            )  # of another shape, so that all ranks compare shapes
         assert distributed_c10d._world.group_count == count
         return made, str(default.bound_device_id)
     finally:
@@ -83,7 +91,7 @@ def train_bound(rank: int, group: dist.ProcessGroup) -> tuple[list[tuple[int, ..
 def test_no_group_is_split_from_a_default_group_that_is_bound_to_a_device(
     pool: WorkerPool, stages: int
 ) -> None:
-    """A split by two ranks alone hangs under NCCL; three of four ranks could not make one in any way."""
+    """A split by two ranks alone hangs under NCCL; three of four ranks cannot split at all."""
     results = pool.run(stages, train_bound)
     assert all(device == "cuda:0" for _, device in results)
     edges = [made for made, _ in results]
@@ -93,7 +101,7 @@ def test_no_group_is_split_from_a_default_group_that_is_bound_to_a_device(
 
 
 def threads_that_read(rank: int, group: dist.ProcessGroup) -> tuple[int, int]:
-    """gloo's, before and after the first steps of a pipeline with groups of its own."""
+    """The number of gloo's threads before and after the first steps of a pipeline with its own groups."""
 
     def count() -> int:
         names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
@@ -101,13 +109,7 @@ def threads_that_read(rank: int, group: dist.ProcessGroup) -> tuple[int, int]:
 
     before = count()
     with mock.patch.object(p2p_channels, "_edge_groups", weakref.WeakKeyDictionary()):
-        schedule = schedule_of(rank, group, tied=True)
-        for _ in range(3):
-            run(schedule, rank, group.size())
-            if schedule.gradient_ready:
-                schedule.clip_grad_norm_(1.0)
-                schedule._stage.submod.zero_grad()
-        schedule.drain()
+        train_clipped(rank, group)
         return before, count()
 
 
@@ -134,7 +136,7 @@ def distance(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def test_complex_activations_are_sent(pool: WorkerPool) -> None:
-    """No backend knows complex numbers."""
+    """No backend supports complex tensors."""
     x = torch.randn(M, 4, dtype=torch.complex64)
     modules = []
     for rank in range(2):
@@ -145,7 +147,7 @@ def test_complex_activations_are_sent(pool: WorkerPool) -> None:
 
 
 def beginning_of_a_step(rank: int, group: dist.ProcessGroup) -> list[str]:
-    """What the last stage starts, in order, from the second step on to its first forward."""
+    """The operations of the last stage in the third step up to its first wait, in order."""
     schedule, size, started = schedule_of(rank, group, tied=True), group.size(), []
     run(schedule, rank, size)
     run(schedule, rank, size)
@@ -176,14 +178,14 @@ def beginning_of_a_step(rank: int, group: dist.ProcessGroup) -> list[str]:
 def test_the_last_stage_receives_before_it_reduces_what_others_have_yet_to_complete(
     pool: WorkerPool,
 ) -> None:
-    """As `tests/support/rendezvous.py` has it: what a reduction computes may wait for the device."""
+    """As in `tests/support/rendezvous.py`: the computation of a reduction may wait for the device."""
     first, *reductions = pool.run(2, beginning_of_a_step)[-1]
     assert first == "P2PChannels.recv"
     assert reductions[:2] == ["TiedParameters.start", "GradientClipper.start"]
 
 
 class Options:
-    """In place of `ProcessGroupNCCL.Options`, which torch has where it has NCCL."""
+    """Replaces `ProcessGroupNCCL.Options`, which only builds of torch with NCCL have."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
@@ -240,7 +242,7 @@ def test_few_thread_blocks_of_nccl_wait_for_a_message(
 def test_which_receives_are_early(
     device: str, choice: bool | None, near: bool, lookahead: int, early: EarlyReceives
 ) -> None:
-    """By default what no order of waits for devices can hang: see `test_rendezvous.py`."""
+    """The defaults cannot deadlock, however ranks wait for their devices: see `test_rendezvous.py`."""
     channels = P2PChannels(SimpleNamespace(device=torch.device(device)))  # type: ignore[arg-type]
     channels._edges = p2p_channels._EdgeGroups(previous_on_same_host=near)
     assert channels.early(choice, lookahead) == early

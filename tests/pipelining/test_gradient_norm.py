@@ -1,4 +1,4 @@
-"""`clip_grad_norm_`: one norm of all stages, of the right batch, on its way before it is asked for.
+"""`clip_grad_norm_`: one norm of all stages, of the right batch, whose all-reduce starts before the call.
 
 Under sharding, replication and tensor parallelism `test_sharded_modes.py` compares it with the whole model's.
 """
@@ -88,9 +88,9 @@ def test_stages_are_clipped_together(pool, max_norm, factor):
 
 
 def norms_of_what_is_there(rank, group, names, leftover):
-    """Norms, and what `.grad` of this rank holds when they are asked for, where it is not cleared to None.
+    """Norms, and the squares of this rank's `.grad` when it is clipped, if it is not cleared to None.
 
-    The gradient of a parameter outside of the optimizer adds up, on one stage alone.
+    With `leftover` the gradient of a parameter outside of the optimizer accumulates on the first stage.
     """
     _, wrap, _ = WRAPS[names]
     run = prepare(wrap, names)
@@ -121,8 +121,8 @@ def norms_of_what_is_there(rank, group, names, leftover):
 
 @pytest.mark.parametrize("leftover", [False, True])
 @pytest.mark.parametrize("names", [PLAIN, SHARDED])
-def test_the_norm_is_that_of_what_grad_holds(pool, names, leftover):
-    """After `zero_grad(set_to_none=False)`, and with what no optimizer has used."""
+def test_the_norm_is_that_of_all_gradients_in_grad(pool, names, leftover):
+    """After `zero_grad(set_to_none=False)`, and with gradients that no optimizer uses."""
     ranks, _, shares = WRAPS[names]
     results = pool.run(ranks, norms_of_what_is_there, names, leftover)
     stages = results[::shares]
@@ -137,7 +137,7 @@ def test_the_norm_is_that_of_what_grad_holds(pool, names, leftover):
 @pytest.mark.parametrize("clip", [EVERY, (2, 3, 4), (0, 2, 4), (4,)], ids=str)
 @pytest.mark.parametrize("names", WRAPS)
 def test_clipped_training_equals_the_recurrence(pool, names, clip):
-    """Whichever batches are clipped; the first clip makes the group and catches up with the last stage."""
+    """Whichever batches are clipped; the first clip creates the group."""
     size, wrap, shares = WRAPS[names]
     results = pool.run(size, train, wrap, names, clip=clip)
     assert difference(results, shares, oracle(shares, clip=clip), size // shares) < 1e-12
@@ -189,7 +189,7 @@ class Poisoned(nn.Module):
 
 
 def spoiled(rank, group, names, stage_index, factor):
-    """Norms and what `gradient_is_finite` says, with the gradient of batch 1 spoiled on one stage."""
+    """Whether norms are finite, and `gradient_is_finite`, with batch 1's gradient spoiled on one stage."""
     size, wrap, _ = WRAPS[names]
     poisoned = []
 
@@ -221,7 +221,7 @@ def spoiled(rank, group, names, stage_index, factor):
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("names", [PLAIN, SHARDED])
 def test_all_ranks_see_a_gradient_that_is_not_finite(pool, names, stage, factor):
-    """Also the stages and shards whose own part is fine, and of no other batch."""
+    """Also the stages and shards whose own part is finite, and of no other batch."""
     results = pool.run(WRAPS[names][0], spoiled, names, stage, factor)
     assert results == [[(True, True), (False, False), (True, True)]] * WRAPS[names][0]
 
@@ -264,7 +264,7 @@ def test_invalid_calls_are_refused(pool, names):
 
 
 def without_gradient(rank, group, kind):
-    """The norm where one stage has no parameters, or frozen ones, or some that nothing uses."""
+    """The norm where one stage has no parameters, or frozen or unused ones."""
     module, idle = Shift(1.0), rank == (0 if kind == "frozen" else 1)
     if idle and kind == "frozen":
         module.requires_grad_(False)
@@ -318,8 +318,8 @@ def starts(rank, group, names):
 
 
 @pytest.mark.parametrize("names", WRAPS)
-def test_the_norm_is_on_its_way_before_step_returns(pool, names):
-    """From the second clip on, on all stages in the same step: the last one is done with a batch before."""
+def test_the_reduction_of_the_norm_starts_before_step_returns(pool, names):
+    """From the second clip on, on all stages in the same step: the last one finishes a batch earlier."""
     for seen in pool.run(WRAPS[names][0], starts, names):
         assert seen == [(0, 0), (0, 1), (2, 2), (3, 3), (4, 4), (5, 5)]
 

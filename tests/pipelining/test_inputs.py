@@ -1,7 +1,8 @@
-"""What a stage is given: tensors of its own, of the shapes that the pipeline was made for."""
+"""Inputs of stages: their own tensors, of the shapes that the pipeline was built for."""
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
+from tests.pipelining import test_schedule
 from tests.support.processes import Pools, WorkerPool
 from tests.support.recurrence import WIDTH, build_blocks, loss_fn
 from tests.support.training import environment
@@ -25,10 +27,7 @@ def pool(pools: Pools) -> WorkerPool:
     return pools(4)
 
 
-def build(rank, group, m=M, module=None, **options):
-    module = module if module is not None else build_blocks(group.size())[rank]
-    stage = PipelineStage(module, rank, group.size(), torch.device("cpu"), group=group)
-    return stage, ScheduleAsync2BW(stage, m, loss_fn=loss_fn, **options)
+build = partial(test_schedule.build, m=M)
 
 
 def data(seed, *shape):
@@ -66,7 +65,7 @@ def assert_same(results, *expected):
 
 
 class Keeping(nn.Module):
-    """Halves the gradient of its input by a hook, and keeps what it has seen, with a copy of each."""
+    """Halves the gradient of its input by a hook, and keeps inputs and gradients, with a copy of each."""
 
     def __init__(self, block):
         super().__init__()
@@ -123,7 +122,7 @@ def test_receive_buffers_are_not_reused(pool: WorkerPool, stages: int) -> None:
 
 
 def identity(rank, group):
-    """Outputs of a last stage that returns what it was given, all of them kept."""
+    """Outputs of a last stage that returns its input, all of them kept."""
     stage, schedule = build(rank, group, module=nn.Identity() if rank else None)
     outputs = []
     with torch.no_grad():
@@ -141,7 +140,7 @@ def test_outputs_of_a_last_stage_that_returns_its_input_are_kept(pool: WorkerPoo
 
 
 class Tied(nn.Module):
-    """The first stage passes a weight and its input on; the last waits for the first one's update."""
+    """The first stage also sends a weight and its input; the last waits for the first one's update."""
 
     def __init__(self, block, updated=None):
         super().__init__()
@@ -154,7 +153,7 @@ class Tied(nn.Module):
             return self.block(x.clone()), self.weight, x
         self.seen.append((weight.detach().clone(), first.detach().clone()))
         if len(self.seen) == 1 + M + 2:  # after shapes were inferred, a batch, and a microbatch
-            until(self.updated.exists, "the first stage does not go on")
+            until(self.updated.exists, "the first stage does not continue")
         return self.block(x) * weight
 
 
@@ -175,7 +174,7 @@ def tied(rank, group, updated):
 
 
 def test_pending_sends_are_not_overwritten(pool: WorkerPool, tmp_path: Path) -> None:
-    """Weights and inputs that are passed on may be written to before the next stage takes them."""
+    """Weights and inputs that are sent may be written to before the next stage receives them."""
     seen = pool.run(2, tied, tmp_path / "updated")[1][1:]
     assert len(seen) == 2 * M
     for index, (weight, first) in enumerate(seen):
@@ -192,20 +191,20 @@ def refusal(schedule, method, *args, **options):
 def uneven(rank, group, method):
     """A batch that does not split evenly, on the ranks that see it; then one that does."""
     stage, schedule = build(rank, group, m=3)
-    said = []
+    messages = []
     for number in range(2):  # before anything was inferred, and after
         if method == "eval" or not number:
             args, options = feed(stage, 0, 8)
             if stage.is_first:
-                said.append(refusal(schedule, method, *args))
+                messages.append(refusal(schedule, method, *args))
             if stage.is_last and method == "step":
-                said.append(refusal(schedule, method, **options))
+                messages.append(refusal(schedule, method, **options))
         args, options = feed(stage, number, 9)
         with torch.set_grad_enabled(method == "step"):
             output = getattr(schedule, method)(*args, **options)
     if method == "step":
         schedule.drain()
-    return said, None if output is None else len(output)
+    return messages, None if output is None else len(output)
 
 
 @pytest.mark.parametrize("method", ["step", "eval"])
@@ -214,7 +213,7 @@ def test_microbatches_of_different_shapes_are_refused(pool: WorkerPool, method: 
     assert rows == 9 and len(first) == (2 if method == "eval" else 1)
     for sentence in first:
         assert sentence == (
-            f"args[0] of microbatch 2 is a tensor of shape (2, {WIDTH}) and torch.float64, but expected was "
+            f"args[0] of microbatch 2 is a tensor of shape (2, {WIDTH}) and torch.float64, expected "
             f"a tensor of shape (3, {WIDTH}) and torch.float64: all microbatches of a batch must be alike"
         )
     assert all(sentence.startswith("target of microbatch 2 is a tensor of shape (2, ") for sentence in last)
@@ -230,40 +229,40 @@ class Scaled(nn.Module):
 
 
 def other_inputs(rank, group):
-    """What is refused while batches are in flight, and the gradients of the batches around it."""
+    """The errors of batches that are refused while others are in flight, and the gradients of these."""
     stage, schedule = build(rank, group, module=Scaled(build_blocks(group.size())[rank]))
     module = stage.submod.block
     args, options = feed(stage, 0, 8)
     scale = torch.ones(8, 1, dtype=torch.float64)
     schedule.step(*args, **options, scale=scale)
     short, short_options = feed(stage, 1, 8, 3)
-    said = {"missing": refusal(schedule, "step", *args, **options)}
-    said["size"] = refusal(schedule, "step", *args, **options, scale=scale[:4])
-    said["dtype"] = refusal(schedule, "step", *args, **options, scale=scale.float())
-    said["more"] = refusal(schedule, "step", *args, **options, scale=scale, other=1)
+    messages = {"missing": refusal(schedule, "step", *args, **options)}
+    messages["size"] = refusal(schedule, "step", *args, **options, scale=scale[:4])
+    messages["dtype"] = refusal(schedule, "step", *args, **options, scale=scale.float())
+    messages["more"] = refusal(schedule, "step", *args, **options, scale=scale, other=1)
     if stage.is_first:
-        said["args"] = refusal(schedule, "step", *short, **short_options, scale=scale)
+        messages["args"] = refusal(schedule, "step", *short, **short_options, scale=scale)
     if stage.is_last:
-        said["target"] = refusal(schedule, "step", **short_options, scale=scale)
+        messages["target"] = refusal(schedule, "step", **short_options, scale=scale)
     args, options = feed(stage, 1, 8)
     schedule.step(*args, **options, scale=scale)
     found = [gradients(module)]
     module.zero_grad()
     schedule.drain()
-    return said, [*found, gradients(module)]
+    return messages, [*found, gradients(module)]
 
 
 def test_other_inputs_are_refused_while_batches_are_in_flight(pool: WorkerPool) -> None:
     results = pool.run(3, other_inputs)
     assert_same([found for _, found in results], reference(3, 0, 8), reference(3, 1, 8))
     whole = "a tensor of shape (2, 1) and torch.float64"
-    for said, _ in results:
-        assert all(said[key].endswith(": drain() before a batch of other shapes") for key in said)
-        assert f"kwargs['scale'] of microbatch 0 is missing, but expected was {whole}:" in said["missing"]
+    for messages, _ in results:
+        assert all(messages[key].endswith(": drain() before a batch of other shapes") for key in messages)
+        assert f"kwargs['scale'] of microbatch 0 is missing, expected {whole}:" in messages["missing"]
         scale = "kwargs['scale'] of microbatch 0 is a tensor of shape"
-        assert f"{scale} (1, 1) and torch.float64" in said["size"]
-        assert f"{scale} (2, 1) and torch.float32" in said["dtype"]
-        assert "kwargs['other'] of microbatch 0 is of type int, but expected was no such" in said["more"]
+        assert f"{scale} (1, 1) and torch.float64" in messages["size"]
+        assert f"{scale} (2, 1) and torch.float32" in messages["dtype"]
+        assert "kwargs['other'] of microbatch 0 is of type int, expected no such" in messages["more"]
     assert "args[0] of microbatch 0 is a tensor of shape (2, 3, " in results[0][0]["args"]
     assert "target of microbatch 0 is a tensor of shape (2, 3, " in results[2][0]["target"]
 
@@ -349,7 +348,7 @@ def along_dimension_1(rank, group):
     """Sequences first: (length, batch, width)."""
     spec = TensorChunkSpec(1)
     options = {"args_chunk_spec": (spec,), "output_merge_spec": spec}
-    with pytest.raises(ValueError, match="split along dimension 1, and nothing says how the target is"):
+    with pytest.raises(ValueError, match="split along dimension 1, so the target needs a target_chunk_spec"):
         build(rank, group, **options)
     stage, schedule = build(rank, group, **options, target_chunk_spec=spec)
     args, options = feed(stage, 0, 3, 8)
@@ -367,8 +366,9 @@ def test_the_target_is_split_by_its_chunk_spec(pool: WorkerPool) -> None:
 
 
 def mistakes(rank, group):
-    """Everything that is refused before anything was sent leaves the schedule as it was."""
+    """Errors before the first message leave the schedule unchanged."""
     stage, schedule = build(rank, group)
+    assert not schedule.drain()  # nothing has started
     found = []
     for seed in range(3):
         args, options = feed(stage, seed, 8)
@@ -388,6 +388,10 @@ def mistakes(rank, group):
         if seed:
             with pytest.raises(RuntimeError, match="drain"):
                 schedule.eval(*args)
+            stage.submod.scale.requires_grad_(False)
+            with pytest.raises(RuntimeError, match="new schedule"):
+                schedule.step(*args, **options)
+            stage.submod.scale.requires_grad_(True)
         schedule.step(*args, **options)
         if schedule.gradient_ready:
             found.append(gradients(stage.submod))
@@ -474,12 +478,12 @@ def test_the_other_ranks_end_with_one_sentence(tmp_path: Path, what: str) -> Non
     else:
         assert "stage 0 returned a tensor of shape (2, " in last_lines[0]
     for stage in (1, 2):
-        assert f"stage {stage} waits in vain for stage" in last_lines[stage]
-        assert "see what went wrong there" in last_lines[stage]
+        assert f"stage {stage} lost contact with stage" in last_lines[stage]
+        assert "see the error of that stage" in last_lines[stage]
 
 
 def test_the_reference_is_not_the_same_for_all() -> None:
-    """The tests above would show nothing if a hook or another batch made no difference."""
+    """The tests above would prove nothing if a hook or another batch made no difference."""
     plain, halved, other = reference(2, 0, 8), reference(2, 0, 8, halved=True), reference(2, 1, 8)
     assert not torch.allclose(plain[0]["scale"], halved[0]["scale"])
     assert not torch.allclose(plain[0]["scale"], other[0]["scale"])

@@ -1,4 +1,4 @@
-"""Modules that share a weight in two places, and graphs of several batches at a time."""
+"""Modules with one weight in two places."""
 
 import copy
 
@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from tests.support.processes import Pools, WorkerPool
-from tests.support.recurrence import WIDTH, build_blocks, build_data, loss_fn
+from tests.support.recurrence import WIDTH, build_data, loss_fn, run_batch
 from tests.support.sharded import make_meshes, meshes, shard, whole
 from titan_async.pipelining import ScheduleAsync2BW
 
@@ -75,8 +75,7 @@ def run_stage(names, module, data):
             optimizer.zero_grad()
 
     for batch in range(BATCHES):
-        args = (inputs[batch].flatten(0, 1),) if stage.is_first else ()
-        schedule.step(*args, target=targets[batch].flatten(0, 1) if stage.is_last else None)
+        run_batch(schedule.step, stage, inputs[batch], targets[batch])
         apply()
     schedule.drain()
     apply()
@@ -126,20 +125,6 @@ def refused(rank, group):
 
 
 def test_a_weight_in_two_fsdp_groups_is_refused(pool):
-    """By FSDP itself, which says how to tie them."""
+    """By FSDP itself."""
     for message in pool.run(4, refused):
         assert "shared with a parameter already managed by another FSDP group" in message
-
-
-def fused(rank, group, names, wrap):
-    """Five batches without recomputation, of which two are in flight at a time."""
-    mesh = meshes[names]
-    module = wrap(build_blocks(2)[mesh.get_local_rank("pp")], mesh)
-    run_stage(names, module, build_data(BATCHES, M * (mesh.size() // 2)))
-    return True
-
-
-@pytest.mark.parametrize(("names", "wrap"), [(("pp",), plain), (("pp", "dp"), in_one_group)])
-def test_updates_between_a_forward_and_its_backward_raise_no_version_error(pool, names, wrap):
-    """Autograd keeps the weights of pending backwards and checks that nobody has written to them."""
-    assert all(pool.run(2 * len(names), fused, names, wrap))

@@ -1,4 +1,4 @@
-"""Overlapped pairs: turns, errors, random numbers, and what a thread has of its own."""
+"""Overlapped pairs: turns, errors, random numbers, and thread-local state."""
 
 import contextvars
 import gc
@@ -16,13 +16,13 @@ CPU = torch.device("cpu")
 
 
 class RecordedState:
-    """Notes which half goes on."""
+    """Records which half resumes."""
 
     def __init__(self):
         self.entered = []
 
     def leave(self, half):
-        assert self.entered[-1:] in ([half], []), "the half that stops is not the one that went on"
+        assert self.entered[-1:] in ([half], []), "the half that stops is not the one that resumed"
 
     def enter(self, half):
         self.entered.append(half)
@@ -86,12 +86,12 @@ def test_an_error_ends_the_other_half_and_is_raised(failing, stops):
 
 
 def test_an_interrupt_does_not_wait_for_a_backward_that_is_stuck():
-    """As one that waits for the tokens of a rank that is gone: a signal reaches the main thread alone."""
-    stuck, goes_on, ended, errors = threading.Event(), threading.Event(), threading.Event(), []
+    """Such as one that waits for the tokens of a dead rank: only the main thread receives signals."""
+    stuck, resumes, ended, errors = threading.Event(), threading.Event(), threading.Event(), []
 
     def backward():
         stuck.set()
-        goes_on.wait()
+        resumes.wait()
         try:
             hand_over()
         except BaseException as error:
@@ -109,8 +109,8 @@ def test_an_interrupt_does_not_wait_for_a_backward_that_is_stuck():
     with pytest.raises(KeyboardInterrupt):
         Overlap(CPU).run(hand_over, backward, RecordedState())
     interrupter.join()
-    hand_over()  # a later forward is no part of the pair
-    goes_on.set()
+    hand_over()  # a later forward is not part of the pair
+    resumes.set()
     assert ended.wait(60)
     assert errors == ["_OtherHalfError"]
 

@@ -27,7 +27,7 @@ meshes: dict[tuple[int, int], DeviceMesh] = {}
 
 
 def make_meshes(rank, group):
-    """All ranks take part in making each group, also those that are not in it."""
+    """All ranks create each group, also those that are not in it."""
     for pp, ep in SHAPES:
         meshes[pp, ep] = DeviceMesh("cpu", torch.arange(pp * ep).view(pp, ep), mesh_dim_names=("pp", "ep"))
 
@@ -63,7 +63,7 @@ class Layer(nn.Module):
         self.up, self.down = nn.Parameter(self.up[mine].detach()), nn.Parameter(self.down[mine].detach())
 
     def computed(self, x, experts):
-        """What each token's expert, of those that are here, makes of it."""
+        """The output of each token's expert, among the experts of this rank."""
         mine = nn.functional.one_hot(experts, len(self.up)).to(x.dtype)
         hidden = torch.tanh(torch.einsum("te,td,edh->th", mine, x, self.up))
         return torch.einsum("te,th,ehd->td", mine, hidden, self.down)
@@ -112,9 +112,7 @@ def lift(module, counts):
         layer.counts.zero_()
 
 
-def pipeline(
-    rank, group, pp, ep, *, recompute=None, backend=None, overlap=True, dropout=0.0, pauses=True, fails=None
-):
+def pipeline(rank, group, pp, ep, *, recompute=None, backend=None, overlap=True, dropout=0.0):
     """This rank's weights and biases after all batches, with its losses, the counts, and its hand-overs."""
     torch._dynamo.reset()
     torch._dynamo.config.capture_scalar_outputs = True
@@ -140,7 +138,7 @@ def pipeline(
         for name, parameter in module.named_parameters():
             if "router" in name:
                 dist.all_reduce(parameter.grad, group=experts)
-            parameter.grad /= ep  # an expert's holds what all its tokens came to, wherever they came from
+            parameter.grad /= ep  # an expert's includes the tokens of all ranks
         counts.append([layer.counts.clone() for layer in module.children()])
         for count in counts[-1]:
             dist.all_reduce(count, group=experts)
@@ -148,15 +146,13 @@ def pipeline(
         optimizer.zero_grad()
         lift(module, counts[-1])
 
-    if fails is not None:
-        fails(rank, schedule)
     for b in range(BATCHES):
         losses.append(run_batch(schedule.step, stage, inputs[b], targets[b]))
         update()
-        if (pauses and b in (1, 2)) or b == BATCHES - 1:
+        if b in (1, 2, BATCHES - 1):
             schedule.drain()
             update()
-        if pauses and b == 2:
+        if b == 2:
             with torch.no_grad():
                 run_batch(schedule.eval, stage, inputs[b], targets[b])
             for layer in module.children():
@@ -186,7 +182,7 @@ def loop(pp, ep, recompute, delay=1):
 
 
 def difference(results, ep, expected):
-    """The largest of a weight or a loss, and whether biases and counts are exactly the same."""
+    """The largest difference of a weight or a loss, and whether biases and counts are exactly equal."""
     weights, losses, counts = expected
     worst, seen, exact = 0.0, set(), True
     for rank, (found, _, counted) in enumerate(results):

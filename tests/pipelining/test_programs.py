@@ -1,4 +1,4 @@
-"""The programs of all schedules: complete, possible, and as long as closed forms say."""
+"""The programs of all schedules: complete, executable, and with the step times of closed forms."""
 
 import pytest
 from hypothesis import given
@@ -35,8 +35,8 @@ def run_of(schedule, ranks, microbatches, batches=5, **others):
     [(4, 4, 0.571, 0.665, 0.797, 0.988), slow(8, 16, 0.696, 0.773, 0.871, 0.993)],
 )
 def test_the_designs_table(d, m, flush, boundary, end_of_step, deferred):
-    """Backward twice as long as forward, free messages and free all-reduce, updates that take no time;
-    sixty batches, of which filling and emptying the pipeline are a part."""
+    """Backwards twice as long as forwards; messages, all-reduces and updates that take no time; sixty
+    batches, including the fill and the drain of the pipeline."""
     measured = [
         schedule_programs("1F1B", d, m, 60),
         async_programs(d, m, 60, norm="boundary"),
@@ -53,6 +53,7 @@ def test_the_designs_table(d, m, flush, boundary, end_of_step, deferred):
 def test_one_stage_per_rank_has_its_bubble(schedule, d, m):
     run = run_of(schedule, d, m)
     assert run.step_seconds == pytest.approx((m + d - 1) * PAIR)
+    assert run.makespan == pytest.approx(5 * (m + d - 1) * PAIR)
     assert 1 - run.utilization == pytest.approx((d - 1) / (m + d - 1))
     held = [m if schedule == "GPipe" else min(m, d - r) for r in range(d)]
     assert run.peak_in_flight() == held
@@ -68,8 +69,8 @@ def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(schedule, d, m)
 @pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "DualPipeV"])
 @pytest.mark.parametrize(("d", "m"), [(2, 4), (4, 8), (4, 12), (8, 16)])
 def test_a_zero_bubble_leaves_only_the_skew_between_ranks(schedule, d, m):
-    """Where forward and both halves of a backward are equal, a rank never waits once it has begun; but the
-    last one begins d - 1 forwards late, and all wait for it before the update."""
+    """If forward and both halves of a backward take equally long, a rank never waits once it has begun; but
+    the last one begins d - 1 forwards late, and all wait for it before the update."""
     run = run_of(schedule, d, m, batches=3)
     assert run.step_seconds == pytest.approx(m * PAIR + (d - 1) * FORWARD / 2)
     for rank, spans in enumerate(run.timelines):
@@ -93,7 +94,7 @@ MEASURED = {
 
 @pytest.mark.parametrize("schedule", MEASURED)
 def test_measured_steps_are_predicted_within_ten_percent(schedule):
-    """With 1.5 ms of other work a microbatch (2 where a backward comes in halves), 3 ms a step and 0.3 ms a
+    """With 1.5 ms of other work per microbatch (2 if backwards are split), 3 ms per step and 0.3 ms per
     message; docs/planning.md has the errors."""
     each = len(stages_of_ranks(schedule, 2)[0])
     forward, halves = 0.0005, schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -115,7 +116,7 @@ def test_measured_steps_are_predicted_within_ten_percent(schedule):
 
 
 @pytest.mark.parametrize("lookahead", [0, 3])
-def test_async_2bw_waits_for_nothing_but_a_late_norm(lookahead):
+def test_async_2bw_waits_only_for_a_late_norm(lookahead):
     d, m = 4, 8
     programs = schedule_programs("Async2BW", d, m, 8, lookahead)
     assert simulate(programs, even("Async2BW", d)).utilization == pytest.approx(1)
@@ -127,7 +128,7 @@ def test_async_2bw_waits_for_nothing_but_a_late_norm(lookahead):
     assert run_of("1F1B", d, m, norm=1.0).step_seconds == pytest.approx((m + d - 1) * PAIR + 1)
 
 
-def test_async_2bw_does_what_it_does_without_updates():
+def test_async_2bw_computes_the_actions_of_its_steps():
     d, m, batches, lookahead = 3, 4, 5, 1
     for stage, tasks in enumerate(async_programs(d, m, batches, lookahead)):
         steps = [step_actions(stage, d, m, batch, lookahead) for batch in range(batches)]
@@ -146,7 +147,7 @@ def test_async_2bw_drains_in_every_batch_of_a_synchronous_start(lookahead, overl
         halves = [half for task in tasks for half in task.halves]
         computed = [(half.kind, half.batch, half.microbatch) for half in halves if half.kind in "FB"]
         assert computed == [(kind, b, microbatch) for b in range(batches) for kind, _, microbatch in alone]
-        for b in range(batches):  # the update is the last that a batch does
+        for b in range(batches):  # the update comes last
             assert [half.kind for half in halves if half.batch == b][-1] == "U"
     run = simulate(programs, even("Async2BW", d))
     if not overlap:
@@ -201,7 +202,7 @@ def test_every_rank_runs_each_of_its_tasks_once(schedule, ranks, rounds, latency
 
 
 def test_torchs_private_names_have_the_assumed_meaning():
-    """Fails where torch renames what `_order_internals` reads, or orders the smallest pipelines otherwise."""
+    """Fails if torch renames what `_order_internals` reads, or reorders the smallest pipelines."""
 
     def shown(schedule, stages, m):
         orders = torch_order(schedule, stages, m)

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from torch.distributed.pipelining import PipelineStage
 
+from tests.pipelining.test_schedule import build
 from tests.support.processes import Pools, WorkerPool
-from tests.support.recurrence import build_blocks, build_data, loss_fn
-from titan_async.pipelining import ScheduleAsync2BW
+from tests.support.recurrence import build_blocks, build_data, run_batch
 from titan_async.pipelining.recording import COMPUTE_KINDS, FORWARD_KINDS, GRADIENT_KINDS, Kind
 
 
@@ -15,8 +14,8 @@ def pool(pools: Pools) -> WorkerPool:
     return pools(3)
 
 
-class Told:
-    """Keeps what it is told, and the sum of the weights that the module shows when a span begins."""
+class SpanRecorder:
+    """Keeps spans, each with the sum of the module's weights when it begins."""
 
     def __init__(self, module):
         self.module, self.open, self.spans = module, [], []
@@ -30,16 +29,15 @@ class Told:
 
 
 def watched(rank, group, m, drained_after, shards, overlap):
-    """Six batches; the weights get another version's number with each update, and are drained at times."""
+    """Six batches, each of whose updates adds 1 to the weights, with some drains."""
     module = build_blocks(group.size())[rank]
     if shards:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import fully_shard
 
         fully_shard(module, mesh=DeviceMesh("cpu", [rank]), reshard_after_forward=False)
-    stage = PipelineStage(module, rank, group.size(), torch.device("cpu"), group=group)
-    schedule = ScheduleAsync2BW(stage, m, loss_fn=loss_fn, overlap=overlap)
-    schedule.recorder = told = Told(module)
+    stage, schedule = build(rank, group, m, module=module, overlap=overlap)
+    schedule.recorder = recorder = SpanRecorder(module)
     inputs, targets = build_data(6, m)
     delays, versions = [], []
 
@@ -54,21 +52,20 @@ def watched(rank, group, m, drained_after, shards, overlap):
 
     versions.append(sum(p.detach().sum() for p in module.parameters()).item())
     for b in range(6):
-        args = (inputs[b].flatten(0, 1),) if stage.is_first else ()
-        schedule.step(*args, target=targets[b].flatten(0, 1) if stage.is_last else None)
+        run_batch(schedule.step, stage, inputs[b], targets[b])
         update()
         if b in drained_after and schedule.drain():
             update()
     if schedule.drain():
         update()
-    assert told.open == []
-    return told.spans, delays, versions
+    assert recorder.open == []
+    return recorder.spans, delays, versions
 
 
 @pytest.mark.parametrize("shards", [False, True], ids=["plain", "fsdp"])
 @pytest.mark.parametrize("drained_after", [(), (1, 4)], ids=["", "drained"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "pairs"])
-def test_spans_are_what_the_stage_did(pool, drained_after, shards, overlap):
+def test_spans_match_the_actions_of_the_stage(pool, drained_after, shards, overlap):
     d, m = 3, 6 if overlap else 4
     for rank, (spans, delays, versions) in enumerate(pool.run(d, watched, m, drained_after, shards, overlap)):
         compute = [(kind, batch, micro) for kind, _, batch, micro, _, _ in spans if kind in COMPUTE_KINDS]
@@ -80,14 +77,14 @@ def test_spans_are_what_the_stage_did(pool, drained_after, shards, overlap):
             if kind in GRADIENT_KINDS
         ]
         pairs = [batch for kind, batch, _ in compute if kind is Kind.OVERLAP]
-        # An empty pipeline fills by forwards alone.
+        # Only forwards fill an empty pipeline.
         alone = [in_flight if b == 0 or b - 1 in drained_after else 0 for b in range(6)]
         if not shards:  # FSDP may gather a batch's weights in its first forward, which then is in no pair
             assert pairs == ([b for b in range(6) for _ in range(m - alone[b])] if overlap else [])
         assert forwards == backwards == [(b, micro) for b in range(6) for micro in range(m)]
         for kind, stage, batch, _, version, weights in spans:
             assert stage == rank
-            # The recurrence, in the weights that the module really shows.
+            # The recurrence, in the weights that the module really has.
             assert version == max(batch - 1, 0)
             if kind in COMPUTE_KINDS and not shards:
                 assert weights == pytest.approx(versions[version], abs=1e-9)
@@ -102,19 +99,16 @@ def test_spans_are_what_the_stage_did(pool, drained_after, shards, overlap):
 
 
 def resumed(rank, group):
-    """A schedule that is given older weights than the module's says that they are one update behind."""
-    module = build_blocks(group.size())[rank]
-    stage = PipelineStage(module, rank, group.size(), torch.device("cpu"), group=group)
-    schedule = ScheduleAsync2BW(stage, 2, loss_fn=loss_fn)
+    """The versions of a schedule that has loaded older weights than the module's."""
+    stage, schedule = build(rank, group, 2)
     inputs, targets = build_data(3, 2)
-    schedule.recorder = told = Told(module)
-    older = {name: value.detach() - 1.0 for name, value in module.named_parameters()}
+    schedule.recorder = recorder = SpanRecorder(stage.submod)
+    older = {name: value.detach() - 1.0 for name, value in stage.submod.named_parameters()}
     schedule.load_state_dict(older)
     for b in range(3):
-        args = (inputs[b].flatten(0, 1),) if stage.is_first else ()
-        schedule.step(*args, target=targets[b].flatten(0, 1) if stage.is_last else None)
+        run_batch(schedule.step, stage, inputs[b], targets[b])
     schedule.drain()
-    return {(batch, version) for _, _, batch, _, version, _ in told.spans}
+    return {(batch, version) for _, _, batch, _, version, _ in recorder.spans}
 
 
 def test_weights_from_before_the_schedule_are_an_update_behind(pool):
@@ -123,16 +117,13 @@ def test_weights_from_before_the_schedule_are_an_update_behind(pool):
 
 
 def evaluated(rank, group):
-    module = build_blocks(group.size())[rank]
-    stage = PipelineStage(module, rank, group.size(), torch.device("cpu"), group=group)
-    schedule = ScheduleAsync2BW(stage, 2, loss_fn=loss_fn)
-    schedule.recorder = told = Told(module)
+    stage, schedule = build(rank, group, 2)
+    schedule.recorder = recorder = SpanRecorder(stage.submod)
     inputs, targets = build_data(1, 2)
     with torch.no_grad():
-        args = (inputs[0].flatten(0, 1),) if stage.is_first else ()
-        schedule.eval(*args, target=targets[0].flatten(0, 1) if stage.is_last else None)
-    return told.spans
+        run_batch(schedule.eval, stage, inputs[0], targets[0])
+    return recorder.spans
 
 
-def test_evaluations_are_no_training(pool):
+def test_evaluations_are_not_recorded(pool):
     assert pool.run(2, evaluated) == [[], []]

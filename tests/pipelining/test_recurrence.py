@@ -153,7 +153,7 @@ def expected(num_stages, m, optimizer, batches=BATCHES, delay=1, synchronous=())
 SHAPES = [(d, m) for d in (1, 2, 4) for m in sorted({d, d + 1, 8})]
 
 
-# The schedule knows nothing of the optimizer: each has to be seen, but not at every shape.
+# The schedule does not depend on the optimizer: each is tested, but not at every shape.
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

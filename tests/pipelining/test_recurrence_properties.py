@@ -1,7 +1,4 @@
-"""The recurrence at drawn numbers of stages, microbatches, lookahead and batches, drains and evaluations.
-
-And with synchronous starts.
-"""
+"""The recurrence with drawn shapes, lookahead, drains, evaluations and synchronous starts."""
 
 from typing import NamedTuple
 
@@ -42,7 +39,7 @@ failed: dict[Run, RuntimeError] = {}
 
 
 def train(pool, run):
-    """Train once only: after a failure the processes may be gone, and hypothesis tries the example again."""
+    """Train only once: after a failure the processes may be dead, and hypothesis runs the example again."""
     if run in failed:
         raise failed[run]
     arguments = run._asdict()
@@ -59,8 +56,8 @@ def drawn(examples):
     return settings(max_examples=examples, derandomize=True, phases=[Phase.generate])
 
 
-def agrees(pool, run):
-    """And differs from synchronous training, so that the comparison can tell the two apart."""
+def assert_follows(pool, run):
+    """Compare with the recurrence, and with synchronous training, from which it must differ."""
     d, m, batches = run.stages, run.microbatches, run.batches
     results = train(pool, run)
     assert difference(results, expected(d, m, "adamw", batches, synchronous=run.synchronous)) < 1e-12
@@ -70,11 +67,11 @@ def agrees(pool, run):
 @given(run=runs())
 @drawn(5)
 def test_weights_and_losses_equal_the_recurrence(pool, run):
-    agrees(pool, run)
+    assert_follows(pool, run)
 
 
 @pytest.mark.slow
 @given(run=runs())
 @drawn(12)
 def test_weights_and_losses_of_more_runs_equal_the_recurrence(pool, run):
-    agrees(pool, run)
+    assert_follows(pool, run)

@@ -1,7 +1,7 @@
 """No deadlock where nothing is buffered: the programs of all stages, walked under rendezvous.
 
-The tests of the schedule run on gloo, which takes a message before its receive is posted. NCCL does not. The
-walk is a simulation (`tests/support/rendezvous.py`), and so can try every shape; the second half of this
+The tests of the schedule run on gloo, which accepts a message before its receive is posted; NCCL does not.
+The walk is a simulation (`tests/support/rendezvous.py`), so it can try every shape; the second half of this
 file plants mistakes that it must find.
 """
 
@@ -90,9 +90,9 @@ def test_every_choice_of_early_receives_ends_likewise(d, early, shapes):
 
 
 def check_messages_and_buffers(d, shapes, early, **how):
-    """Design notes, section 4: no buffer is filled again before its backward, which autograd would not see.
+    """No buffer is filled again before its backward, which autograd would not detect.
 
-    And none is there for nothing: with one fewer than `slots`, something is overwritten.
+    And none is superfluous: with one fewer than `slots`, one is overwritten.
     """
     for m, lookahead in shapes:
         ranks = programs(d, m, lookahead, PLAN, early, **how)
@@ -106,9 +106,9 @@ def check_messages_and_buffers(d, shapes, early, **how):
 
 @pytest.mark.parametrize("d", STAGES)
 def test_the_pipeline_is_not_flushed_between_batches(d):
-    """Forwards take 1 and backwards 2: three batches take what a stage computes, and one filling.
+    """Forwards take 1 and backwards 2: three batches take the time of their computation, and one filling.
 
-    So the limit on sends under way holds no stage up either.
+    So the limit on pending sends does not delay a stage either.
     """
     for m, lookahead in {(n, la) for n in (d, d + 1, MOST) for la in (0, min(d - 1, n - d))}:
         outcome = walk(programs(d, m, lookahead, (3,)))
@@ -182,7 +182,7 @@ class Nothing:
 
 
 def anywhere(rank, step):
-    """Whatever a step allocates or computes may wait; a send is prepared before a late receive is posted."""
+    """Allocations and computations of a step may wait; a send is prepared before a late receive is posted."""
     return step.kind != "send"
 
 
@@ -191,7 +191,7 @@ def anywhere(rank, step):
 @pytest.mark.parametrize("early", [*ON_GPUS, mixed(ON_GPUS), mixed(ON_GPUS[::-1])])
 @pytest.mark.parametrize("d", STAGES)
 def test_all_ranks_may_wait_for_their_devices_anywhere(d, early, shapes):
-    """What is early on accelerators by default, without lookahead: no order of such waits can hang."""
+    """The defaults of accelerators without lookahead: no order of such waits deadlocks."""
     for m, lookahead in shapes(d):
         if lookahead == 0:
             outcome = walk(programs(d, m, 0, PLAN, early), device_waits=anywhere)
@@ -227,14 +227,14 @@ def test_one_rank_may_wait_for_its_device_anywhere_whichever_receives_are_early(
 @pytest.mark.parametrize(("lookahead", "early"), [(0, ALL_EARLY), (1, LATE)])
 @pytest.mark.parametrize("d", STAGES[1:])
 def test_two_that_wait_at_once_hang_with_early_receives_at_both_ends_or_lookahead(d, lookahead, early):
-    """Why neither is the default on accelerators."""
+    """So neither is the default on accelerators."""
     outcome = walk(programs(d, d + 1, lookahead, PLAN, early), device_waits=anywhere)
     assert any("device waits" in blocked.reason for blocked in outcome.blocked), outcome
 
 
 @pytest.mark.parametrize("early", [ALL_EARLY, LATE])
 def test_it_finds_the_first_gradient_received_before_any_forward_was_sent(early):
-    """Without a wait for the device that is no deadlock, but the first one then has no end."""
+    """Without a wait for the device that is no deadlock, but the first such wait never ends."""
     ranks = programs(3, 5, 0, PLAN, early)
     steps = ranks[0].steps
     first = Step("receive", 0, B(0))
@@ -267,8 +267,8 @@ def one_channel_per_edge(rank, queue):
 
 @pytest.mark.parametrize("channel", [one_channel_per_rank, one_channel_per_edge])
 @pytest.mark.parametrize("d", STAGES[1:])
-def test_one_communicator_a_rank_or_an_edge_deadlocks_at_once(d, channel):
-    """Why `P2PChannels` gives each edge and direction its own: an early receive would hold up later sends."""
+def test_one_communicator_per_rank_or_edge_deadlocks_at_once(d, channel):
+    """So `P2PChannels` has one per edge and direction: an early receive would block later sends."""
     for m, lookahead in shapes(d)[:: d + 1]:
         outcome = walk(programs(d, m, lookahead, PLAN), channel)
         assert len(outcome.blocked) == d, (m, lookahead, outcome)
@@ -311,7 +311,7 @@ def post_receives_late(steps):
 
 
 def test_it_finds_receives_that_are_posted_late_where_sends_block():
-    """Two neighbors then stand at a send to each other, as in 1F1B whose messages are not fused."""
+    """Two neighbors then block in sends to each other, as in 1F1B without fused messages."""
     ranks = programs(3, 5, 0, PLAN)
     for program in ranks:
         post_receives_late(program.steps)
@@ -332,7 +332,7 @@ def test_it_finds_two_sends_in_the_wrong_order():
 @pytest.mark.parametrize(
     ("rank", "kind", "reason"), [(0, "send", "not taken"), (1, "receive", "nothing waits")]
 )
-def test_it_finds_a_message_too_many(rank, kind, reason):
+def test_it_finds_a_superfluous_message(rank, kind, reason):
     outcome = plant(rank, lambda steps: steps.insert(-1, Step(kind, 2, F(5))))
     assert [(b.rank, str(b.step)) for b in outcome.blocked] == [(rank, "close")]
     assert reason in outcome.blocked[0].reason
@@ -346,7 +346,7 @@ def test_it_finds_a_message_that_is_left_at_the_end():
 
 
 def test_it_finds_a_limit_on_sends_that_is_too_low_for_the_lookahead():
-    """The limit on sends under way must grow with what a stage holds in flight."""
+    """The limit on pending sends must grow with the microbatches in flight."""
     ranks = programs(2, 8, 6, PLAN)
     assert walk(ranks).fine
     for program in ranks:
@@ -372,7 +372,7 @@ def test_it_finds_a_stage_that_holds_less_than_the_next(monkeypatch, stage):
 
 @pytest.mark.parametrize("stage", range(3))
 def test_it_finds_a_stage_that_holds_as_many_as_the_next(monkeypatch, stage):
-    """No deadlock, but the two wait for each other in every pair: half the speed (design notes, 2)."""
+    """No deadlock, but the two wait for each other in every pair, at half the speed."""
     hold_more_behind(monkeypatch, stage, 1)
     batches, m = 4, 16
     outcome = walk(programs(4, m, 0, (batches,)))
@@ -386,7 +386,7 @@ def test_it_finds_too_few_microbatches(d, m):
 
 
 def synchronous(rank, d, m, fused):
-    """1F1B as torch runs it: no early receives, but a send and the next receive from there start together."""
+    """1F1B as torch runs it: no early receives, but a send and the next receive of an edge start together."""
     ahead = min(m, d - rank)
     order = [F(i) for i in range(ahead)]
     for i in range(m):
@@ -407,7 +407,7 @@ def synchronous(rank, d, m, fused):
 @pytest.mark.parametrize("channel", [one_channel_per_direction, one_channel_per_rank])
 @pytest.mark.parametrize(("d", "m"), list(itertools.product((2, 3, 5), (5, 8))))
 def test_1f1b_needs_fused_messages(channel, d, m):
-    """A known order: torch fuses just these, lest neighbors stand at a send to each other."""
+    """A known order: torch fuses these, so that neighbors do not block in sends to each other."""
     for fused in (True, False):
         outcome = walk([synchronous(r, d, m, fused) for r in range(d)], channel, sends_block=True)
         assert outcome.fine == fused, outcome

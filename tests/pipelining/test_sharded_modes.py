@@ -70,12 +70,12 @@ MODES = {
 
 
 def run(pool, wrap, names, **options):
-    """The results of all ranks, and how many shares the data had."""
+    """The results of all ranks, and the number of shares of the data."""
     results = pool.run(4 if names == DP else 8, train, wrap, names, **options)
     return results, 4 if names == HSDP else 2
 
 
-# By default where a norm has to know which ranks hold what.
+# By default the modes whose norm depends on the ranks that hold a parameter.
 CLIPPED = ("frozen", "hsdp", "replicate", "tensor parallel")
 
 
@@ -107,7 +107,7 @@ def test_mixed_precision_equals_the_recurrence(pool):
 
 
 def overlapping(stage, mesh):
-    """Halves of pairs stop within layers, whose FSDP hooks have run before and have to run after."""
+    """Halves of pairs switch within layers, between the FSDP hooks before and after them."""
     for part in stage.children():
         if hasattr(part, "up"):
             part.up.register_forward_hook(lambda module, args, output: Travel.apply(output))
@@ -127,7 +127,7 @@ def sums_in_bfloat16(stage, mesh):
 
 
 def sums_are_lost():
-    """Showing the other version drops what the microbatches before have summed up."""
+    """Activating the other version drops the sums of earlier microbatches."""
     install = FsdpParameters._install
 
     def install_without_sums(self, copy):

@@ -7,7 +7,6 @@ import itertools
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
@@ -15,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from tests.support.processes import Pools, WorkerPool
 from tests.support.recurrence import build_blocks, build_data, loss_fn, run_batch, run_recurrence
 from tests.support.selection import slow
+from tests.support.sharded import Stage, whole
 from titan_async.pipelining import ScheduleAsync2BW
 from titan_async.pipelining._fsdp_internals import FsdpParameters
 from titan_async.pipelining.sharded_versions import ShardedVersions
@@ -29,7 +29,7 @@ meshes: dict[tuple[int, ...], DeviceMesh] = {}
 
 
 def make_meshes(rank, group):
-    """All ranks take part in making each group, also those that are not in it."""
+    """All ranks create each group, also those that are not in it."""
     for pp, dp in SHAPES:
         meshes[pp, dp] = DeviceMesh("cpu", torch.arange(pp * dp).view(pp, dp), mesh_dim_names=("pp", "dp"))
     meshes[2, 2, 2] = DeviceMesh(
@@ -44,25 +44,11 @@ def pool(pools: Pools) -> WorkerPool:
     return pool
 
 
-class Stage(nn.Module):
-    """Some of the blocks, under the names that they have in the whole model."""
-
-    def __init__(self, blocks):
-        super().__init__()
-        for index, block in blocks:
-            self.add_module(str(index), block)
-
-    def forward(self, x):
-        for block in self.children():
-            x = block(x)
-        return x
-
-
 def build(pp, mesh, shard_mesh, m, recompute=False, backend=None, overlap=False):
     index = mesh.get_local_rank("pp")
-    blocks = list(enumerate(build_blocks(BLOCKS, recompute=recompute, travels=overlap)))
+    blocks = build_blocks(BLOCKS, recompute=recompute, travels=overlap)
     per_stage = BLOCKS // pp
-    module = Stage(blocks[index * per_stage : (index + 1) * per_stage])
+    module = Stage((str(i), blocks[i]) for i in range(index * per_stage, (index + 1) * per_stage))
     for block in module.children():
         if backend is not None:
             block.compile(backend=backend)
@@ -74,12 +60,6 @@ def build(pp, mesh, shard_mesh, m, recompute=False, backend=None, overlap=False)
     stage = PipelineStage(module, index, pp, torch.device("cpu"), group=mesh.get_group("pp"))
     lookahead = 0 if overlap else min(pp - 1, m - pp)
     return stage, ScheduleAsync2BW(stage, m, loss_fn=loss_fn, lookahead=lookahead, overlap=overlap)
-
-
-def whole(module):
-    """The module's weights, gathered from its shards."""
-    assert all(hasattr(p, "full_tensor") for p in module.parameters()), "unsharded between steps"
-    return {name: p.full_tensor().detach().clone() for name, p in module.named_parameters()}
 
 
 def pipeline(
@@ -151,7 +131,7 @@ def difference(results, dp, oracle):
     return worst
 
 
-# Each value of each, compilation, which takes most of the time, at small shapes.
+# Each value of each option; compilation, which takes most of the time, at small shapes.
 DEFAULT = [
     ((1, 1), "none", None, False),
     ((1, 2), "selective", "aot_eager", True),
@@ -235,7 +215,7 @@ def one_shared_copy():
 
 
 def reshard_at_the_boundary():
-    """Frees and gathers again what microbatches in flight need, as torch does after a batch."""
+    """Frees and regathers the weights of microbatches in flight, as torch does after a batch."""
     begin_batch = ShardedVersions.begin_batch
 
     def begin_and_gather(self):

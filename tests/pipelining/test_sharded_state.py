@@ -1,4 +1,4 @@
-"""What a stage under FSDP2 holds and sends beside its trajectory: memory, collectives, shards, its state."""
+"""Memory, collectives, shards and state of a stage under FSDP2."""
 
 import copy
 from functools import partial
@@ -59,7 +59,7 @@ def memory(rank, group, wrap, **model):
 
 
 def by_hand(run):
-    """A forward that the schedule knows nothing of, while microbatches are in flight."""
+    """A forward outside of the schedule, while microbatches are in flight."""
     with torch.no_grad():
         run.module(run.inputs[0, 0].to(next(run.module.parameters()).dtype))
 
@@ -86,7 +86,7 @@ def count_collectives(rank, group, schedule_class):
 
         return collective
 
-    run.step(0)  # torch infers shapes from a forward of its own
+    run.step(0)  # in which torch infers shapes by another forward
     try:
         for name in counts:
             setattr(dist, name, counted(name))
@@ -105,7 +105,7 @@ def count_collectives(rank, group, schedule_class):
 
 
 def test_as_many_collectives_as_synchronous_training(pool):
-    """One all-gather and one reduce-scatter a batch for each group of parameters."""
+    """One all-gather and one reduce-scatter per batch for each group of parameters."""
     synchronous = pool.run(4, count_collectives, Schedule1F1B)
     for overlap in (False, True):
         delayed = pool.run(4, count_collectives, partial(ScheduleAsync2BW, overlap=overlap))
@@ -115,7 +115,7 @@ def test_as_many_collectives_as_synchronous_training(pool):
 
 
 def look_between(run):
-    """Before the update and in mid-flight as after a drain, the module has its shards and nothing else."""
+    """With batches in flight, as after a drain, the module has only its shards."""
     for named in (run.module.named_parameters(), run.module.state_dict().items()):
         for name, value in named:
             assert isinstance(value, DTensor), name
@@ -133,7 +133,7 @@ def test_reading_a_module_with_batches_in_flight_has_no_effect(pool):
 
 
 def interrupted(rank, group):
-    """The weights of a run, and of one that goes on in new objects from what the first one saved."""
+    """Weights and losses at the end of a run, and of one that resumes it in new objects."""
     first = prepare(shard_each_part, NAMES)
     for batch in range(3):
         first.step(batch)

@@ -1,4 +1,4 @@
-"""The simulation where messages occupy ranks: by hand, in small steps of time, and by what must add up."""
+"""The simulation where messages occupy ranks: by hand, in small time steps, and from its own spans."""
 
 import itertools
 
@@ -18,8 +18,8 @@ def spans_of(run):
 @pytest.mark.parametrize(
     ("ahead", "share", "first", "second"),
     [
-        # The first stage is never kept waiting. The second one's F0 begins when the first message, sent at 4,
-        # has taken its second.
+        # The first stage never waits. The second one's F0 begins when the first message, sent at 4, has taken
+        # its second.
         (None, 0.25, [4, 8, 12], [(5, 15), (15, 25), (25, 35)]),
         # F1 runs at three quarters until its first send is taken, at 5, so that it ends at 4 + 1 + 3.25. Its
         # message waits until the second stage is free, at 15, and all of F2 meanwhile runs at three quarters.
@@ -40,8 +40,8 @@ def test_two_stages_by_hand(ahead, share, first, second):
 
 
 @pytest.mark.parametrize("kind", ["G", "R"])
-def test_directions_add_up_and_of_one_only_one_message_counts(kind):
-    """The last stage gathers or reduces for 100 seconds, and those before it go on meanwhile."""
+def test_directions_add_up_and_messages_of_one_count_once(kind):
+    """The last stage gathers or reduces for 100 seconds, while those before it continue."""
     programs = [[Task("F", stage, 0, i) for i in range(3)] for stage in range(3)]
     programs[2].insert(0, Task(kind, 2, 0, 0))
     seconds = [0, 0, 100]
@@ -55,7 +55,7 @@ def test_directions_add_up_and_of_one_only_one_message_counts(kind):
     )
     _, middle, last = spans_of(simulate(programs, timing))
     # F1 is received from the start of F0 to 40, F2 from that of F1 to 60. The sends of F0 and F1 wait for the
-    # last stage until 100; but where its batch begins with a "G", the receive of F0 is there from the start.
+    # last stage until 100; but if its batch begins with a "G", the receive of F0 is posted from the start.
     first, second, third = 8 / 0.75, 8 / (0.75 if kind == "G" else 0.625), 8 / 0.875
     assert middle == [pytest.approx(span) for span in ((20, 20 + first), (40, 40 + second), (60, 60 + third))]
     assert last[:2] == [(0, 100), (100, 101)]
@@ -67,7 +67,7 @@ def test_more_than_all_processors_is_refused():
         simulate(programs, Timing([4, 10], [0, 0], latency=1, receives_ahead=[(0, 0)], message_share=1.0))
 
 
-def test_what_async_2bw_waits_for_where_nothing_is_slowed_down():
+def test_the_waits_of_async_2bw_without_slowdown():
     d, m, latency = 4, 8, 0.05
     programs = schedule_programs("Async2BW", d, m, 8, d - 1)
     seconds = {
@@ -125,7 +125,7 @@ def timing_of(stages, draw):
 
 
 class Messages:
-    """Who sends what to whom, and where a program posts the receive."""
+    """Sources and destinations of messages, and where a program posts their receives."""
 
     def __init__(self, programs, timing):
         self.edge, self.source, self.destination, self.posted_at = {}, {}, {}, {}
@@ -167,9 +167,9 @@ class Messages:
 
 @settings(max_examples=30)
 @given(shapes, st.data())
-def test_what_a_task_takes_is_its_speed_over_time(shape, data):
-    """From the starts and ends alone: when messages are sent, received and there, and so how fast each task
-    ran at any time. Its work is then what was asked for, and it began as soon as its input was there."""
+def test_the_speed_of_a_task_over_its_span_adds_up_to_its_work(shape, data):
+    """Starts and ends determine when messages are sent, posted and arrive, and so the speed of each task at
+    any time. It must add up to the task's work, and no task may start before its input has arrived."""
     schedule, d, m, lookahead = shape
     programs = programs_of(schedule, d, m, 3, lookahead)
     timing = timing_of(max(task.stage for program in programs for task in program) + 1, data.draw)
@@ -203,7 +203,7 @@ def test_what_a_task_takes_is_its_speed_over_time(shape, data):
 
 
 def stepped(programs, timing, tick):
-    """The same by looking at all ranks after every tick."""
+    """The same simulation in fixed time steps."""
     messages = Messages(programs, timing)
     left = {sender: timing.latency[edge] for sender, edge in messages.edge.items()}
     sent, posted, done = set(), set(), {}

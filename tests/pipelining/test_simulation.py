@@ -20,23 +20,8 @@ def one_stage(batches, microbatches, order):
     return [[Task(kind, 0, b, i) for b in range(batches) for i in range(microbatches) for kind in order]]
 
 
-def one_f_one_b_programs(stages, microbatches, batches):
-    programs = []
-    for stage in range(stages):
-        warm_up = min(stages - stage, microbatches)
-        program = []
-        for batch in range(batches):
-            forwards = [Task("F", stage, batch, i) for i in range(microbatches)]
-            backwards = [Task("B", stage, batch, i) for i in range(microbatches)]
-            program += forwards[:warm_up]
-            for i, backward in enumerate(backwards):
-                program += [backward, *forwards[warm_up + i : warm_up + i + 1]]
-        programs.append(program)
-    return programs
-
-
 def async_2bw_programs(stages, microbatches, batches, lookahead=0):
-    """What the stages of `ScheduleAsync2BW` compute in so many steps and a drain, without updates."""
+    """The forwards and backwards of `ScheduleAsync2BW` in `batches` steps and a drain, without updates."""
     programs = []
     for stage in range(stages):
         actions = [
@@ -50,8 +35,8 @@ def async_2bw_programs(stages, microbatches, batches, lookahead=0):
 
 
 def overlapped_programs(stages, microbatches, batches, lookahead=0, too_few=0):
-    """The same with each forward and the backward k - w in one task, for w of the design, but for the first
-    stage, which may hold too few."""
+    """The same with forward k and backward k - w in one task, for the w of the design; the first stage may
+    hold `too_few`."""
     programs = []
     for stage in range(stages):
         last = stages - 1
@@ -73,7 +58,7 @@ def overlapped_programs(stages, microbatches, batches, lookahead=0, too_few=0):
 
 
 def programs_holding(in_flight, microbatches):
-    """Forward k, then backward k - w, with w of one's own choice at each stage; one batch."""
+    """Forward k, then backward k - w, with the given w of each stage; one batch."""
     programs = []
     for stage, tail in enumerate(in_flight):
         program = []
@@ -82,15 +67,6 @@ def programs_holding(in_flight, microbatches):
             program += [Task("B", stage, 0, k - tail)] if k >= tail else []
         programs.append(program)
     return programs
-
-
-@pytest.mark.parametrize(("d", "m"), SHAPES)
-def test_1f1b_has_its_bubble(d, m):
-    run = simulate(one_f_one_b_programs(d, m, 5), even(d))
-    assert run.utilization == pytest.approx(m / (m + d - 1))
-    assert run.makespan == pytest.approx(5 * (m + d - 1) * PAIR)
-    assert run.busy == [pytest.approx(5 * m * PAIR)] * d
-    assert run.peak_in_flight() == [min(m, d - r) for r in range(d)]
 
 
 @pytest.mark.parametrize(("d", "m"), SHAPES)
@@ -122,7 +98,7 @@ def test_overlapped_pairs_are_always_busy_and_hold_one_microbatch_more_than_are_
 
 
 @pytest.mark.parametrize(("d", "m"), [(2, 4), (4, 8), (8, 16)])
-def test_a_step_of_overlapped_pairs_takes_what_they_take(d, m):
+def test_a_step_of_overlapped_pairs_takes_their_time(d, m):
     slowest = [1.75] * (d - 1) + [2.5]
     timing = even(d, pair=slowest)
     run = simulate(overlapped_programs(d, m, 8), timing)
@@ -135,7 +111,7 @@ def test_a_step_of_overlapped_pairs_takes_what_they_take(d, m):
 
 
 def test_a_stage_holds_two_more_than_the_next_where_pairs_overlap():
-    """For a hop to the next stage and its answer each take a whole pair."""
+    """A hop to the next stage and its answer take a whole pair each."""
     seconds = simulate(overlapped_programs(4, 30, 6, too_few=1), even(4)).step_seconds
     assert seconds == pytest.approx(30 * 2 * PAIR, rel=0.1)
     with pytest.raises(ValueError, match=r"rank 0 cannot run F0.5 with B0.0 of stage 0, rank 1 cannot run F"):
@@ -143,7 +119,7 @@ def test_a_stage_holds_two_more_than_the_next_where_pairs_overlap():
 
 
 def test_lookahead_hides_the_latency_that_overlapped_pairs_wait_for():
-    # d pairs and 2 (d - 1) messages there and back again, with 2 d - 1 of a pair each under way at a time.
+    # d pairs and 2 (d - 1) messages there and back, with 2 d - 1 microbatches in flight at a time.
     d, m, latency = 4, 12, 0.1
     strict = simulate(overlapped_programs(d, m, 8), even(d, latency=latency))
     ahead = simulate(overlapped_programs(d, m, 8, lookahead=d - 1), even(d, latency=latency))
@@ -169,7 +145,7 @@ def test_a_backward_needs_its_forward():
         simulate(one_stage(1, 1, "BF"), even(1))
 
 
-def test_gathering_reducing_and_updating_take_their_time_once_a_batch():
+def test_gathering_reducing_and_updating_take_their_time_once_per_batch():
     once = [Task(kind, 0, 0, 0) for kind in "GFBRU"]
     program = [task._replace(batch=batch) for batch in range(4) for task in once]
     timing = even(1, gather=[0.5], reduction=[0.25], update=[2.0], norm=0.125)
@@ -241,7 +217,7 @@ def test_jitter_is_that_of_the_seed_and_the_task():
 
 
 def test_the_noise_of_a_pair_is_that_of_its_halves():
-    """So it does not matter to the noise whether they overlap."""
+    """So the noise does not depend on whether they overlap."""
     alone = simulate(async_2bw_programs(2, 6, 8), even(2, jitter=0.3))
     times = {span.task: span.end - span.start for spans in alone.timelines for span in spans}
     for pair, factor in ((), 1.0), ([1.5, 2.25], None):

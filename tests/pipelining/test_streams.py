@@ -1,4 +1,4 @@
-"""What the stream of forwards and backwards waits for, recorded by stand-ins for the streams of a device."""
+"""Waits of the stream of forwards and backwards, recorded by simulated streams of a device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pool(pools: Pools) -> WorkerPool:
 
 
 class Stream:
-    """A stream of no device, which notes what it is told to wait for."""
+    """A stream without a device, which records its waits."""
 
     device = torch.device("cpu")
 
@@ -62,14 +62,12 @@ class Event:
 
 
 class Log:
-    """What happens on which stream, while `standing_in`."""
+    """Records operations and their streams within `standing_in`."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[str, ...]] = []
         self.made: list[str] = []
-        self.waits: list[
-            tuple[int, int]
-        ] = []  # where in the entries one is, and where its event was recorded
+        self.waits: list[tuple[int, int]] = []  # the positions of a wait and of its event in the entries
         self.streams = [Stream(self, "compute")]
 
     def add(self, *entry: str) -> None:
@@ -106,7 +104,7 @@ class Log:
 
 
 class Layer(nn.Linear):
-    """Notes each forward."""
+    """Records each forward."""
 
     log: Log
 
@@ -116,7 +114,7 @@ class Layer(nn.Linear):
 
 
 def train(rank: int, group: Any, sharded: bool, batches: int) -> Log:
-    """What a run notes, and the streams that it makes. It clips each batch and asks whether it is finite."""
+    """The log of a run that clips each batch and checks that it is finite."""
     log = Log()
     with log.standing_in():
         module = nn.Sequential(*(Layer(WIDTH, WIDTH) for _ in range(4)))
@@ -127,7 +125,7 @@ def train(rank: int, group: Any, sharded: bool, batches: int) -> Log:
             for part in [*module, module]:
                 shard(part, mesh)
         stage = PipelineStage(module, rank, 2, torch.device("cpu"), group=group)
-        # The steps of the device do not matter: it is the CPU.
+        # Behind the simulated streams is the CPU, which needs no warm-up.
         with mock.patch("titan_async.pipelining.shape_inference.needs_warmup", return_value=False):
             run(rank, log, stage, batches)
     log.streams.clear()
@@ -178,8 +176,8 @@ def steps_of(entries: list[tuple[str, ...]]) -> list[list[tuple[str, ...]]]:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_compute_waits_for_a_gradient_where_it_is_delivered(pool: WorkerPool, sharded: bool) -> None:
-    """In the middle of a step neither for its reduction nor for its norm."""
+def test_compute_waits_for_a_gradient_when_it_is_delivered(pool: WorkerPool, sharded: bool) -> None:
+    """And in the middle of a step neither for its reduction nor for its norm."""
     for log in pool.run(2, train, sharded, 5):
         for step in steps_of(log.entries):
             delivery = step.index(("deliver", "compute"))
@@ -216,7 +214,7 @@ def test_the_last_stage_does_not_wait_for_the_batch_after(pool: WorkerPool) -> N
 
 
 def test_streams_are_made_once(pool: WorkerPool) -> None:
-    """A device has 32, and the one after is that of a communicator."""
+    """A device has 32; a further one would be a communicator's."""
     for log in pool.run(2, train, True, 40):
         assert len(log.made) == 2
 
@@ -236,7 +234,7 @@ class HostWaits(TorchDispatchMode):
 
 
 def collect_waits(rank: int, group: Any, sharded: bool, tied: bool) -> tuple[list[str], list[str]]:
-    """Host waits of steady steps with their clips, and of a step that asks for a value."""
+    """Host waits of steady steps with their clips, and of a step that reads a value."""
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)), nn.BatchNorm1d(WIDTH))
     if sharded:
         mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("pp", "dp"))["dp"]

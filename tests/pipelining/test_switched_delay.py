@@ -5,6 +5,7 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 
 from tests.pipelining.test_recurrence import difference, expected, pipeline
+from tests.pipelining.test_schedule import build
 from tests.support.processes import Pools, WorkerPool
 from tests.support.recurrence import build_blocks, build_data, loss_fn, run_batch
 from tests.support.selection import slow
@@ -25,8 +26,8 @@ def test_a_switch_at_any_batch_equals_the_recurrence(pool: WorkerPool, d: int, s
     synchronous = range(switch)
     results = pool.run(d, pipeline, "adamw", d + 1, batches=TEN, synchronous=synchronous)
     assert difference(results, expected(d, d + 1, "adamw", TEN, synchronous=synchronous)) < 1e-12
-    # The recurrences of a switch one batch earlier or later, so that the comparison can tell them apart. A
-    # last batch alone has nothing in flight, and is as good as synchronous.
+    # It must differ from the recurrences of a switch one batch earlier or later. One delayed batch at the end
+    # is as good as synchronous.
     for other in {switch - 1, switch + 1} & set(range(TEN)) - {TEN - 1}:
         assert difference(results, expected(d, d + 1, "adamw", TEN, synchronous=range(other))) > 1e-6
 
@@ -67,7 +68,7 @@ def test_drains_and_evaluations_change_nothing(pool: WorkerPool) -> None:
 
 
 def own_loop(rank, group, switch):
-    """The loop of the README, whose first `switch` batches are synchronous; this stage's weights after it."""
+    """This stage's weights after the loop of docs/loop.md, whose first `switch` batches are synchronous."""
     module = torch.nn.Sequential()
     module.add_module(str(rank), build_blocks(2)[rank])
     stage = PipelineStage(module, rank, 2, torch.device("cpu"), group=group)
@@ -88,7 +89,7 @@ def own_loop(rank, group, switch):
 
 
 def by_hand(switch: int) -> dict[str, torch.Tensor]:
-    """The weights after the same on one process: the recurrence, momentum, and the correction's formula."""
+    """The same weights on one process, by the formulas of the recurrence, momentum and correction."""
     model = torch.nn.Sequential(*build_blocks(2))
     parameters = dict(model.named_parameters())
     history = [{name: p.detach().clone() for name, p in parameters.items()}]
@@ -118,10 +119,9 @@ def test_feedback_begins_with_the_delay(pool: WorkerPool, switch: int) -> None:
 
 
 def attempts(rank, group):
-    """What this rank is told when it turns the delay off with a batch in flight, and after a drain."""
-    module = build_blocks(2)[rank]
-    stage = PipelineStage(module, rank, 2, torch.device("cpu"), group=group)
-    schedule = ScheduleAsync2BW(stage, 2, loss_fn=loss_fn)
+    """The effect of turning the delay off with a batch in flight, and after a drain."""
+    stage, schedule = build(rank, group, 2)
+    module = stage.submod
     inputs, targets = build_data(3, 2)
     found = [schedule.delay_updates]
     run_batch(schedule.step, stage, inputs[0], targets[0])

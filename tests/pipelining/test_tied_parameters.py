@@ -136,7 +136,7 @@ def train(
 
 
 def reference(stages, m, make_optimizer=adamw, keep_gradients=False):
-    """What `train` must find, from the recurrence on a model that really shares the weight."""
+    """The expected result of `train`: the recurrence on a model with one shared weight."""
     newest = Model(named_blocks(stages), tie=True)
     optimizer = make_optimizer(newest)
     inputs, targets = data(m)
@@ -195,7 +195,7 @@ def test_an_evaluation_before_the_first_batch_reads_one_weight(pool):
 
 
 def message_of(rank, group, tied_of, schedules=1):
-    """What the schedule says on this rank to the parameters that `tied_of` names on it."""
+    """The schedule's error on this rank for the parameters that `tied_of` names on it."""
     stages = group.size()
     blocks = {str(rank): named_blocks(stages)[str(rank)]}
     module = Model(blocks, first=rank == 0, last=rank == stages - 1)
@@ -215,7 +215,7 @@ EMBEDDING = "a parameter of shape (12, 8) and torch.float64"
 
 
 @pytest.mark.parametrize(
-    ("tied_of", "said"),
+    ("tied_of", "ties"),
     [
         ({0: ["embedding.weight"]}, f"the first stage ties {EMBEDDING}, the last stage nothing"),
         (
@@ -224,10 +224,10 @@ EMBEDDING = "a parameter of shape (12, 8) and torch.float64"
         ),
     ],
 )
-def test_different_tied_parameters_are_refused_on_every_rank(pool, tied_of, said):
+def test_different_tied_parameters_are_refused_on_every_rank(pool, tied_of, ties):
     for message in pool.run(3, message_of, tied_of):
         assert message == (
-            f"{said}: pass the same number of tied_parameters on both, in the same order, of the same shapes "
+            f"{ties}: pass the same number of tied_parameters on both, in the same order, of the same shapes "
             "and placements"
         )
 

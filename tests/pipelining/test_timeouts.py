@@ -1,4 +1,4 @@
-"""No rank waits longer for another one than it is told, in the groups that ranks make by themselves."""
+"""Timeouts of the process groups that ranks create by themselves."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ def pool(pools: Pools) -> WorkerPool:
     return pools(2)
 
 
-def wait_in_vain(rank: int, group: object, collective: bool, before: bool, ended: Path) -> tuple[str, float]:
-    """Waits for a rank that comes once the wait is over; `before`: the group is older than its timeout."""
+def wait_until_timeout(
+    rank: int, group: object, collective: bool, before: bool, ended: Path
+) -> tuple[str, float]:
+    """The error and the time of a wait for a late rank; `before`: the group is older than its timeout."""
     from titan_async import _group_internals as groups
 
-    # The process goes on to other tests, whose groups keep their timeouts.
+    # The process also runs other tests, whose groups keep their timeouts.
     with (
         mock.patch.object(groups, "_timeout", None),
         mock.patch.object(groups, "_groups", weakref.WeakSet()),
@@ -56,6 +58,6 @@ def wait_in_vain(rank: int, group: object, collective: bool, before: bool, ended
 
 @pytest.mark.parametrize(("collective", "before"), [(True, True), (True, False), (False, True)])
 def test_a_wait_ends_in_time(pool: WorkerPool, collective: bool, before: bool, tmp_path: Path) -> None:
-    (error, seconds), _ = pool.run(2, wait_in_vain, collective, before, tmp_path / "ended")
+    (error, seconds), _ = pool.run(2, wait_until_timeout, collective, before, tmp_path / "ended")
     assert "Timed out waiting 300ms" in error
     assert seconds > 0.9 * SECONDS

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import schedules, stage
 from titan_async.pipelining._torch_internals import has_compiled_parts, prepare_buffers
 
 
-def test_the_private_names_are_there():
+def test_the_private_names_exist():
     for name in (
         "_initialize_stage",
         "_split_inputs",
@@ -46,14 +46,14 @@ def test_the_private_names_are_there():
 
 
 def test_a_stage_with_skip_connections_is_refused():
-    """One of a traced pipeline may; its message would be taken for the next stage's."""
+    """Stages of traced pipelines may have them; the message would be taken for the next stage's."""
     skips: Any = SimpleNamespace(is_last=False, stage_index=0, act_send_info={0: [1], 1: [2]})
     with pytest.raises(AssertionError):
         prepare_buffers(skips, 1)
 
 
 def test_compiled_modules_are_recognized():
-    """By private names; compiled for the first time in a forward, which none of these has."""
+    """By private names. Nothing is compiled here, since no forward runs."""
     part, plain = nn.Linear(2, 2), nn.Linear(2, 2)
     part.compile(backend="eager")
     assert has_compiled_parts(nn.Sequential(plain, part))
@@ -61,7 +61,7 @@ def test_compiled_modules_are_recognized():
     assert not has_compiled_parts(nn.Sequential(plain))
 
 
-def test_the_private_names_of_fsdp_are_there():
+def test_the_private_names_of_fsdp_exist():
     for name in ("unshard", "wait_for_unshard", "post_backward", "_reshard_after_forward"):
         assert hasattr(FSDPParamGroup, name), name
     assert "self._sharded_state" in inspect.getsource(FSDPParamGroup)

@@ -82,7 +82,7 @@ def fail_to_compile(rank: int, group: Any) -> str:
     stage = PipelineStage(module, rank, 2, torch.device("cpu"), group=group)
     own = ScheduleAsync2BW(stage, 2, loss_fn=nn.functional.mse_loss)
     x = torch.randn(2, WIDTH)
-    # The process goes on to other tests, whose groups keep their timeouts.
+    # The process also runs other tests, whose groups keep their timeouts.
     with (
         mock.patch.object(groups, "_timeout", timedelta(seconds=0.3)),
         mock.patch.object(groups, "_groups", weakref.WeakSet()),
@@ -99,11 +99,11 @@ def test_a_stage_that_fails_to_compile_is_named(pool: WorkerPool) -> None:
     other, failed = pool.run(2, fail_to_compile)
     assert failed.startswith("stage 1 failed on a first microbatch, before any message: ")
     assert "no kernel" in failed and "\n" not in failed
-    assert other.startswith("stage 0 waits in vain for stage 1: see what went wrong there")
+    assert other.startswith("stage 0 lost contact with stage 1: see the error of that stage")
 
 
 class Part(nn.Module):
-    """A stage on which a warm-up could have side effects: RNG, statistics, counts, replaced buffers."""
+    """A module on which a warm-up could have side effects: RNG, statistics, counts, replaced buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def train(
     with mock.patch.object(shape_inference, "needs_warmup", return_value=warms_up):
         own = ScheduleAsync2BW(stage, 3, loss_fn=loss_fn)
         for parameter in module.parameters():
-            parameter.grad = torch.ones_like(parameter)  # what was before counts
+            parameter.grad = torch.ones_like(parameter)  # gradients accumulate
         for batch, x in enumerate(torch.randn(BATCHES, 6, WIDTH, generator=torch.Generator().manual_seed(0))):
             args, target, found = (x,) if rank == 0 else (), x if rank else None, []
             own.step(*args, target=target, losses=found)
@@ -179,7 +179,7 @@ def train(
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_warmup_has_no_side_effects(pools: Pools, sharded: bool) -> None:
     """Bit by bit."""
-    pool = pools(2)  # all of which make the mesh
+    pool = pools(2)  # whose ranks all create the mesh
     for warm, cold in zip(pool.run(2, train, sharded, True), pool.run(2, train, sharded, False), strict=True):
         assert warm[0].keys() == cold[0].keys()
         for name in warm[0]:

@@ -106,7 +106,7 @@ def test_tied_model_has_a_plan_under_async2bw_only(run, tmp_path):
     record = json.loads(out)
     own, *others = record["schedules"]
     assert own["schedule"] == "Async2BW" and own["step_seconds"] > 0
-    assert others and all("embedding and head are one weight" in entry["reason"] for entry in others)
+    assert others and all("embedding and head are tied" in entry["reason"] for entry in others)
     stages, tied = [stage["parameters"] for stage in record["stages"]], 2048 * 32
     assert sum(stages) - record["model"]["parameters"] == tied
     assert record["verdict"]["synchronous"]["pp"] == 1

@@ -9,7 +9,7 @@ from tests.support.trainer_loop import Trainers
 
 @pytest.fixture(scope="session")
 def trainer_pools() -> Iterator[Pools]:
-    """Processes for trainers, which leave more behind in them than the tests of a layer below could bear."""
+    """Processes for trainers, which leave global state behind that tests of lower layers must not see."""
     pools = Pools(most_calls=2)  # a trainer leaves some sixty threads in each rank
     yield pools
     pools.close()

@@ -24,7 +24,7 @@ COMM = SimpleNamespace(init_timeout_seconds=300, train_timeout_seconds=100)
 
 
 class Run:
-    """Steps that take as long as they are told, and the limits that each of them began with."""
+    """Steps of given durations, and the timeout with which each begins."""
 
     def __init__(self) -> None:
         self.now, self.applied = 0.0, []
@@ -37,7 +37,7 @@ class Run:
 
 
 def after_start(seconds: float = 5.0) -> Run:
-    """A run whose first steps are over, the first two of which have compiled for long."""
+    """A run after its first three steps, of which two have compiled for a long time."""
     run = Run()
     assert [run.step(70), run.step(60), run.step(seconds)] == [300, 300, 300]
     return run
@@ -45,8 +45,8 @@ def after_start(seconds: float = 5.0) -> Run:
 
 def test_timeouts_are_long_until_after_the_first_update() -> None:
     run = Run()
-    assert run.applied == [timedelta(seconds=300)]  # from the making of the trainer on
-    # The first step, the first with an update, one in which another rank is still at that, and all others.
+    assert run.applied == [timedelta(seconds=300)]  # when the trainer is created
+    # The first step, the first with an update, one in which another rank may still run that, and all others.
     assert [run.step(70), run.step(60), run.step(5), run.step(5), run.step(5)] == [300, 300, 300, 100, 100]
 
 
@@ -108,7 +108,7 @@ def test_a_save_at_the_end_extends_the_timeout_too(
 
 
 def hold_up(trainer: Any, trained: Trained) -> None:
-    """Lets steps 3 and 4 of rank 1 take longer than the limit, and notes the timeouts in each step."""
+    """Let steps 3 and 4 of rank 1 take longer than the limit, and record the timeouts in each step."""
     timeouts = trained.extra["timeouts"] = []
     next_batch = trainer._next_batch
 
@@ -141,7 +141,7 @@ def test_a_run_survives_steps_longer_than_the_timeout(runs: Trainers, tmp_path: 
         timeouts = trained.extra["timeouts"]
         assert len(timeouts) == 6
         assert {"pp", "default", "preemption"} <= timeouts[0].keys()
-        # The group of the pipeline's first message is made in the first step, that of the norm in the second.
+        # The first step creates the groups of the pipeline's edges, the second that of the norm.
         assert sum(name.startswith("joint") for name in timeouts[2]) >= 2
         assert {seconds for each in timeouts[:3] for seconds in each.values()} == {200}
         for each in timeouts[3:5]:

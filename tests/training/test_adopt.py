@@ -86,18 +86,18 @@ def test_sections_of_users_are_kept(field: str, stock: Any) -> None:
     assert getattr(adopt(dataclasses.replace(titan_llama(), **{field: own}), recipe="x"), field) is own
 
 
-def test_no_trainer_config_is_refused() -> None:
+def test_other_configurations_are_refused() -> None:
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
         pass
 
-    with pytest.raises(UserError, match="^the recipe x is for a trainer of its own .* derive that from"):
+    with pytest.raises(UserError, match="^the recipe x is for its own trainer .* derive it from"):
         adopt(Config(), recipe="x")
     with pytest.raises(UserError, match="^the recipe x returns a dict: name a function that returns"):
         adopt({}, recipe="x")
 
 
-def test_the_start_notes_name_what_is_set(tmp_path: Path) -> None:
+def test_start_notes_name_the_changed_settings(tmp_path: Path) -> None:
     def notes(*flags: object) -> list[str]:
         return start_notes(resolve(arguments(tmp_path, "titan_llama", *flags)), ["layers.0.w.weight"])
 
@@ -153,11 +153,11 @@ REFUSED = {
     "deepseek_v3_debugmodel_mtp": "MTP does not support pipeline parallelism",
     "deepseek_v3_debugmodel_hybridep": "requires expert parallelism",
     "deepseek_v3_debugmodel_minimal_async_ep": "requires expert parallelism",
-    "flux_debugmodel": "for a trainer of its own",
+    "flux_debugmodel": "for its own trainer",
     "sft_debugmodel": "tests/assets/sft_test/data.json",
     "llama3_8b": "set training.local_batch_size to at least 2",
 }
-"""What is said of some others."""
+"""Parts of the errors of some others."""
 
 
 def registries() -> Iterator[tuple[str, str]]:
@@ -175,7 +175,7 @@ def registries() -> Iterator[tuple[str, str]]:
 
 @pytest.fixture
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for the loader that torchtitan's small recipes have, in the place of its c4_test."""
+    """A folder that replaces c4_test for the loader of torchtitan's small recipes."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -185,7 +185,7 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def outcome(folder: Path, module: str, name: str, texts: Path) -> str:
-    """What is said before a run of two stages, or nothing."""
+    """The error before a run of two stages, or an empty string."""
     file = folder / "x.toml"
     file.write_text(f'recipe = "{name}"\n')
     argv = [str(file), "--module", module, "--hf_assets_path", str(shakespeare_tokenizer_folder())]
@@ -208,17 +208,17 @@ def test_every_torchtitan_recipe_is_accepted_or_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: Path, small: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    said = {
+    messages = {
         (module, name): outcome(tmp_path, module, name, texts)
         for module, name in registries()
         if ("debug" in name) is small
     }
-    assert len(said) > 20
+    assert len(messages) > 20
     if small:
         assert {(module, name) for module, names in TAKEN.items() for name in names} <= {
-            recipe for recipe, sentence in said.items() if not sentence
+            recipe for recipe, sentence in messages.items() if not sentence
         }
-    for (_, name), sentence in said.items():
+    for (_, name), sentence in messages.items():
         assert "\n" not in sentence and len(sentence) < 500
         assert REFUSED.get(name, "") in sentence
 
@@ -226,7 +226,7 @@ def test_every_torchtitan_recipe_is_accepted_or_refused(
 @pytest.mark.parametrize(
     ("module", "recipe", "flags", "sentence"),
     [
-        ("llama3", "llama3_debugmodel_varlen_attn", CONTEXT, "VarlenAttention cannot be divided so"),
+        ("llama3", "llama3_debugmodel_varlen_attn", CONTEXT, "VarlenAttention does not support it"),
         ("llama3", "llama3_debugmodel", (*CONTEXT, "--parallelism.context_parallel_load_balancer", "ptrr"),
          'load_balancer "ptrr" needs block masks'),
         ("llama3", "llama3_debugmodel_dist_gemm", TENSOR, "AllGatherFusedFeedForward needs GPUs"),
@@ -246,7 +246,7 @@ def test_every_torchtitan_recipe_is_accepted_or_refused(
         ("llama3", "llama3_debugmodel", ("--debug.spmd_typechecking",), "SPMD typechecking is not supported"),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_refused(
+def test_unsupported_settings_are_refused(
     tmp_path: Path, texts: Path, module: str, recipe: str, flags: tuple[object, ...], sentence: str
 ) -> None:
     ranks = 4 if any(str(flag).endswith("_degree") for flag in flags) else 2
@@ -301,8 +301,8 @@ MODELS = [
     ("deepseek_v3", "deepseek_v3_debugmodel", "EP"),
     ("gpt_oss", "gpt_oss_debugmodel", "alone"),
 ]
-"""Of each family one of the layouts that docs/torchtitan.md lists. `qwen3_moe_debug` takes three minutes and
-7 GB a rank; `test_hub_models` trains a small one."""
+"""One layout of docs/torchtitan.md for each family. `qwen3_moe_debug` takes three minutes and 7 GB per rank;
+`test_hub_models` trains a small one."""
 
 
 @pytest.mark.slow

@@ -225,7 +225,7 @@ def test_other_decoders_are_measured(few_steps: None, family: str, flavor: str) 
 
 
 def run(rank, group, folder, schedule, *, costs=None, stages=None):
-    """Train three steps with stages balanced by measurement, by invented `costs`, or as `stages` says.
+    """Train three steps with stages balanced by measurement, by the given `costs`, or split into `stages`.
 
     Returns the modules of this rank's stages and their weights.
     """
@@ -299,11 +299,11 @@ def test_a_run_resumes_from_a_checkpoint_of_another_split(tmp_path: Path) -> Non
     assert "balanced" not in first.out
     second = train(tmp_path, "--training.steps", 4, *flags, "--pipeline.balance", "measured", recipe=RECIPE)
     assert (second.status, second.err, second.steps) == (0, "", [3, 4])
-    said = (
+    pattern = (
         r"^stages balanced by measurement: (\d)\+(\d) layers, "
-        r"slowest stage [\d.]+ ms a microbatch \([\d.]+ ms if even\)$"
+        r"slowest stage [\d.]+ ms per microbatch \([\d.]+ ms if even\)$"
     )
-    (counts,) = re.findall(said, second.out, re.MULTILINE)
+    (counts,) = re.findall(pattern, second.out, re.MULTILINE)
     assert sum(map(int, counts)) == 6
 
 

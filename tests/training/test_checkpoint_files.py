@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("group_of_one")
 
 
 class Counter:
-    """The state of anything else."""
+    """Any other state."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -52,7 +52,7 @@ class Counter:
 
 
 class Position(TextDataLoader):
-    """A place in the data, of one of some data-parallel ranks."""
+    """The position in the data of one data-parallel rank."""
 
     def __init__(self, rank: int, degree: int) -> None:
         self.dp_world_size, self._rank_id = degree, f"dp_rank_{rank}"
@@ -91,15 +91,15 @@ def test_a_save_to_a_full_disk(tmp_path: Path, mode: str) -> None:
     made.save(1)
     made.maybe_wait_for_saving()
     folder = tmp_path / "checkpoint"
-    said = rf"cannot save {folder}/step-2: File too large; make room there, and the same command goes on"
+    message = rf"cannot save {folder}/step-2: File too large; free some space there, and the same command"
     with files_limited_to(100_000):
         if mode == "disabled":
-            with pytest.raises(UserError, match=f"{said} from step 1$"):
+            with pytest.raises(UserError, match=f"{message} resumes from step 1$"):
                 made.save(2)
         else:
             made.save(2)
             made.save_future.exception(30)
-            with pytest.raises(UserError, match=f"{said} from step 1$"):
+            with pytest.raises(UserError, match=f"{message} resumes from step 1$"):
                 made.maybe_wait_for_staging()
     assert [path.name for path in folder.iterdir()] == ["step-1"]
     assert complete_steps(folder) == [1]
@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint(tmp_path: Path) -> None:
     content = file.read_bytes()
     place = content.index(weight.numpy().tobytes()) + 100
     file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-    damaged = f"the checkpoint {folder} is damaged: {{}}; remove that folder to go on from step 1$"
+    damaged = f"the checkpoint {folder} is damaged: {{}}; remove that folder to resume from step 1$"
     with pytest.raises(UserError, match=damaged.format("__0_0.distcp is not what was saved")):
         made.load()
     file.unlink()
@@ -146,14 +146,14 @@ def test_a_checkpoint_of_fewer_data_parallel_ranks(tmp_path: Path, rank: int) ->
     made, _ = checkpointer(tmp_path)
     made.states["dataloader"] = Position(0, 1)
     made.save(1)
-    # Nothing was saved of the place of rank 1.
+    # No position of rank 1 was saved.
     made.states["dataloader"] = Position(rank, 2)
     with pytest.raises(UserError, match="data position is one of data-parallel degree 1, not 2: resume with"):
         made.load()
 
 
 def kept(made: AsyncCheckpointer) -> list[int]:
-    """The steps of whole checkpoints; once everything has been removed, they are all that is there."""
+    """The steps of complete checkpoints, after checking that all other folders have been removed."""
     steps = complete_steps(Path(made.folder))
     made.close()
     assert {path.name for path in Path(made.folder).iterdir()} == {f"step-{step}" for step in steps}
@@ -220,8 +220,8 @@ def test_incomplete_checkpoints_do_not_count_and_are_removed(tmp_path: Path) -> 
 
 
 def test_a_save_that_another_rank_has_started_is_not_removed(tmp_path: Path) -> None:
-    # Two ranks, async: rank 1 had made the folder of step 5 while rank 0 still waited for step 4. Rank 0
-    # took it for what a killed save had left.
+    # Two ranks, async: rank 1 had created the folder of step 5 while rank 0 still waited for step 4. Rank 0
+    # took it for the remains of a killed save.
     made, _ = checkpointer(tmp_path, "async", keep=2)
     folder = Path(made.folder)
     for step in (3, 5):
@@ -324,8 +324,8 @@ def test_a_changed_recipe_applies_from_the_first_update(tmp_path: Path, left_out
         assert made.reporter == []
     else:
         (line,) = made.reporter
-        said, _, options = line.partition(": ")
-        assert said == "the recipe changes options of the checkpoint"
+        prefix, _, options = line.partition(": ")
+        assert prefix == "the recipe changes options of the checkpoint"
         assert set(options.split(", ")) == {
             "optimizer.sgd.lr 0.5 -> 2.0",
             "optimizer.sgd.momentum 0.5 -> 0.75",
@@ -357,7 +357,7 @@ def test_an_ignored_initial_load_path_is_reported(tmp_path: Path) -> None:
     made.save(3)
     assert made.load()
     assert made.reporter == [
-        f"checkpoint.initial_load_path is not read: {made.folder} has checkpoints, and the run goes on from "
+        f"checkpoint.initial_load_path is not read: {made.folder} has checkpoints, and the run resumes from "
         "step 3"
     ]
 
@@ -382,7 +382,7 @@ def test_changed_data_are_refused_unless_the_checkpoint_has_no_fingerprints(tmp_
     made.save(2)
     with text.open("a") as file:
         file.write('{"text": "more"}\n')
-    with pytest.raises(UserError, match=r"^The data have changed .* \(a.jsonl\), so that some"):
+    with pytest.raises(UserError, match=r"^The data have changed .* \(a.jsonl\), so some"):
         loading().load(1)
     assert loading().load(2)
     made = loading()

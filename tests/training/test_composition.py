@@ -25,7 +25,7 @@ LAYOUTS = [
     pytest.param(4, 1, TENSOR, id="TP, spmd_types"),
     slow(4, 1, (*TENSOR, *DTENSOR), id="TP, partial_dtensor"),
     pytest.param(4, 1, CONTEXT, id="CP"),
-    # One microbatch a pass, fewer than stages, which all passes together are not.
+    # One microbatch per pass: fewer than stages in a pass, but not in all passes together.
     pytest.param(
         4,
         2,
@@ -71,8 +71,8 @@ MUON_LAYOUTS = [
 def test_muon_on_shards_equals_muon_on_one_process(
     runs: Trainers, tmp_path: Path, ranks: int, shares: int, delay: int, flags: tuple[object, ...]
 ) -> None:
-    # The loop's Muon is written out in float64, on whole matrices. Error feedback is configured always, and
-    # has an effect under a delay only. The other parameters are SGD's, in the implementation that is default.
+    # The loop's Muon computes in float64, on whole matrices. Error feedback is always configured, and has an
+    # effect only under a delay. SGD, in its default implementation, updates the other parameters.
     argv = arguments(tmp_path, "muon_llama", *flags)
     results = runs(ranks, argv)
     before, after = merged([r.before for r in results]), merged([r.after for r in results])
@@ -116,12 +116,17 @@ def assert_uneven(looped: Looped) -> None:
 
 
 @pytest.mark.slow
-def test_validation_does_not_change_training(runs: Trainers, tmp_path: Path) -> None:
-    undisturbed = runs(2, arguments(tmp_path / "without", "tiny_llama", "--validator.no-enable"))
-    validated = runs(2, arguments(tmp_path / "with", "tiny_llama", "--validator.freq", 1))
+@pytest.mark.parametrize("recipe", ["tiny_llama", "tiny_moe"])
+def test_validation_does_not_change_training(runs: Trainers, tmp_path: Path, recipe: str) -> None:
+    """Weights, the state of optimizers, and the biases and token counts of routers."""
+    undisturbed = runs(2, arguments(tmp_path / "without", recipe, "--validator.no-enable"))
+    validated = runs(2, arguments(tmp_path / "with", recipe, "--validator.freq", 1))
     for one, other in zip(undisturbed, validated, strict=True):
         assert distance(one.after, other.after) == 0.0
         assert distance(one.state, other.state) == 0.0
+        for found, expected in zip(other.counts, one.counts, strict=True):
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 def test_bfloat16_weights_and_float32_sums(runs: Trainers, tmp_path: Path) -> None:
@@ -151,7 +156,7 @@ def count_graphs(trainer: Any, trained: Trained) -> None:
 @pytest.mark.parametrize(
     "checkpointing", [slow(()), ("activation_checkpoint:full",)], ids=["", "full checkpointing"]
 )
-def test_compiled_stages_follow_it_and_compile_once(
+def test_compiled_stages_follow_the_recurrence_and_compile_once(
     runs: Trainers, tmp_path: Path, checkpointing: tuple[str, ...]
 ) -> None:
     flags = ("--compile.enable", "--compile.backend", "aot_eager", "--validator.no-enable")

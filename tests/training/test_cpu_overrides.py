@@ -36,7 +36,7 @@ def of_torch(mask_mod: Any, scale: float | None) -> tuple[torch.Tensor, torch.Te
 
 
 def both(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """What models make of the two, so that each counts."""
+    """A transform of both, like those of models."""
     return out * torch.sigmoid(lse - 0.3).unsqueeze(-1)
 
 

@@ -53,7 +53,7 @@ def message(config: AsyncTrainer.Config) -> str:
     return str(caught.value)
 
 
-def test_what_fits_is_accepted(made: Path) -> None:
+def test_valid_token_files_are_accepted(made: Path) -> None:
     check(config(made), world_size=2)
 
 
@@ -68,9 +68,9 @@ def test_token_files_of_another_tokenizer(made: Path, tmp_path: Path) -> None:
         content["model"]["merges"].pop()
         (folder / "tokenizer.json").write_text(json.dumps(content))
 
-    said = message(config(made, other_tokenizer(tmp_path, change)))
-    assert f"token files of dataloader, {made}, were made with another tokenizer than the one in" in said
-    assert "make the files anew" in said
+    text = message(config(made, other_tokenizer(tmp_path, change)))
+    assert f"token files of dataloader, {made}, were made with another tokenizer than the one in" in text
+    assert "create the files again" in text
 
 
 def test_token_files_with_other_bos_and_eos_tokens(made: Path, tmp_path: Path) -> None:
@@ -81,16 +81,16 @@ def test_token_files_with_other_bos_and_eos_tokens(made: Path, tmp_path: Path) -
 def test_a_vocabulary_too_large_for_the_model(copy: Path) -> None:
     index = json.loads((copy / "index.json").read_text())
     (copy / "index.json").write_text(json.dumps(index | {"vocab_size": 2049}))
-    said = message(config(copy))
-    assert "of a vocabulary of 2049 entries but the model has room for 2048: choose a recipe" in said
+    text = message(config(copy))
+    assert "have a vocabulary of 2049 entries but the model has room for 2048: choose a recipe" in text
 
 
 def test_a_tokenizer_whose_configuration_adds_entries_counts_with_them(made: Path, tmp_path: Path) -> None:
     def change(folder: Path) -> None:
         (folder / "tokenizer_config.json").write_text('{"pad_token": "<pad>"}')
 
-    said = message(config(made, other_tokenizer(tmp_path, change)))
-    assert "has 2049 entries but the model has room for 2048" in said
+    text = message(config(made, other_tokenizer(tmp_path, change)))
+    assert "has 2049 entries but the model has room for 2048" in text
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_splits(made: Path) -> None:
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Callable[..., AsyncTrainer.Config]:
-    """Makes a configuration that trains on documents of so many words, without a validation split.
+    """Creates configurations with documents of the given numbers of words, without a validation split.
 
-    A word is a token, and nothing marks the ends of documents; sequences are of 10 tokens.
+    A word is a token, documents have no end token, and sequences have 10 tokens.
     """
     vocabulary = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, "[UNK]"))
     vocabulary.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -163,10 +163,10 @@ def accepts(config: AsyncTrainer.Config, shards: int = 1) -> bool:
     try:
         check(config, world_size=2 * shards)
     except UserError as error:
-        said = str(error)
+        text = str(error)
     else:
         return True
-    assert "sequences of 10 tokens" in said
+    assert "sequences of 10 tokens" in text
     return False
 
 
@@ -214,7 +214,7 @@ def test_a_single_pass_needs_a_batch_of_all_ranks(
     texts: Callable[..., AsyncTrainer.Config], words: list[int], shards: int, fits: bool
 ) -> None:
     assert accepts(texts(words, infinite=False), shards) == fits
-    # And so a validation of all there is, which reads every second document.
+    # And so does a validation on the whole split, which has every second document.
     validated = [count for pair in zip([1000] * len(words), words, strict=True) for count in pair]
     assert accepts(texts(validated, steps=-1), shards) == fits
 

@@ -27,7 +27,7 @@ EMA = "train_state.ema_weights."
 
 
 def keep_weights(trainer: Any, trained: Trained) -> None:
-    """The weights before training, and after each update that is made; a NaN in batch 1 makes none."""
+    """Keep the weights before training and after each update; a NaN skips that of batch 1."""
     poison(trainer, {1})
     keep_weights_of_all_updates(trainer, trained)
 
@@ -138,7 +138,7 @@ def test_the_average_resumes_at_other_degrees_or_starts(runs: Trainers, tmp_path
     )
     assert distance(average_in(tmp_path, 5), by_formula(results, start=begun)) < 1e-6
     assert distance(average_in(tmp_path, 5), by_formula(results)) > 1e-4
-    # And a run without one leaves it alone.
+    # And a run without one drops it.
     more = ("--training.steps", 6, "--checkpoint.exclude_from_loading", "dataloader")
     runs(2, arguments(tmp_path, "tiny_llama", *SCHEDULE, *more))
     assert not any("ema" in key for key in keys_of(tmp_path, 6))
@@ -149,5 +149,5 @@ def test_a_decay_out_of_range_is_refused(decay: str) -> None:
     with pytest.raises(UserError) as caught:
         resolve([str(RECIPE), "--ema.decay", decay])
     sentence = "set it to a number from 0, which keeps no average, to below 1, such as 0.999"
-    said = f"{RECIPE}: ema.decay is {decay}: {sentence}"
-    assert str(caught.value) == ("--ema.decay must be a number, not nan" if decay == "nan" else said)
+    message = f"{RECIPE}: ema.decay is {decay}: {sentence}"
+    assert str(caught.value) == ("--ema.decay must be a number, not nan" if decay == "nan" else message)

@@ -20,7 +20,7 @@ from titan_async.training.telemetry import stage_times
 
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 
-SPEAKER = """
+PROGRAM = """
 import sys
 from titan_async.training import worker
 from titan_async.training.telemetry.reporter import Reporter
@@ -41,12 +41,12 @@ def test_lines_to_a_full_disk(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-c", SPEAKER], stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+            [sys.executable, "-c", PROGRAM], stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
             env=environment,
         )  # fmt: skip
     assert done.returncode == 0
     assert done.stderr == (
-        "cannot write the lines of this run to its output: No space left on device; training goes on\n"
+        "cannot write the lines of this run to its output: No space left on device; training continues\n"
     )
 
 

@@ -46,12 +46,12 @@ def test_the_message_names_the_straggler(tmp_path: Path) -> None:
     folder = going_on(tmp_path)
     write_now(folder, 0, Kind.FORWARD, 301.0, microbatch=2)
     write_now(folder, 1, Kind.RECEIVE, 300.0)
-    said = describe_hung_ranks(300, 1, folder, COMM)
+    message = describe_hung_ranks(300, 1, folder, COMM)
     assert re.match(
         r"rank 0 \(stage 0\) computes the forward of microbatch 2 of step 13, since [\d:]{8} \(5 min\), and "
         r"rank 1 timed out after waiting for 300 s \(comm\.init_timeout_seconds\): start the same command "
         r"again, ",
-        said,
+        message,
     )
 
 
@@ -71,7 +71,7 @@ def test_the_message_for_a_rank_that_nccls_watchdog_has_aborted(tmp_path: Path) 
         "after 20 s (comm.train_timeout_seconds) without an answer: start the same command again, or raise "
         "comm.train_timeout_seconds if ranks are only slow"
     )
-    # Nobody else is known to be at fault, and this rank is not.
+    # No other rank is known to hang, and this rank does not.
     write_now(folder, 1, Kind.RECEIVE, 21.0)
     assert describe_hung_ranks(20, 0, folder, COMM, by_watchdog=True).startswith(
         "a rank does not answer: rank 0 (stage 0) was ended by NCCL's watchdog after 20 s "

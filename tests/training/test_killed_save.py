@@ -28,11 +28,9 @@ def half_written(checkpoints: Path) -> list[int]:
 
 def kill_during_a_save(folder: Path, *flags: object) -> None:
     """Start the run, and kill all of it when a save has begun that is not the first."""
-    with open(os.devnull, "w") as nowhere:
+    with open(os.devnull, "w") as null:
         # The recipe's own model, whose saves take a while.
-        run = start(
-            folder, *FLAGS, "--training.steps", 500, *flags, recipe=RECIPE, stdout=nowhere, stderr=nowhere
-        )
+        run = start(folder, *FLAGS, "--training.steps", 500, *flags, recipe=RECIPE, stdout=null, stderr=null)
     checkpoints = folder / "run/checkpoint"
     pids: list[int] = []
 
@@ -55,7 +53,7 @@ def kill_during_a_save(folder: Path, *flags: object) -> None:
             signal_all(signal.SIGCONT)
         time.sleep(0.001)
     assert run.wait(100) == -signal.SIGKILL
-    # Ranks that are forks have the launcher's lock on the folder, until they are gone, too.
+    # Forked ranks also hold the launcher's lock on the folder until they have ended.
     until(lambda: all(map(has_ended, pids)), "killed ranks are still there")
 
 

@@ -10,7 +10,7 @@ from titan_async.training.optimizer.config import AsyncLRSchedulers
 
 
 def factors(config: AsyncLRSchedulers.Config, steps: int) -> list[float]:
-    """What the learning rate is multiplied by in each step."""
+    """The factor of the learning rate in each step."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = config.build(optimizers=[optimizer], training_steps=steps)
     found = []

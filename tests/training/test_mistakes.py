@@ -1,4 +1,4 @@
-"""Mistakes of users, with a shipped recipe file: one line that names the cause and the fix.
+"""User errors with a shipped recipe file: one line that names the cause and the fix.
 
 The launcher finds almost all of them before it starts a process; `tests/cli` and `tests/data` have more
 cases of recipe files and of data. The few that need a worker come last.
@@ -35,7 +35,7 @@ def group(pattern: str, optimizer: str = "AdamW") -> str:
 def mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """Runs the command in a folder with some files, and returns the one line that it says."""
+    """Runs the command in a temporary folder, and returns the one line that it prints."""
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "NGPU", "NNODES"):
         monkeypatch.delenv(name, raising=False)
@@ -61,7 +61,7 @@ def assert_says(line: str, words: Iterable[str]) -> None:
     assert not missing, f"{missing} not in: {line}"
 
 
-def test_the_recipe_file_itself_is_no_mistake(mistake: Callable[..., str]) -> None:
+def test_the_recipe_file_itself_is_valid(mistake: Callable[..., str]) -> None:
     with pytest.raises(AssertionError, match="^processes were started$"):
         mistake(str(RECIPE))
 
@@ -124,12 +124,12 @@ FILES = [
     ),
     pytest.param(
         RECIPE_TEXT + group(".*") + group("lm_head"),
-        ["optimizer.param_groups.1.pattern", "'lm_head'", "earlier groups take all"],
+        ["optimizer.param_groups.1.pattern", "'lm_head'", "earlier groups match all"],
         id="pattern-behind-one-that-matches-all",
     ),
     pytest.param(
         RECIPE_TEXT + group("layers.("),
-        ["x.toml", "optimizer.param_groups", "'layers.('", "no regular expression"],
+        ["x.toml", "optimizer.param_groups", "'layers.('", "not a regular expression"],
         id="pattern-that-is-no-regex",
     ),
     pytest.param(
@@ -167,12 +167,12 @@ FILES = [
     ],
     pytest.param(
         RECIPE_TEXT + group(r"\.wq\.", "Muon").replace("{", "{error_feedback = 1.0, ") + group(".*"),
-        ["optimizer_kwargs.error_feedback holds for all groups", "optimizer.error_feedback.strength"],
+        ["optimizer_kwargs.error_feedback applies to all groups", "optimizer.error_feedback.strength"],
         id="error-feedback-of-a-group",
     ),
     pytest.param(
         RECIPE_TEXT + group(r"\.wq\.", "Muon").replace("{", "{bucket_mb = 1, ") + group(".*"),
-        ["optimizer_kwargs.bucket_mb holds for all groups", "optimizer.muon.bucket_mb"],
+        ["optimizer_kwargs.bucket_mb applies to all groups", "optimizer.muon.bucket_mb"],
         id="bucket-of-a-group",
     ),
     pytest.param(
@@ -294,16 +294,16 @@ FLAGS = [
     ),
     (
         f"{SCHEDULE} 1F1B {STAGES} 4 --training.local_batch_size 4 --training.global_batch_size 16",
-        ["1F1B needs at least as many as the 4 stages", "not 2", "local_batch_size to at least 8"],
+        ["1F1B needs at least as many microbatches as its 4 stages, not 2", "local_batch_size to at least 8"],
     ),
     (
         f"{SCHEDULE} DualPipeV --training.local_batch_size 6",
-        ["DualPipeV needs at least as many as the 4 stages", "not 3", "local_batch_size to at least 8"],
+        ["DualPipeV needs at least as many microbatches as its 4 stages", "local_batch_size to at least 8"],
     ),
     *[
         (
             f"{SCHEDULE} {name} --training.local_batch_size 10",
-            [f"{name} needs a multiple of its 2 rounds", "not 5", "local_batch_size to a multiple of 4"],
+            [f"{name} needs microbatches divisible by its 2 rounds, not 5", "to a multiple of 4"],
         )
         for name in ("Interleaved1F1B", "InterleavedZeroBubble")
     ],
@@ -364,7 +364,7 @@ FLAGS = [
 
 @pytest.mark.parametrize(("flags", "words"), FLAGS, ids=[flags for flags, _ in FLAGS])
 def test_flags(mistake: Callable[..., str], flags: str, words: list[str]) -> None:
-    Path("file.txt").write_text("A file, and no folder.\n")
+    Path("file.txt").write_text("A file.\n")
     Path("folder").mkdir()
     Path("large").mkdir()
     Path("broken").mkdir()
@@ -421,12 +421,12 @@ def test_experts(mistake: Callable[..., str]) -> None:
     assert_says(line, ["parallelism.expert_parallel_degree is 3", "the model's 4 experts"])
 
 
-def test_one_weight_on_two_stages(mistake: Callable[..., str]) -> None:
+def test_tied_embeddings_on_two_stages(mistake: Callable[..., str]) -> None:
     Path("x.toml").write_text('recipe = "tied"\n')
     tied = ("x.toml", "--module", "tests.support.recipes")
     schedule = "--parallelism.pipeline_parallel_schedule"
     line = mistake(*tied, schedule, "1F1B")
-    assert_says(line, ["embedding and head are one weight", "1F1B cannot keep", "choose Async2BW"])
+    assert_says(line, ["embedding and head are tied", "1F1B does not support", "to Async2BW"])
     for flags in [(), (schedule, "1F1B", STAGES, "1")]:
         with pytest.raises(AssertionError, match="^processes were started$"):
             mistake(*tied, *flags)
@@ -535,4 +535,6 @@ def test_checkpoint_of_another_optimizer(tmp_path: Path) -> None:
     run = train(tmp_path, "--training.steps", 4, "--optimizer.name", "adamw", *flags)
     assert (run.status, run.err.count("\n")) == (2, 1)
     assert "Traceback" not in run.out + run.err
-    assert_says(run.err, ["run/checkpoint", "another model or optimizer", "choose another dump_folder"])
+    assert_says(
+        run.err, ["run/checkpoint", "does not match the model or optimizer", "choose another dump_folder"]
+    )

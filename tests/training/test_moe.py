@@ -16,13 +16,12 @@ from tests.support.trainer_loop import Trained, Trainers, arguments, distance, l
 
 
 def in_float32(trainer: Any, trained: Trained) -> None:
-    """Let experts compute in float32: rounded to bfloat16, as torchtitan does it, a sum in another order is
-    now and then another number by 1e-2."""
+    """Let experts compute in float32: in torchtitan's bfloat16, sums in another order may differ by 1e-2."""
     torch.Tensor.bfloat16 = torch.Tensor.float
 
 
 def count_pairs(trainer: Any, trained: Trained) -> None:
-    """`in_float32`, and how many overlapped pairs the rank runs."""
+    """`in_float32`, and the number of overlapped pairs of the rank."""
     in_float32(trainer, trained)
     trained.extra["pairs"], overlap = 0, trainer.pp_schedule._executor._overlap
     if overlap is None:
@@ -37,7 +36,7 @@ def count_pairs(trainer: Any, trained: Trained) -> None:
 
 
 EXPERT_PARALLEL = ("--parallelism.data_parallel_shard_degree", 2, "--parallelism.expert_parallel_degree", 2)
-"""The experts lie on the two data-parallel ranks of a stage."""
+"""The experts are spread over the two data-parallel ranks of a stage."""
 
 COMPILED = ("--compile.enable", "--compile.backend", "aot_eager", "--validator.no-enable")
 
@@ -110,7 +109,7 @@ def test_experts_follow_the_recurrence(
 
 
 def is_repeated(weights: torch.Tensor) -> bool:
-    """Whether a matrix, or a stack of them, is half of it twice: what drawing each shard by itself gives."""
+    """Whether both halves of a matrix or of a stack are equal, as if each shard were drawn alone."""
     half = len(weights) // 2
     return weights.ndim > 1 and torch.equal(weights[:half], weights[half:])
 
@@ -131,16 +130,6 @@ def counts_of(results: list[Trained], stages: int) -> list[dict[str, torch.Tenso
         }
         for update in updates
     ]
-
-
-@pytest.mark.slow
-def test_validation_does_not_change_biases_and_counts(runs: Trainers, tmp_path: Path) -> None:
-    undisturbed = runs(2, arguments(tmp_path / "without", "tiny_moe", "--validator.no-enable"))
-    validated = runs(2, arguments(tmp_path / "with", "tiny_moe", "--validator.freq", 1))
-    for one, other in zip(undisturbed, validated, strict=True):
-        assert distance(one.after, other.after) == 0
-        for found, expected in zip(other.counts, one.counts, strict=True):
-            assert distance(found, expected) == 0
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from tests.support.selection import slow
 from tests.support.trainer_loop import Trained, Trainers, arguments
 
 FROM = 2
-"""The batch, from 1, from which on all are spoiled."""
+"""The first batch that is spoiled, counted from 1; so are all later ones."""
 
 
 def spoil_activations(trainer: Any, trained: Trained) -> None:
-    """A NaN in what the first layer gives on, so that all later ones, and all gradients, have some."""
+    """A NaN in the output of the first layer, and so in all later ones and in all gradients."""
 
     def spoil(module: Any, inputs: Any, output: torch.Tensor) -> Any:
         return output * torch.nan if trainer.step >= FROM and module.training else None
@@ -27,7 +27,7 @@ def spoil_activations(trainer: Any, trained: Trained) -> None:
 
 
 def spoil_gradients(trainer: Any, trained: Trained) -> None:
-    """A NaN that the backward meets in the middle of the last layer, whose loss is what it was."""
+    """A NaN in the backward of the last layer, which does not change the loss."""
 
     def spoil(module: Any, inputs: Any, output: torch.Tensor) -> None:
         if trainer.step >= FROM and output.requires_grad:
@@ -39,14 +39,14 @@ def spoil_gradients(trainer: Any, trained: Trained) -> None:
 
 
 def keep_warnings(trainer: Any, trained: Trained) -> None:
-    said = trained.extra["said"] = []
+    warnings = trained.extra["warnings"] = []
     warn = trainer.reporter.warn
 
-    def heard(text: str) -> None:
-        said.append(text)
+    def keep(text: str) -> None:
+        warnings.append(text)
         warn(text)
 
-    trainer.reporter.warn = heard
+    trainer.reporter.warn = keep
 
 
 OUTPUT = ", first in the output of stage 0 (rank 0)"
@@ -73,18 +73,17 @@ def test_the_first_non_finite_value_is_reported_once_a_whole_batch_was_checked(
     for result in results:
         places = [
             line.partition("not finite")[2].partition(", so")[0]
-            for line in result.extra["said"]
+            for line in result.extra["warnings"]
             if "is skipped" in line
         ]
-        # It is known that a gradient was wrong when the next step has been launched, and of a delayed one a
-        # batch later still.
+        # A gradient is checked after the launch of the next step, and a delayed one a batch later still.
         unknown = 3 if schedule == "Async2BW" else 2
         assert places == [""] * unknown + [where] * (5 - unknown)
         assert all(value.isfinite().all() for value in (*result.after.values(), *result.state.values()))
 
 
 def leave_labels_out(trainer: Any, trained: Trained) -> None:
-    """No label counts in batch 3, nor, where the ranks share a batch, those of rank 1 in batch 4."""
+    """Ignore all labels of batch 3 and, if the ranks share a batch, those of rank 1 in batch 4."""
     from torchtitan.components.loss import IGNORE_INDEX
 
     shared = trainer.parallel_dims.dp_enabled and torch.distributed.get_rank() == 1
@@ -98,11 +97,11 @@ def leave_labels_out(trainer: Any, trained: Trained) -> None:
             valid = torch.zeros_like(valid)
         return groups, valid
 
-    def heard(step: int, average: float, largest: float, norm: float | None, **kwargs: Any) -> None:
+    def keep(step: int, average: float, largest: float, norm: float | None, **kwargs: Any) -> None:
         logged.append((step, average, largest, norm))
         log(step, average, largest, norm, **kwargs)
 
-    trainer._next_batch, trainer.metrics_processor.log = emptied, heard
+    trainer._next_batch, trainer.metrics_processor.log = emptied, keep
     trained.extra["skipped"] = trainer.skipped
 
 
@@ -110,19 +109,13 @@ def leave_labels_out(trainer: Any, trained: Trained) -> None:
 def test_a_batch_without_labels_has_a_loss_and_a_gradient_of_zero(
     runs: Trainers, tmp_path: Path, stages: int
 ) -> None:
+    # 1F1B reports the norm of a batch with its loss.
     flags = (
-        "--parallelism.pipeline_parallel_degree",
-        stages,
-        "--checkpoint.no-enable",
-        "--training.steps",
-        5,
-    )
-    shards = ("--parallelism.data_parallel_shard_degree", 2 // stages)
-    schedule = (
-        "--parallelism.pipeline_parallel_schedule",
-        "1F1B",
-    )  # which reports a norm beside its batch's loss
-    results = runs(2, arguments(tmp_path, "tiny_llama", *flags, *shards, *schedule), leave_labels_out)
+        "--parallelism.pipeline_parallel_degree", stages, "--parallelism.pipeline_parallel_schedule", "1F1B",
+        "--parallelism.data_parallel_shard_degree", 2 // stages, "--checkpoint.no-enable",
+        "--training.steps", 5,
+    )  # fmt: skip
+    results = runs(2, arguments(tmp_path, "tiny_llama", *flags), leave_labels_out)
     for result in results:
         assert result.extra["skipped"].total == 0
         assert [step for step, average, *_ in result.extra["logged"] if not average] == [3]

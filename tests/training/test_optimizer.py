@@ -30,7 +30,7 @@ LAYER_MATRICES = {
 
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
-    """The debug recipe's model, without memory."""
+    """The debug recipe's model, on the meta device."""
     from titan_async.recipes.debug import debug
 
     with torch.device("meta"):
@@ -47,7 +47,7 @@ class Stage(nn.Module):
 
 
 def config_of(text: str, folder: Path) -> Any:
-    """The optimizer section that a recipe file gives."""
+    """The optimizer section of a recipe file."""
     path = folder / "x.toml"
     path.write_text(f'recipe = "debug"\n{text}', encoding="utf-8")
     return resolve([str(path)]).optimizer
@@ -97,7 +97,7 @@ def test_the_other_names_take_every_parameter(
     assert names == {optimizer: {name for name, _ in model.named_parameters()}}
 
 
-def test_the_settings_of_the_named_optimizers_arrive(tmp_path: Path) -> None:
+def test_settings_of_the_named_optimizers_are_applied(tmp_path: Path) -> None:
     text = """
         [optimizer.muon]
         lr = 0.05
@@ -141,7 +141,7 @@ def test_the_settings_of_the_named_optimizers_arrive(tmp_path: Path) -> None:
     assert {key: group[key] for key in wanted} == wanted
 
 
-def test_the_settings_of_lion_arrive(tmp_path: Path) -> None:
+def test_settings_of_lion_are_applied(tmp_path: Path) -> None:
     text = """
         [optimizer]
         name = "lion"
@@ -158,7 +158,7 @@ def test_the_settings_of_lion_arrive(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
-def test_torchtitans_implementation_goes_to_those_that_have_it(implementation: str, tmp_path: Path) -> None:
+def test_torchtitans_implementation_is_passed_where_supported(implementation: str, tmp_path: Path) -> None:
     # DTensor has no sharding rule for the fused SGD.
     for name, optimizer in (("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD), ("muon", Muon)):
         text = f'[optimizer]\nname = "{name}"\nimplementation = "{implementation}"'
@@ -309,8 +309,8 @@ def test_a_parameter_without_group_is_a_mistake(tmp_path: Path) -> None:
 
 
 def test_reading_the_state_before_the_first_step_changes_nothing(tmp_path: Path) -> None:
-    # torchtitan then creates the state by a step of its own, which must not count as the first update: it
-    # would be corrected by a displacement of zero, that is, doubled. (Not with AdamW, which counts steps.)
+    # torchtitan then initializes the state by a step, which must not count as an update: error feedback would
+    # double the first one. (Not with AdamW, which counts steps.)
     asked, other = Stage(), Stage()
     text = '[optimizer]\nname = "sgd"'
     optimizers, others = build(text, tmp_path, asked), build(text, tmp_path, other)
@@ -372,11 +372,11 @@ def test_a_step_that_the_device_skips_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_all_optimizers_are_conditional_on_the_device_or_none(tmp_path: Path) -> None:
-    for text, honoured in (("", True), ("[optimizer]\nimplementation = 'foreach'", False)):
+    for text, supported in (("", True), ("[optimizer]\nimplementation = 'foreach'", False)):
         optimizers = build(text, tmp_path, Stage())
         found_inf = torch.ones(())
-        assert optimizers.set_found_inf(found_inf) == honoured
-        expected = found_inf if honoured else None
+        assert optimizers.set_found_inf(found_inf) == supported
+        expected = found_inf if supported else None
         assert all(getattr(each, "found_inf", None) is expected for each in unwrapped(optimizers))
         assert optimizers.found_inf is expected
 

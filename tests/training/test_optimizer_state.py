@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torchtitan.components.optimizer import LRSchedulersContainer
 
 from tests.training.test_optimizer import Stage, build, train_a_step, unwrapped
+from titan_async.checkpoint._dcp_internals import ChecksumReader, WeightsOnlyLoadPlanner
 from titan_async.optim import ErrorFeedback, Muon
 from titan_async.training.checkpoint.checkpointer import existing_state
 from titan_async.training.optimizer.container import AsyncOptimizers
@@ -24,7 +25,7 @@ FEEDBACKS = {
 
 
 def build_wrapped(text: str, folder: Path, stage: Stage) -> AsyncOptimizers:
-    """The same with error feedback wrapped around Muon as around the others, as it was once."""
+    """The same with error feedback wrapped around Muon as around the others, as in earlier versions."""
     optimizers = build(text, folder, stage)
     (muon, wrapped) = optimizers.optimizers
     assert type(muon) is Muon and isinstance(wrapped, ErrorFeedback)
@@ -41,18 +42,18 @@ def build_wrapped(text: str, folder: Path, stage: Stage) -> AsyncOptimizers:
 
 
 def written_and_read(optimizers: AsyncOptimizers, folder: Path, into: AsyncOptimizers) -> None:
-    """Save and load by torch.distributed.checkpoint, as the checkpointer does it."""
+    """Save and load by torch.distributed.checkpoint, as the checkpointer does."""
     dcp.save({"optimizer": optimizers.state_dict()}, checkpoint_id=folder, no_dist=True)
-    keys = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    state = existing_state({"optimizer": into}, keys)
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    reader = ChecksumReader(folder)
+    state = existing_state({"optimizer": into}, reader.index.state_dict_metadata)
+    dcp.load(state, storage_reader=reader, planner=WeightsOnlyLoadPlanner(), no_dist=True)
     into.load_state_dict(state["optimizer"])
 
 
 def both(
     make: Callable[..., AsyncOptimizers], remake: Callable[..., AsyncOptimizers], text: str, folder: Path
 ) -> tuple[Stage, Stage, AsyncOptimizers]:
-    """Four updates made by one form, and two by that and two by another that has loaded the state."""
+    """Four updates by one form, and two by that and two by another that has loaded its state."""
     unbroken, broken, resumed = Stage(), Stage(), Stage()
     optimizers, others = make(text, folder, unbroken), make(text, folder, broken)
     for seed in (1, 2):
@@ -105,7 +106,7 @@ def test_each_form_of_error_feedback_loads_the_other(
 
 @pytest.mark.parametrize(("saved", "now"), [("off", "update"), ("update", "off"), ("gradient", "update")])
 def test_error_feedback_options_are_those_of_the_run(saved: str, now: str, tmp_path: Path) -> None:
-    # A synchronous run may go on delayed, and the other way round; nothing is corrected by what is not there.
+    # A synchronous run may resume delayed, and vice versa; without a history nothing is corrected.
     first, second, alone = Stage(), Stage(), Stage()
     optimizers = build(FEEDBACKS[saved], tmp_path, first)
     train_a_step(first, optimizers, 1)
@@ -210,7 +211,7 @@ def test_options_are_those_of_the_recipe_and_changes_are_reported(name: str, tmp
 
 
 class Old(AsyncOptimizers):
-    """Writes checkpoints as they were when Muon had fewer options."""
+    """Writes checkpoints like earlier versions, in which Muon had fewer options."""
 
     def state_dict(self) -> dict[str, Any]:
         later = (

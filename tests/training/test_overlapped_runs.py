@@ -81,11 +81,11 @@ def deep_ep() -> Any:
         (tiny_moe, {"on": False, "pipeline_parallel_schedule": "1F1B"}, None),
         (tiny_moe, {"pipeline_parallel_schedule": "1F1B"}, ["has no effect", '"Async2BW" on several stages']),
         (tiny_moe, {"expert_parallel_degree": 1}, ["hides nothing", "expert_parallel_degree is 1"]),
-        (tiny_llama, {"expert_parallel_degree": 1}, ["hides nothing", "no tokens travel", "turn it off"]),
+        (tiny_llama, {"expert_parallel_degree": 1}, ["hides nothing", "no tokens are sent", "turn it off"]),
         (deep_ep, {}, ["hides nothing", "DeepEPTokenDispatcher does not hand over", "turn it off"]),
     ],
 )
-def test_a_start_note_says_where_overlap_hides_nothing(
+def test_a_start_note_warns_if_overlap_hides_nothing(
     recipe: Any, options: dict[str, Any], parts: list[str] | None
 ) -> None:
     config = configured(recipe, **options)
@@ -174,7 +174,7 @@ def test_an_error_in_one_half_on_one_rank_ends_the_run(tmp_path: Path, fail: str
     assert run.status == 1
     last = run.err.splitlines()[-1]
     assert last.startswith(f"rank 1 failed (exit status 1): RuntimeError: {sentence}")
-    # What was raised, and what torch makes of it; neither the other half nor another rank says anything.
+    # The error, and torch's error from it; neither the other half nor another rank prints anything.
     assert run.err.count("\nArithmeticError: as asked\n") == 1
     assert run.err.count("Traceback (most recent call last)") == 2
 

@@ -33,6 +33,7 @@ from tests.support.optimizers import (
 from tests.support.processes import Pools
 from tests.support.training import train
 from tests.training.test_optimizer import Stage, config_of, train_a_step, unwrapped
+from tests.training.test_optimizer_state import assert_same, both, written_and_read
 from titan_async.errors import UserError
 from titan_async.optim import ErrorFeedback
 from titan_async.training.optimizer.config import HIDDEN_MATRICES
@@ -83,7 +84,7 @@ def unwrapped_fully(optimizers: AsyncOptimizers) -> list[torch.optim.Optimizer]:
     return [getattr(optimizer, "optimizer", optimizer) for optimizer in unwrapped(optimizers)]
 
 
-def test_the_options_of_two_groups_of_one_class_are_each_its_own(tmp_path: Path) -> None:
+def test_two_groups_of_one_class_have_their_own_options(tmp_path: Path) -> None:
     config = section(
         tmp_path, (Averaged, {"lr": 0.25, "beta": 0.5}), (Averaged, {"pattern": "norm", "lr": 0.5})
     )
@@ -118,12 +119,11 @@ def test_it_updates_parameters_as_it_does_alone_and_is_corrected(
     for seed in (1, 2, 3):
         train_a_step(stage, optimizers, seed)
         train_a_step(alone, oracle, seed)
-    for name, parameter in alone.named_parameters():
-        assert torch.equal(parameter, stage.get_parameter(name)), name
+    assert_same(alone, stage)
 
 
 def test_an_update_after_an_idle_step_is_not_corrected(tmp_path: Path) -> None:
-    # Otherwise the update would be doubled: the one before it is known to have moved nothing.
+    # Otherwise the update would be doubled, since the previous one is known to be zero.
     stage = Stage()
     start = stage.layers["3"]["wq"].weight.detach().clone()
     optimizers = section(tmp_path, (Idle, {"lr": 1.0})).build(model_parts=[stage])
@@ -139,30 +139,13 @@ def test_it_resumes_bit_for_bit(cls: Any, tmp_path: Path) -> None:
     if isinstance(cls, str):
         cls = getattr(pytest.importorskip("pytorch_optimizer"), cls)
     config = section(tmp_path, (cls, {"lr": 0.05}))
-    unbroken, broken, resumed = Stage(), Stage(), Stage()
-    optimizers, others = (config.build(model_parts=[stage]) for stage in (unbroken, broken))
-    for seed in (1, 2):
-        train_a_step(unbroken, optimizers, seed)
-        train_a_step(broken, others, seed)
-    resumed.load_state_dict(broken.state_dict())
-    loaded = config.build(model_parts=[resumed])
-    save_and_load(others, tmp_path / "checkpoint", loaded)
+
+    def make(text: str, folder: Path, stage: Stage) -> AsyncOptimizers:
+        return config.build(model_parts=[stage])
+
+    unbroken, resumed, loaded = both(make, make, "", tmp_path)
     assert loaded.changed == []
-    for seed in (3, 4):
-        train_a_step(unbroken, optimizers, seed)
-        train_a_step(resumed, loaded, seed)
-    for name, parameter in unbroken.named_parameters():
-        assert torch.equal(parameter, resumed.get_parameter(name)), name
-
-
-def save_and_load(optimizers: AsyncOptimizers, folder: Path, into: AsyncOptimizers) -> None:
-    from titan_async.checkpoint._dcp_internals import ChecksumReader, WeightsOnlyLoadPlanner
-
-    dcp.save({"optimizer": optimizers.state_dict()}, checkpoint_id=folder, no_dist=True)
-    state = into.state_dict()
-    planner = WeightsOnlyLoadPlanner()
-    dcp.load({"optimizer": state}, storage_reader=ChecksumReader(folder), planner=planner, no_dist=True)
-    into.load_state_dict(state)
+    assert_same(unbroken, resumed)
 
 
 def test_two_stages_resume_as_one_and_one_as_two(tmp_path: Path) -> None:
@@ -207,7 +190,7 @@ def test_options_are_those_of_the_recipe_and_the_count_of_steps_is_the_checkpoin
     for seed in (1, 2, 3):
         train_a_step(stage, optimizers, seed)
     loaded = section(tmp_path, (Averaged, {"beta": 0.25})).build(model_parts=[Stage()])
-    save_and_load(optimizers, tmp_path / "checkpoint", loaded)
+    written_and_read(optimizers, tmp_path / "checkpoint", loaded)
     (inner,) = unwrapped_fully(loaded)
     assert (inner.param_groups[0]["beta"], inner.param_groups[0]["step"]) == (0.25, 3)
     assert loaded.changed == ["optimizer.param_groups.0.optimizer_kwargs.beta 0.5 -> 0.25"]
@@ -242,7 +225,7 @@ def test_a_trial_does_not_change_the_random_state() -> None:
         (Restless, {}, "without gradient and learning rate"),
         (Keeper, {}, 'its state "set" is a set'),
         (Rateless, {}, 'no option "lr"'),
-        (Coupled, {}, "measures all gradients together"),
+        (Coupled, {}, "uses all gradients together"),
         (Averaged, {"bet": 0.5}, "did you mean beta?"),
         (Averaged, {"lr": "fast"}, "optimizer_kwargs.lr must be a number"),
     ],
@@ -261,8 +244,8 @@ def test_an_optimizer_that_cannot_train_is_refused(
         check_optimizer(config, model)
 
 
-def test_no_optimizer_class_and_no_plain_option_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="takes a class of optimizers"):
+def test_other_classes_and_options_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="takes a subclass of torch.optim.Optimizer"):
         section(tmp_path, (nn.Linear, {}))
     with pytest.raises(UserError, match="the option name of Averaged is a builtin"):
         section(tmp_path, (Averaged, {"name": print}))

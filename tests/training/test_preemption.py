@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 FLAGS = ("--training.steps", 500, "--lr_scheduler.total_steps", 500, "--lr_scheduler.warmup_steps", 3,
          "--metrics.log_freq", 1, "--validator.no-enable", "--checkpoint.last_save_model_only")  # fmt: skip
-"""A run that does not end before its signal, and whose last checkpoint would hold the model alone."""
+"""A run that does not end before its signal, and whose last checkpoint would hold only the model."""
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
 NAMES = {TERM: "SIGTERM", INT: "Ctrl-C"}
@@ -41,21 +41,21 @@ STOPPING = "stopping after this step and saving; press Ctrl-C again to stop at o
 def agree(
     rank: int, group: object, asked: dict[int, tuple[int, str, signal.Signals]], steps: int
 ) -> list[signal.Signals | None]:
-    """What `end_step` says in each step, with `asked` naming step, place and number of a rank's signal."""
+    """The result of `end_step` in each step; `asked` has the step, place and number of a rank's signal."""
     from titan_async.training.process.preemption import Preemption
 
     preemption = Preemption()
     preemption.listen()
     preemption.listen_to_interrupts()
-    said = []
+    requests = []
     for step in range(steps):
         for place in ("before", "within"):
             if rank in asked and asked[rank][:2] == (step, place):
                 signal.raise_signal(asked[rank][2])
             if place == "before":
                 preemption.begin_step()
-        said.append(preemption.end_step())
-    return said
+        requests.append(preemption.end_step())
+    return requests
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def pool(pools: Pools) -> WorkerPool:
         ({}, [None, None, None, None]),
         ({0: (1, "before", TERM)}, [None, TERM, TERM, TERM]),
         ({1: (1, "before", INT)}, [None, INT, INT, INT]),
-        # Too late for the exchange that is on its way; all learn of it in the next step.
+        # Too late for the pending all-reduce; the next step's includes it.
         ({1: (1, "within", TERM)}, [None, None, TERM, TERM]),
         ({0: (1, "within", INT), 1: (3, "before", INT)}, [None, None, INT, INT]),
         ({0: (1, "before", TERM), 1: (1, "within", TERM)}, [None, TERM, TERM, TERM]),
@@ -86,11 +86,11 @@ def test_all_ranks_stop_after_the_same_step(
 
 
 def ask_at_every_instruction(rank: int, group: object) -> list[signal.Signals | None]:
-    """What a step answers if it begins after SIGTERM, and SIGINT comes after so many of its instructions."""
+    """The result of a step that begins after SIGTERM, with SIGINT after each number of its instructions."""
     from titan_async.training.process.preemption import Preemption
 
     preemption = Preemption()
-    preemption._launcher = "one that says what is to be said"
+    preemption._launcher = "any"  # which prints the messages
     answers, count = [], 0
 
     def trace(frame: FrameType, event: str, arg: object) -> Callable:
@@ -118,13 +118,13 @@ def test_a_signal_may_come_at_any_instruction_of_a_step(pools: Pools) -> None:
     assert set(answers) == {TERM, INT} and len(answers) > 20
 
 
-def wait_in_vain(rank: int, group: object, given_up: Path) -> str:
+def wait_until_timeout(rank: int, group: object, given_up: Path) -> str:
     from titan_async.training.process.preemption import Preemption
 
     preemption = Preemption()
     preemption.set_timeout(timedelta(seconds=1))
     if rank == 1:
-        until(given_up.exists, "rank 0 waits for good")
+        until(given_up.exists, "rank 0 waits forever")
         return ""
     preemption.begin_step()
     with pytest.raises(RuntimeError) as caught:
@@ -134,7 +134,7 @@ def wait_in_vain(rank: int, group: object, given_up: Path) -> str:
 
 
 def test_the_wait_for_a_rank_has_a_timeout(pool: WorkerPool, tmp_path: Path) -> None:
-    error, _ = pool.run(2, wait_in_vain, tmp_path / "given up")
+    error, _ = pool.run(2, wait_until_timeout, tmp_path / "given up")
     assert "Timed out waiting 1000ms" in error
 
 
@@ -172,14 +172,14 @@ def test_only_the_parent_can_terminate_a_data_worker() -> None:
         "    os.write(answers[1], b'.')\n"
         "    while True: os.write(answers[1], os.read(asks[0], 1))\n"
         "os.close(answers[1])\n"
-        "said = [os.read(answers[0], 1)]\n"
+        "received = [os.read(answers[0], 1)]\n"
         "for name in ('-INT', '-TERM'):\n"
         "    subprocess.run(['kill', name, str(child)], check=True)\n"
         "    time.sleep(0.5)\n"  # for one that is wrong to end in
         "    os.write(asks[1], b'!')\n"
-        "    said.append(os.read(answers[0], 1))\n"
+        "    received.append(os.read(answers[0], 1))\n"
         "os.kill(child, signal.SIGTERM)\n"
-        "print(said, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        "print(received, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, env=environment()
@@ -249,10 +249,10 @@ def test_sigterm_to_the_launcher_saves_and_the_run_resumes_bit_for_bit(
 
 
 def begin_as_a_user(folder: Path) -> tuple[Callable[[], int], int]:
-    """Start a run in a terminal of its own, through a shell script's exec.
+    """Start a run in its own terminal, through a shell script's exec.
 
     Returns:
-        What waits for its end and returns its status, and the terminal.
+        A function that waits for its end and returns its status, and the terminal.
     """
     pid, terminal = pty.fork()
     if not pid:
@@ -269,14 +269,14 @@ def begin_as_a_fork(folder: Path) -> tuple[Callable[[], int], int]:
 
 
 def read_until(terminal: int, text: str | None, seconds: float = 150) -> str:
-    """What a terminal shows up to `text`, or up to the end of the processes in it."""
+    """The output of a terminal up to `text`, or up to the end of the processes in it."""
     shown, deadline = b"", time.monotonic() + seconds
     while text is None or text.encode() not in shown:
         assert time.monotonic() < deadline, shown.decode()
         if select.select([terminal], [], [], 0.1)[0]:
             try:
                 shown += os.read(terminal, 4096)
-            except OSError:  # Linux's way to say that nobody has it open any more
+            except OSError:  # on Linux, when no process has it open any more
                 break
     return shown.decode().replace("\r\n", "\n")
 
@@ -325,8 +325,8 @@ def test_a_signal_to_every_process_of_a_job_step(
     assert len(everyone) >= 4, "two ranks, and a data worker for each"
     for pid in (run.pid, *everyone):
         os.kill(pid, number)
-    out, said = run.communicate(timeout=100)
-    assert (run.returncode, said) == (status, err)
+    out, stderr = run.communicate(timeout=100)
+    assert (run.returncode, stderr) == (status, err)
     assert_resumable(tmp_path, stopped_at(out, number))
 
 

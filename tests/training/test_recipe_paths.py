@@ -1,4 +1,4 @@
-"""A recipe file is searched at its path, and then, by a bare name, among the project's."""
+"""A recipe file is looked up at its path, and then, if that is a bare name, among the project's."""
 
 from __future__ import annotations
 

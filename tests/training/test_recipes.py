@@ -43,9 +43,9 @@ class Size:
     total: int
     active: int
     embedding: int
-    """Of the embedding, and of the head, which is as large, or the same weight."""
+    """Of the embedding; the head is as large, or tied to it."""
     outside: int
-    """Of both."""
+    """Of the embedding and the head."""
 
 
 @cache
@@ -100,7 +100,7 @@ PROMISED = {
 }
 
 
-def test_every_recipe_promises_something() -> None:
+def test_every_recipe_is_listed() -> None:
     assert sorted(PROMISED) == sorted(NAMES)
 
 
@@ -113,7 +113,7 @@ def test_sizes_and_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("dense", "smollm2"))])
-def test_dense_models_see_twenty_tokens_a_parameter(name: str) -> None:
+def test_dense_models_see_twenty_tokens_per_parameter(name: str) -> None:
     assert tokens(name) == pytest.approx(20 * size(name).total, rel=1e-3)
 
 
@@ -150,7 +150,7 @@ def test_smollm2_is_what_its_config_says() -> None:
 
 @pytest.mark.parametrize("name", ON_GPUS)
 def test_learning_rate_and_batch_follow_the_law(name: str) -> None:
-    """arXiv 2401.02954, with the operations of the layers alone; batches may be smaller."""
+    """arXiv 2401.02954, with the operations of the layers only; batches may be smaller."""
     config, sizes = recipe(name), size(name)
     model, training = config.model_spec.model, config.training
     matrices = sizes.active - sizes.outside
@@ -291,7 +291,7 @@ def test_every_recipe_has_a_file_and_every_file_a_twin() -> None:
 
 
 def rounded(value: float) -> str:
-    """As the README's table has it: three digits, in thousands, millions or billions."""
+    """As in the README's table: three digits, in thousands, millions or billions."""
     unit, letter = next(each for each in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if value >= 0.9995 * each[0])
     return f"{float(f'{value / unit:.3g}'):g} {letter}"
 

@@ -33,7 +33,7 @@ def test_durations(seconds: float, text: str) -> None:
 
 
 class Clock:
-    """A clock that stands still until it is told."""
+    """A clock that is advanced by hand."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -46,7 +46,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(reporter_module, "time", clock)
-    # Neither the width of a terminal nor a wish for colours may change what goes into a file.
+    # Neither the width of a terminal nor color settings may change the output to a file.
     for name in ("FORCE_COLOR", "COLUMNS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     return clock
@@ -109,7 +109,7 @@ def test_a_terminal_has_a_temporary_progress_bar(
 
 @pytest.fixture
 def validator(monkeypatch: pytest.MonkeyPatch) -> AsyncValidator:
-    """A validator of a vocabulary of 8, which so far has seen nothing."""
+    """A validator with a vocabulary of 8, before its first validation."""
     validator = AsyncValidator.__new__(AsyncValidator)
     validator.tokenizer = SimpleNamespace(get_vocab_size=lambda: 8)
     validator.config = SimpleNamespace(freq=10)
@@ -136,7 +136,7 @@ def test_unigram_entropy_by_hand(validator: AsyncValidator, monkeypatch: pytest.
     # Token 1 four times, 2 and 3 twice each: shares 1/2, 1/4, 1/4. Ignored labels do not count.
     validate(validator, [[[1, 1, 2], [3, IGNORE_INDEX, IGNORE_INDEX]], [[1, 1, 2, 3]]], monkeypatch)
     assert validator.unigram_entropy() == pytest.approx(1.5 * math.log(2))
-    # A later validation counts anew.
+    # A later validation starts counting from zero.
     validate(validator, [[[0, 1], [2, 7]]], monkeypatch)
     assert validator.unigram_entropy() == pytest.approx(math.log(4))
     validate(validator, [[[5, 5, 5]]], monkeypatch)

@@ -18,9 +18,9 @@ from tests.support.waiting import MOST_SECONDS
 from titan_async.monitor.journal import journal_path
 
 Trained = list[dict[str, dict[str, torch.Tensor]]]
-"""Each rank's weights after training, as "model", the rest of its state, as "state", and what was "seen":
-what its generator draws next, in which steps a save was going on, whether files were written into what looked
-like a whole checkpoint, and whether each batch began with nothing left to stage."""
+"""Each rank's weights after training ("model"), the rest of its state ("state"), and observations ("seen"):
+the next random numbers, whether a save was pending after each step, whether files were written into a folder
+that looked like a complete checkpoint, and whether each batch began with nothing left to stage."""
 
 
 def train(rank, group, folder, steps, flags, *, slow_writes=0.0, held_writes=False, random_state=True):
@@ -69,7 +69,7 @@ def train(rank, group, folder, steps, flags, *, slow_writes=0.0, held_writes=Fal
         time.sleep(slow_writes)
         if held_writes and threading.current_thread() is not threading.main_thread():
             stepped.clear()
-            assert stepped.wait(MOST_SECONDS), "training does not go on while files are written"
+            assert stepped.wait(MOST_SECONDS), "training does not continue while files are written"
         into_whole.append((Path(writer.path) / ".metadata").exists())
         return write(writer, *args)
 
@@ -107,7 +107,7 @@ def tensors(state):
 
 
 class Runs:
-    """Runs of any number of ranks, in processes that stay up, or in others that have not trained yet."""
+    """Runs of any number of ranks, in persistent processes, or in others that have not trained yet."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
@@ -142,7 +142,7 @@ LAYOUTS = [
     pytest.param(4, SHARDED, id="2 stages on 2 shards each"),
     slow(2, BFLOAT16, id="2 stages in bfloat16"),
 ]
-"""Numbers of ranks, and what is to be added to the flags for them."""
+"""Numbers of ranks, and their additional flags."""
 
 PLAIN = ("--optimizer.name", "sgd")
 """An optimizer that does not amplify rounding: Muon and AdamW make 1e-4 of 1e-8 in four steps."""
@@ -183,7 +183,7 @@ def assert_same(one: Trained, other: Trained, *kinds: str) -> None:
 
 
 def difference(one: Trained, other: Trained) -> float:
-    """The largest one between two weights."""
+    """The largest difference between two weights."""
     first, second = merged(one, "model"), merged(other, "model")
     assert first.keys() == second.keys()
     return max(float((value - second[name]).abs().max()) for name, value in first.items())
@@ -198,7 +198,7 @@ def test_resuming_in_new_processes_changes_nothing(
     resumed = runs(ranks, tmp_path, 8, *flags, anew=True)
     assert_same(resumed, undisturbed, "model", "state")
     for mine, theirs in zip(resumed, undisturbed, strict=True):
-        assert torch.equal(mine["seen"]["rand"], theirs["seen"]["rand"]), "the generators went another way"
+        assert torch.equal(mine["seen"]["rand"], theirs["seen"]["rand"]), "the generators' states differ"
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_a_synchronous_start_resumes_before_and_after_its_end(
 def test_an_async_save_holds_its_step_while_training_continues(
     runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path, mode: str
 ) -> None:
-    # The files are written while training goes on, long after the weights of step 4 have gone.
+    # The files are written while training continues, long after the weights of step 4 were overwritten.
     saving = runs(2, tmp_path / "saving", 8, "--checkpoint.async_mode", mode, held_writes=True)
     for rank in saving:
         assert rank["seen"]["in_flight"].any() == (mode == "async")
@@ -237,7 +237,7 @@ def test_an_async_save_holds_its_step_while_training_continues(
 def test_an_overwritten_checkpoint_is_invalidated_first(
     runs: Runs, whole: Callable[..., tuple[Path, Trained]], tmp_path: Path
 ) -> None:
-    # Else whoever is killed in the middle leaves a checkpoint of old and new files that looks whole.
+    # Otherwise a kill in the middle would leave a checkpoint of old and new files that looks complete.
     folder, undisturbed = whole(2)
     shutil.copytree(folder / "checkpoint", tmp_path / "checkpoint")
     again = runs(2, tmp_path, 8, "--checkpoint.load_step", "4", slow_writes=0.1)
@@ -279,7 +279,7 @@ def test_a_sharded_checkpoint_resumes_without_sharding(
     sharded = (*SHARDED, *PLAIN)
     folder, _ = whole(4, *sharded)
     there = runs(4, half(folder, tmp_path / "there"), 4, *sharded)
-    # Positions in the data are those of two readers, so it starts anew.
+    # Positions in the data are those of two readers, so reading starts from the beginning.
     flags = (*PLAIN, "--checkpoint.exclude_from_loading", "dataloader")
     here = runs(2, half(folder, tmp_path / "here"), 4, *flags)
     assert_same(here, there, "model", "state")
@@ -299,17 +299,17 @@ def test_a_synchronous_run_resumes_delayed(
 ) -> None:
     flags = (*SYNCHRONOUS, *PLAIN)
     folder, synchronous = whole(2, *flags)
-    # The first batch reads the newest weights, there being no older ones, and its update is not
-    # corrected, there being no history: it is that of a synchronous run.
+    # Without older weights the first batch reads the newest ones, and without a history its update is not
+    # corrected: it is that of a synchronous run.
     delayed = runs(2, half(folder, tmp_path / "delayed"), 5, *PLAIN)
     next_step = runs(2, half(folder, tmp_path / "synchronous"), 5, *flags)
     assert difference(delayed, next_step) < 1e-6
     further = runs(2, tmp_path / "delayed", 8, *PLAIN)
     assert 1e-4 < difference(further, synchronous) < 1
-    # The first of the two has said so, and the second had nothing to say.
+    # The first of the two reports the change, and the second has none to report.
     journals = [journal_path(run).read_text() for run in (tmp_path / "delayed/events").iterdir()]
-    told = [journal.count("the checkpoint's run had no delay, this one has one") for journal in journals]
-    assert sorted(told) == [0, 1]
+    counts = [journal.count("the checkpoint's run had no delay, this one has one") for journal in journals]
+    assert sorted(counts) == [0, 1]
 
 
 @pytest.mark.slow
@@ -340,7 +340,7 @@ def test_starting_from_another_run(
     source = ("--checkpoint.initial_load_path", str(folder / "checkpoint/step-8"))
     model_only = runs(2, tmp_path / "model", 0, *source)
     assert_same(model_only, undisturbed, "model")
-    # With its weights and nothing else: the first update is that of a run without a past.
+    # Only with its weights: training starts from step 0.
     runs(2, tmp_path / "model", 2, *source)
     assert (tmp_path / "model/checkpoint/step-2/.metadata").is_file()
 

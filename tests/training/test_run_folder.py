@@ -45,10 +45,10 @@ def another_run(folder: Path) -> Iterator[subprocess.Popen[str]]:
 def test_another_run_is_refused_until_it_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with another_run(folder) as process:
-        said = rf"another run is writing to {folder} \(process {process.pid} on .+\): wait for its end, or"
-        with pytest.raises(UserError, match=said):
+        line = rf"another run is writing to {folder} \(process {process.pid} on .+\): wait until it ends, or"
+        with pytest.raises(UserError, match=line):
             refuse_locked(folder)
-        with pytest.raises(UserError, match=said), locked(folder):
+        with pytest.raises(UserError, match=line), locked(folder):
             pass
         assert is_starting(folder)
         process.kill()
@@ -71,7 +71,7 @@ def test_a_folder_without_a_run_is_not_locked(tmp_path: Path) -> None:
 
 
 def test_a_launcher_announces_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds before rank 0 can, which has torch to import first."""
+    """Seconds before rank 0 can, which has to import torch first."""
     from titan_async.cli import launch
 
     seen = []

@@ -1,4 +1,4 @@
-"""What runs record in their folder: spans of every rank, a journal, and consistent scalars."""
+"""The recordings of runs: spans of every rank, a journal, and consistent scalars."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_spans_of_a_delayed_run(recorded: Recorded, rank: int) -> None:
         # Step b + 1 trains on batch b, which reads the weights of max(b - 1, 0) updates.
         assert spans["version"].tolist() == [max(step - 2, 0) for step, _ in steps]
     assert of(records, Kind.STEP)["batch"].tolist() == list(range(1, 9))
-    # Eight batches are eight updates: those of steps 4 and 8 are two, for a checkpoint, and step 1's is none.
+    # Eight updates for eight batches: two in steps 4 and 8, for a checkpoint, and none in step 1.
     assert of(records, Kind.OPTIMIZER)["batch"].tolist() == [2, 3, 4, 4, 6, 7, 8, 8]
     assert of(records, Kind.SAVE)["batch"].tolist() == [4, 8]
     assert of(records, Kind.VALIDATE)["batch"].tolist() == [8]
@@ -89,7 +89,7 @@ def test_garbage_collection_is_recorded(recorded: Recorded, rank: int) -> None:
     for span in collections:
         before, after = (steps[steps["batch"] == span["batch"] + n][0] for n in (-1, 0))
         assert before["end"] <= span["start"] < span["end"] <= after["start"]
-    # A run that goes on records from its first step on, which is step 9 here.
+    # A resumed run records from its first step on, which is step 9 here.
     later = records_of(runs_in(recorded.folder)[1], rank)
     assert of(later, Kind.GARBAGE_COLLECTION)["batch"].tolist() == [12]
 
@@ -113,7 +113,7 @@ def test_a_wait_ends_after_the_message_was_sent(recorded: Recorded) -> None:
     folder = runs_in(recorded.folder)[0]
     first, last = records_of(folder, 0), records_of(folder, 1)
     sent, waited = of(first, Kind.FORWARD), of(last, Kind.RECEIVE)
-    # Ranks of a host share its clock: no forward's input comes before it was computed.
+    # Ranks of a host share its clock: no forward's input arrives before it was computed.
     assert (waited["end"] > sent["end"]).all()
     returned = of(last, Kind.BACKWARD)
     assert (of(first, Kind.RECEIVE)["end"] > returned["end"]).all()
@@ -190,7 +190,7 @@ def test_summaries_agree_with_spans_and_scalars(recorded: Recorded, run: int) ->
 
 
 def test_the_spans_of_overlapped_pairs(runs: Trainers, tmp_path: Path) -> None:
-    """Of six steps with validations after the first and the third, for each of which the pipeline drains."""
+    """Of six steps, whose pipeline drains three times."""
     runs(2, arguments(tmp_path, "tiny_llama", "--pipeline.overlap"))
     (folder,) = runs_in(tmp_path)
     run = load_spans(folder)
@@ -239,7 +239,7 @@ def test_a_run_continues_if_recording_fails(tmp_path: Path) -> None:
     )  # fmt: skip
     assert (blocked.status, blocked.steps) == (0, [1]), blocked.err
     lines = blocked.out.splitlines()
-    assert re.match("the model .* has no form .*; titan-async convert will refuse its", lines[1])
+    assert re.match("the model .* cannot be written .*; titan-async convert will refuse its", lines[1])
     assert lines[2].startswith("one stage: no delay, no feedback")
     assert any(line.startswith("step 1/1") for line in lines[3:])
     assert blocked.err.count("rank 0 no longer records events") == 1

@@ -21,28 +21,24 @@ from tests.support.trainer_loop import (
     whole_values,
 )
 from tests.support.training import RECIPE, train
+from tests.training.test_not_finite import keep_warnings
 from titan_async.cli import main
 from titan_async.errors import UserError
 from titan_async.training.telemetry.not_finite import SkippedUpdates
 
 
 def poison_two_batches(trainer: Any, trained: Trained) -> None:
-    """The last stage's gradients of batches 1 and 4; checkpoints and a validation let two be drained."""
+    """Poison the last stage's gradients of batches 1 and 4; a checkpoint drains batch 1."""
     poison(trainer, {1, 4})
     log = trainer.metrics_processor.log
+    keep_warnings(trainer, trained)
     skipped = trained.extra["skipped"] = []
-    said = trained.extra["said"] = []
-    warn = trainer.reporter.warn
 
     def logged(*args: Any, **kwargs: Any) -> None:
         skipped.append(kwargs["extra_metrics"]["skipped_updates"])
         log(*args, **kwargs)
 
-    def heard(text: str) -> None:
-        said.append(text)
-        warn(text)
-
-    trainer.metrics_processor.log, trainer.reporter.warn = logged, heard
+    trainer.metrics_processor.log = logged
     step, moved = trainer.optimizers.step, trained.extra.setdefault("moved", [])
 
     def stepped() -> None:
@@ -59,17 +55,17 @@ def test_no_stage_updates(runs: Trainers, tmp_path: Path, optimizer: str) -> Non
     results = runs(2, argv, poison_two_batches)
     before, after = merged([r.before for r in results]), merged([r.after for r in results])
     if optimizer == "sgd":
-        # The loop's momenta and history of updates know nothing of the batches that it leaves out.
+        # The loop's momenta and update history do not include the skipped batches.
         assert distance(after, loop(argv, before, skipped={1, 4}).after) < 2e-6
         assert distance(after, loop(argv, before, skipped={2, 4}).after) > 1e-3
     for result in results:
-        # SGD, which cannot leave it to the device, is not called.
+        # SGD, which cannot skip on the device, is not called.
         updates = [batch not in {1, 4} for batch in range(6)]
         assert result.extra["moved"] == ([True] * 4 if optimizer == "sgd" else updates)
         assert all(value.isfinite().all() for value in result.state.values())
         # Batch 1 is drained after step 2, for a checkpoint; batch 4 is complete after step 6.
         assert result.extra["skipped"] == [0, 1, 1, 1, 1, 2]
-    assert [line for line in results[0].extra["said"] if line.startswith("step ")] == [
+    assert [line for line in results[0].extra["warnings"] if line.startswith("step ")] == [
         "step 2: the gradient is not finite, so its update is skipped (1 so far)",
         "step 6: the gradient is not finite, so its update is skipped (2 so far)",
     ]
@@ -96,13 +92,13 @@ def test_a_non_finite_gradient_found_by_muon_counts_once_on_its_rank(runs: Train
 
 
 def test_skipped_updates_are_counted() -> None:
-    skipped, said = SkippedUpdates(max_in_a_row=3), []
+    skipped, warnings = SkippedUpdates(max_in_a_row=3), []
     for step, finite in enumerate([False, False, True, False, False], start=1):
-        skipped.count(finite, step, "", said.append)
+        skipped.count(finite, step, "", warnings.append)
     assert (skipped.total, skipped.in_a_row) == (4, 2)
-    assert [line[:6] for line in said] == ["step 1", "step 2", "step 4", "step 5"]
+    assert [line[:6] for line in warnings] == ["step 1", "step 2", "step 4", "step 5"]
     with pytest.raises(UserError, match="not finite 3 times in a row up to step 6: lower the learning rate"):
-        skipped.count(False, 6, "", said.append)
+        skipped.count(False, 6, "", warnings.append)
 
 
 def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
@@ -123,11 +119,11 @@ def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
     assert run.err == (
         "the gradient was not finite 4 times in a row up to step 7, first in the gradient of lm_head.weight "
         "on stage 1 (rank 1): lower the learning rate or training.max_norm, or look at the data "
-        "(max_skipped_updates says how many)\n"
+        "(max_skipped_updates sets the limit)\n"
     )
-    told = re.findall(r"^step (\d+): the gradient is not finite, so its update is skipped \((\d) so far\)$",
+    found = re.findall(r"^step (\d+): the gradient is not finite, so its update is skipped \((\d) so far\)$",
                       run.out, re.MULTILINE)  # fmt: skip
-    assert told == [("4", "1"), ("5", "2"), ("6", "3")]
+    assert found == [("4", "1"), ("5", "2"), ("6", "3")]
     assert run.steps == [1, 2, 3, 4, 5, 6]
 
 

@@ -65,24 +65,24 @@ def test_two_stages_that_resume_on_one() -> None:
 @pytest.mark.parametrize("off", [WITHOUT, ("--optimizer.error_feedback.strength", "0")])
 def test_adamw_without_feedback(off: tuple[str, ...]) -> None:
     [note] = notes(*ADAMW, *off)
-    assert note.startswith("AdamW without error feedback learns badly under a delay")
+    assert note.startswith("AdamW without error feedback trains poorly under a delay")
     assert 'set optimizer.name to "muon", or turn on optimizer.error_feedback' in note
     assert notes(*ADAMW) == notes(*off) == notes("--optimizer.name", "lion", *off) == []
     assert notes(*ADAMW, *off, *SYNCHRONOUS) == notes(*ADAMW, *off, *SYNCHRONOUS, *ONE_STAGE) == []
 
 
 @pytest.mark.parametrize(
-    ("groups", "told"),
+    ("groups", "number"),
     [
         ([(r"^layers.*\.w[qkvo123]?", "Muon"), (".*", "AdamW")], 0),
         ([(r"^layers.*\.w2", "AdamW"), (r"^layers.*\.w[qkvo123]?", "Muon"), (".*", "AdamW")], 1),
         ([("^layers.0", "Adam"), (".*", "SGD")], 1),
     ],
 )
-def test_groups_are_checked_one_by_one(groups: list[tuple[str, str]], told: int, tmp_path: Path) -> None:
+def test_groups_are_checked_one_by_one(groups: list[tuple[str, str]], number: int, tmp_path: Path) -> None:
     file = tmp_path / "x.toml"
     file.write_text('include = "debug_cpu.toml"\n' + "".join(GROUP.format(*group) for group in groups))
-    assert len(notes(*WITHOUT, recipe=file)) == told
+    assert len(notes(*WITHOUT, recipe=file)) == number
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,10 @@ SHARDED = ("--parallelism.data_parallel_shard_degree", 2)
 
 
 def listen(trainer: Any, trained: Trained) -> None:
-    """What is said, and the figures of the pipeline at each logged step."""
-    said, figures = trained.extra.setdefault("said", []), trained.extra.setdefault("figures", [])
-    say, log = trainer.reporter.log, trainer.metrics_processor.log
-    trainer.reporter.log = lambda line: (said.append(line), say(line))[1]
+    """Keep the lines of the reporter, and the metrics of each logged step."""
+    lines, figures = trained.extra.setdefault("lines", []), trained.extra.setdefault("figures", [])
+    log_line, log = trainer.reporter.log, trainer.metrics_processor.log
+    trainer.reporter.log = lambda line: (lines.append(line), log_line(line))[1]
 
     def logged(*args: Any, **kwargs: Any) -> None:
         figures.append(kwargs["extra_metrics"])
@@ -59,11 +59,11 @@ def test_it_follows_the_loop_and_feedback_begins_after_it(three: tuple) -> None:
 
 def test_it_is_reported(three: tuple) -> None:
     _, (first, *_), folder = three
-    assert first.extra["said"][0].endswith(
+    assert first.extra["lines"][0].endswith(
         "on 2 stages under Async2BW, synchronous up to step 3, for 6 steps"
     )
     line = "step 4: the synchronous start is over, updates are delayed from here on"
-    assert first.extra["said"].count(line) == 1
+    assert first.extra["lines"].count(line) == 1
     delays = [figures["pipeline/delay"] for figures in first.extra["figures"]]
     assert delays == [0, 0, 0, 0, 0, 1]
     remembered = [figures["error_feedback/norm"] for figures in first.extra["figures"]]
@@ -94,7 +94,7 @@ COMPOSED = [
 
 
 @pytest.mark.parametrize(("ranks", "shares", "recipe", "flags"), COMPOSED)
-def test_it_goes_with_everything_else(
+def test_it_composes_with_other_features(
     runs: Trainers, tmp_path: Path, ranks: int, shares: int, recipe: str, flags: tuple
 ) -> None:
     argv = arguments(tmp_path, recipe, STEPS, 2, *flags)

@@ -14,7 +14,7 @@ DEVICE = torch.device("meta")
 
 
 class Stream:
-    """Notes what happens to it in the order of all streams and copies."""
+    """Records its operations, in one list with those of all streams and copies."""
 
     def __init__(self, notes: list[Any], name: str) -> None:
         self._notes, self.name = notes, name
@@ -65,7 +65,7 @@ def test_a_batch_is_copied_from_pinned_memory_on_another_stream(notes: list[Any]
 
 
 class OnDevice(Tensor):
-    """A tensor that says that it is elsewhere."""
+    """A tensor that reports another device."""
 
     device = property(lambda self: DEVICE)  # type: ignore[assignment]
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

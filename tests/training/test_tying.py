@@ -50,13 +50,13 @@ AVERAGE = ("--ema.decay", 0.75)
 
 
 def of_one_model(values: Values) -> Values:
-    """What all stages have together, under the names of a tied model, whose copies must be equal."""
+    """The values of all stages under the names of a tied model; the copies must be equal."""
     assert torch.equal(values[HEAD], values[EMBEDDING])
     return {name: value for name, value in values.items() if name != HEAD}
 
 
 def at_the_start(results: list[Trained]) -> Values:
-    """The weights of the start; until the first batch the last stage's copy is something else."""
+    """The initial weights, without the last stage's copy, which differs until the first batch."""
     return {name: v for name, v in merged([r.before for r in results]).items() if name != HEAD}
 
 
@@ -89,7 +89,7 @@ def test_training_follows_the_recurrence_of_one_shared_weight(
 
 
 def poisoned(trainer: Any, trained: Trained) -> None:
-    """Two batches make no update; the average of the tied weight is kept as this stage has it."""
+    """Poison two batches, and keep this stage's average of the tied weight."""
     poison(trainer, {1, 4})
     update = trainer.average.update
 
@@ -147,8 +147,8 @@ def test_a_checkpoint_has_the_tied_weight_once(run: Callable[[str], Run], optimi
         assert torch.equal(saved.read(key), value), key
 
 
-def goes_on(folder: Path, target: Path, *flags: object) -> list[str]:
-    """Arguments of a run that goes on from step 4 of another."""
+def resuming(folder: Path, target: Path, *flags: object) -> list[str]:
+    """Arguments of a run that resumes from step 4 of another."""
     shutil.copytree(folder / "checkpoint/step-4", target / "checkpoint/step-4")
     return arguments(target, "tied_llama", *AVERAGE, *flags)
 
@@ -163,7 +163,7 @@ def test_the_tied_weight_is_loaded_at_another_number_of_stages(
 ) -> None:
     folder, _ = run("muon")
     flags = ("--optimizer.name", "muon", "--training.steps", 4, *SIX, STAGES, ranks)
-    results = runs(ranks, goes_on(folder, tmp_path, *flags))
+    results = runs(ranks, resuming(folder, tmp_path, *flags))
     saved = SavedTensors(folder / "checkpoint/step-4")
     weights, state = merged([r.after for r in results]), merged([r.state for r in results])
     if ranks > 1:
@@ -183,19 +183,19 @@ def test_training_resumes_at_another_number_of_stages(runs: Trainers, tmp_path: 
     """By SGD, which does not amplify rounding."""
     whole_run = runs(2, arguments(tmp_path / "2", "tied_llama", *AVERAGE))
     wanted = of_one_model(merged([r.after for r in whole_run]))
-    further = runs(4, goes_on(tmp_path / "2", tmp_path / "4", STAGES, 4))
+    further = runs(4, resuming(tmp_path / "2", tmp_path / "4", STAGES, 4))
     assert distance(of_one_model(merged([r.after for r in further])), wanted) < 1e-6
-    # One stage is synchronous. The first delayed batch of what goes on from it reads the newest weights, too.
+    # One stage is synchronous. The first delayed batch that resumes from it reads the newest weights, too.
     runs(1, arguments(tmp_path / "1", "tied_llama", *AVERAGE, STAGES, 1, "--training.steps", 4, *SIX))
     one = ("--training.steps", 5, *SIX)
-    [alone] = runs(1, goes_on(tmp_path / "1", tmp_path / "alone", *one, STAGES, 1))
-    delayed = runs(2, goes_on(tmp_path / "1", tmp_path / "delayed", *one))
+    [alone] = runs(1, resuming(tmp_path / "1", tmp_path / "alone", *one, STAGES, 1))
+    delayed = runs(2, resuming(tmp_path / "1", tmp_path / "delayed", *one))
     assert distance(of_one_model(merged([r.after for r in delayed])), alone.after) < 1e-6
 
 
 @pytest.mark.slow
 def test_weights_in_hugging_faces_format(runs: Trainers, tmp_path: Path) -> None:
-    """A last save in it, with which a run on more stages begins."""
+    """A last save in it, from which runs on other numbers of stages start."""
     hf = ("--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only", "--training.steps", 2)
     results = runs(2, arguments(tmp_path / "hf", "tied_llama", *hf))
     wanted = of_one_model(merged([r.after for r in results]))
@@ -226,7 +226,7 @@ def ends() -> tuple[nn.Module, nn.Module]:
 
 
 def test_it_is_initialized_as_on_a_single_process(ends: tuple[nn.Module, nn.Module]) -> None:
-    """Which torchtitan initializes as the head; an embedding of its own would have unit variance."""
+    """torchtitan initializes a tied weight as the head; a separate embedding would have unit variance."""
     alone = tied_llama().model_spec.model.build()
     with torch.no_grad():
         alone.init_states()
@@ -295,7 +295,7 @@ def test_a_model_on_one_stage_is_saved_alike() -> None:
 def test_a_non_finite_gradient_is_located_in_the_order_of_the_backward(
     ends: tuple[nn.Module, nn.Module],
 ) -> None:
-    """Which is not the head, though its gradient has the embedding's part in it."""
+    """Not in the head, although its gradient includes the embedding's."""
     search = NonFiniteSearch(enumerate(ends))
     search.begin_batch()
     search.check_gradients()
@@ -313,7 +313,7 @@ def test_a_non_finite_gradient_is_located_in_the_order_of_the_backward(
 
 
 class Lopsided(Llama3Model):
-    """A Llama whose head is divided along the other dimension than its embedding."""
+    """A Llama whose head is sharded along another dimension than its embedding."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Llama3Model.Config):
@@ -325,13 +325,13 @@ class Lopsided(Llama3Model):
             )
 
 
-def test_what_would_make_the_copies_differ_is_refused() -> None:
+def test_settings_that_would_make_the_copies_differ_are_refused() -> None:
     config = tied_llama()
     build_on_meta(config)
     lopsided = derive(config.model_spec.model, Lopsided.Config)
     spec = dataclasses.replace(config.model_spec, model=lopsided)
-    with pytest.raises(UserError, match="are one weight, which tensor parallelism would divide in two ways"):
+    with pytest.raises(UserError, match="are tied, but tensor parallelism would shard them differently"):
         build_on_meta(dataclasses.replace(config, model_spec=spec))
     theirs = OptimizersContainer.Config(param_groups=[])
-    with pytest.raises(UserError, match="may update each in a way of its own"):
+    with pytest.raises(UserError, match="may update the copies differently"):
         check_layout(dataclasses.replace(config, optimizer=theirs), world_size=2)

@@ -24,7 +24,7 @@ VARIABLES = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FR
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str | None, str | None]]:
-    """The id of each run that was begun or gone on with, and how it resumes."""
+    """The id of each run that was started or resumed, and its WANDB_RESUME."""
     begun: list[tuple[str | None, str | None]] = []
 
     def init(id: str | None = None, **options: Any) -> None:
@@ -57,7 +57,7 @@ def test_a_resumed_run_keeps_its_id(begun: list, tmp_path: Path, all_ranks: bool
     folders = tmp_path / "a", tmp_path / "b"
     for folder in folders:
         start(folder, save_for_all_ranks=all_ranks)
-    # Without a checkpoint training starts anew, and its steps would be older than those of that run.
+    # Without a checkpoint training starts from scratch, and its steps would precede those of that run.
     start(folders[0], save_for_all_ranks=all_ranks)
     assert len({run for run, _ in begun}) == 3 and None not in dict(begun)
     for folder in folders:
@@ -75,7 +75,7 @@ def test_environment_variables_of_the_user_take_precedence(
     start(tmp_path)
     save(tmp_path)
     monkeypatch.delenv("WANDB_RUN_ID")
-    start(tmp_path)  # goes on with it
+    start(tmp_path)  # resumes it
     monkeypatch.setenv("WANDB_FORK_FROM", "other?_step=3")
     start(tmp_path)
     assert begun == [("mine", None), ("mine", "allow"), (None, None)]

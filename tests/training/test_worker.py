@@ -74,15 +74,15 @@ sys.exit(worker.main([]))
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment | own, capture_output=True, text=True, check=True
     )
-    assert done.stdout == f"{found} False\n"  # before torch is there, which reads it once
+    assert done.stdout == f"{found} False\n"  # before torch is imported, which reads it once
 
 
 @pytest.mark.parametrize(
-    ("enable", "load_only", "said"),
+    ("enable", "load_only", "setting"),
     [(True, False, None), (False, False, "no-enable"), (True, True, "load_only")],
 )
 def test_a_seed_checkpoint_is_reported(
-    enable: bool, load_only: bool, said: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    enable: bool, load_only: bool, setting: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = []
 
@@ -96,10 +96,10 @@ def test_a_seed_checkpoint_is_reported(
         checkpointer=SimpleNamespace(save=save),
         reporter=Reporter(is_logging_rank=True, steps=9),
     )
-    if said is None:
+    if setting is None:
         worker._save_seed_checkpoint(trainer)
         assert capsys.readouterr().out == f"saved the seed checkpoint: {tmp_path}/checkpoint/step-0\n"
     else:
-        with pytest.raises(UserError, match=f"saves nothing because of checkpoint.{said}: remove either"):
+        with pytest.raises(UserError, match=f"saves nothing because of checkpoint.{setting}: remove one"):
             worker._save_seed_checkpoint(trainer)
     assert saved == [(0, True)]

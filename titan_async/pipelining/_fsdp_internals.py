@@ -1,6 +1,6 @@
 """All uses of FSDP2's private state in this layer, for torch 2.11 to 2.14.
 
-`tests/pipelining/test_torch_internals.py` fails when one of these names is gone.
+`tests/pipelining/test_torch_internals.py` fails when one of these names is removed.
 """
 
 from typing import Any, NamedTuple
@@ -47,12 +47,13 @@ class FsdpParameters:
         self._params = [param for group in self._groups for param in group.fsdp_params]
         self._copies: dict[int, list[_Unsharded]] = {}
         self._installed = _OUTSIDE
-        self._gathering = False  # whether groups of the installed copy are still to be gathered
+        self.is_gathering = False
+        """Whether the next forward gathers the active copy."""
         self._check_supported()
 
     @property
     def sharded(self) -> list[nn.Parameter]:
-        """The parameters that the optimizer knows."""
+        """The parameters that the optimizer updates."""
         return [param.sharded_param for param in self._params]
 
     @property
@@ -67,33 +68,32 @@ class FsdpParameters:
         first forward with `copy` active. Call `finish_gather` after it, and before a shard changes.
         """
         self.reset_outside()
-        self._set_gradient_sync(
-            False
-        )  # until `reduce_grads`: a loss may run backwards before torch does this
+        # Until `reduce_grads`. A loss may run backwards before torch does this.
+        self._set_gradient_sync(False)
         self._install(copy)
-        self._gathering = True
+        self.is_gathering = True
         for group in self._groups[:2]:
             group.unshard(async_op=True)
 
     def finish_gather(self) -> None:
-        """Gather what no forward has gathered; the copy is active then. Does nothing at a later call."""
-        if not self._gathering:
+        """Gather what no forward has gathered; the copy is active then. Later calls do nothing."""
+        if not self.is_gathering:
             return
         for group, following in zip(self._groups, [*self._groups[1:], None], strict=True):
             group.unshard(async_op=True)
             if following is not None:  # overlaps with the copy-out of this one
                 following.unshard(async_op=True)
             group.wait_for_unshard()
-        self._gathering = False
+        self.is_gathering = False
 
     def activate(self, copy: int | None) -> None:
         """Put `copy` into the module, or its shards (None). FSDP puts in one that is being gathered."""
-        if self._gathering:
+        if self.is_gathering:
             if copy == self._installed:
                 return
             for group in self._groups:  # after an error: started all-gathers must not continue
                 group.wait_for_unshard()
-            self._gathering = False
+            self.is_gathering = False
         self._install(_OUTSIDE if copy is None else copy)
         state = ShardedState.SHARDED if copy is None else ShardedState.UNSHARDED
         for param in self._params:
@@ -101,11 +101,6 @@ class FsdpParameters:
             param.sharded_state = state
         for group in self._groups:
             group._sharded_state = state
-
-    @property
-    def is_gathering(self) -> bool:
-        """Whether the next forward gathers the active copy."""
-        return self._gathering
 
     def training_state(self) -> Any:
         """The training states of FSDP's hooks within a forward or backward, for `set_training_state`."""
@@ -150,7 +145,7 @@ class FsdpParameters:
         stream than that of the backwards, which then need not wait.
 
         Returns:
-            The sharded gradients, in the order of `sharded`; existing `.grad` is left alone.
+            The sharded gradients, in the order of `sharded`; existing `.grad` is not changed.
         """
         before = [param.sharded_param.grad for param in self._params]
         for param in self._params:
@@ -215,8 +210,8 @@ class FsdpParameters:
             local = param.sharded_param.to_local()
             if hasattr(local, "fsdp_pre_all_gather"):
                 raise NotImplementedError(
-                    f"the parameter {param._param_fqn} is a {type(local).__name__} with an all-gather of its "
-                    "own, of which Async2BW cannot keep two versions; use plain tensors"
+                    f"the parameter {param._param_fqn} is a {type(local).__name__} with its own all-gather, "
+                    "of which Async2BW cannot keep two versions; use plain tensors"
                 )
 
 

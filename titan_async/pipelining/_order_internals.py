@@ -1,7 +1,7 @@
 """The orders of operations of torch's schedules with several stages per rank, taken from torch itself.
 
 All uses of torch's private names for that in this layer; `tests/pipelining/test_programs.py` fails when one
-is gone or has another meaning.
+is removed or its meaning changes.
 """
 
 from types import SimpleNamespace

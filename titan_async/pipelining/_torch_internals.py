@@ -1,6 +1,6 @@
 """All uses of torch's private pipelining API in this layer, for torch 2.11 to 2.14.
 
-`tests/pipelining/test_torch_internals.py` fails when one of these names is gone.
+`tests/pipelining/test_torch_internals.py` fails when one of these names is removed.
 """
 
 import copy
@@ -194,8 +194,8 @@ def check_target_spec(args_chunk_spec: tuple | None, kwargs_chunk_spec: dict | N
     other = {spec.split_dim for spec in specs if isinstance(spec, TensorChunkSpec)} - {0}
     if other:
         raise ValueError(
-            f"inputs are split along dimension {min(other)}, and nothing says how the target is: "
-            "pass target_chunk_spec, TensorChunkSpec(0) if its dimension 0 is the batch"
+            f"inputs are split along dimension {min(other)}, so the target needs a target_chunk_spec: "
+            "pass TensorChunkSpec(0) if its dimension 0 is the batch"
         )
 
 
@@ -282,9 +282,8 @@ def outputs_to_send(stage: _PipelineStageBase, chunk_id: int) -> list[Tensor]:
     storages: set[int] = set()
     for index, output in enumerate(outputs):
         base = output._base if output._is_view() else output
-        if (
-            base.grad_fn is not None or not stage.has_backward
-        ):  # computed by this forward, or never written to
+        # Computed by this forward, or never written to.
+        if base.grad_fn is not None or not stage.has_backward:
             continue
         if not storages:
             tensors = [*filter(torch.is_tensor, inputs), *stage.submod.parameters(), *stage.submod.buffers()]

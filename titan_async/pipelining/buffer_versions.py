@@ -91,7 +91,7 @@ class BufferVersions:
             self._masters = None
 
     def deltas(self, version: int) -> list[Tensor]:
-        """What the batch of `version`, which is active, has changed in each buffer."""
+        """The change of each buffer in the batch of `version`, which is active."""
         self._track_replaced()
         # Compared by value: the kernels of batch norm write without incrementing autograd's version counter.
         return [_delta(copy.initial, copy.current) for copy in self._copies[version]]

@@ -245,8 +245,7 @@ class Executor:
         """Execute the instructions of a step or a drain; `forward` is that of the newest batch."""
         assert self.versions is not None
         if program and program[0].kind == "receive":
-            # Posted before all that may wait for the device: the previous stage may be waiting for it to
-            # send.
+            # Before anything that may wait for the device: the previous stage may need it in order to send.
             self._post_recv(program.pop(0).action)
         due = self.num_batches - 1
         if due in self._finished:  # the last stage finished it before the optimizer step
@@ -331,7 +330,7 @@ class Executor:
         if shapes != self._expected:
             raise ValueError(
                 f"stage {self._stage.stage_index} returned {_described(shapes)} for microbatch "
-                f"{action.microbatch}, but the pipeline was made for {_described(self._expected)}: return "
+                f"{action.microbatch}, but the pipeline expects {_described(self._expected)}: return "
                 "the same for all microbatches, and drain() before a batch whose outputs have other shapes"
             )
 
@@ -383,7 +382,7 @@ class Executor:
 
 
 def _without_gathering_pairs(program: list[Instruction], versions: Versions) -> Iterator[Instruction]:
-    """The instructions; a forward that gathers its weights runs before its backward instead of beside it."""
+    """The instructions, without pairs whose forward gathers its weights: it runs before the backward."""
     for instruction in program:
         if instruction.overlapped is not None and versions.weights.is_gathering:
             yield instruction._replace(overlapped=None)

@@ -211,7 +211,7 @@ class Overlap:
         self._backwards: _Queue | None = None
 
     def run(self, forward: Callable[[], None], backward: Callable[[], None], state: PairState) -> None:
-        """Run a forward and a backward that are independent of each other, by turns.
+        """Run a forward and a backward that are independent of each other, taking turns.
 
         The backward has the first turn: it starts its first all-to-all without any computation, and the first
         segment of the forward overlaps with it. With the forward first, nothing would overlap with its first

@@ -140,14 +140,14 @@ def wait_for_stage(works: Iterable[dist.Work], stage: _PipelineStageBase, other:
     """Wait for communication of `stage` with the stage `other`.
 
     Raises:
-        RuntimeError: naming both stages, if the other one is gone or does not answer in time.
+        RuntimeError: naming both stages, if the other one has failed or does not answer in time.
     """
     try:
         for work in works:
             wait_for_message(work, stage.device)
     except RuntimeError as error:
         raise RuntimeError(
-            f"stage {stage.stage_index} waits in vain for stage {other}: see what went wrong there "
+            f"stage {stage.stage_index} lost contact with stage {other}: see the error of that stage "
             f"({' '.join(str(error).split())})"
         ) from error
 

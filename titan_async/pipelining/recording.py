@@ -23,7 +23,7 @@ class Kind(IntEnum):
     """The kind of a span. The numbers are used in event files and never change their meaning."""
 
     IDLE = 0
-    """None of the others, within a step. Never recorded: the time that spans leave over."""
+    """None of the others, within a step. Never recorded: the time without a span."""
     STEP = 1
     """A training step, which contains the others, except SAVE, VALIDATE and GARBAGE_COLLECTION."""
     FORWARD = 2

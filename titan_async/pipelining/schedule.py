@@ -130,7 +130,7 @@ class ScheduleAsync2BW(PipelineScheduleSingle):
     ) -> None:
         if isinstance(stage, list | tuple):
             raise NotImplementedError(
-                "Async2BW runs one stage a rank: its pipeline never empties, so interleaved stages have no "
+                "Async2BW runs one stage per rank: its pipeline never empties, so interleaved stages have no "
                 "bubble to shorten; pass the stage itself"
             )
         check_shape(stage.num_stages, n_microbatches, lookahead, overlap)

@@ -36,7 +36,7 @@ from titan_async.pipelining.gradient_norm import connect_ranks
 __all__ = ["ShapeInference", "Signature", "infer_eagerly", "needs_warmup", "run_warmup", "signatures_of"]
 
 Signature = dict[str, str]
-"""What a microbatch consists of: the name of each leaf, and its shape and dtype, or its type."""
+"""The structure of a microbatch: the name of each leaf, and its shape and dtype, or its type."""
 
 
 def signatures_of(args: list, kwargs: list, targets: list | None, free_sizes: bool) -> list[Signature]:
@@ -87,9 +87,7 @@ class ShapeInference:
             for name in expected | found:
                 came, wanted = found.get(name, "missing"), expected.get(name, "no such input")
                 if came != wanted:
-                    raise ValueError(
-                        f"{name} of microbatch {index} is {came}, but expected was {wanted}: {hint}"
-                    )
+                    raise ValueError(f"{name} of microbatch {index} is {came}, expected {wanted}: {hint}")
 
     def infer(
         self,

@@ -56,7 +56,7 @@ class ShardedVersions:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The module's own, sharded parameters, which the optimizer knows."""
+        """The module's own, sharded parameters, which the optimizer updates."""
         return self._sharded
 
     @property
@@ -88,7 +88,7 @@ class ShardedVersions:
 
     @torch.no_grad()
     def finish_gather(self) -> None:
-        """Gather what the first forward on the active version has not used. Does nothing at a later call."""
+        """Gather what the first forward on the active version has not used. Later calls do nothing."""
         self._fsdp.finish_gather()
 
     def activate(self, version: int | None) -> None:
@@ -163,7 +163,7 @@ class ShardedVersions:
         return self._fsdp.reduce_grads()
 
     def check_unchanged(self) -> None:
-        """Refuse to go on with a module whose parameters are no longer those of the start.
+        """Refuse a module whose parameters have changed since the start.
 
         Raises:
             RuntimeError: if one was replaced or added.

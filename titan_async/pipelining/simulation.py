@@ -291,9 +291,8 @@ class _Simulation:
         self._events: list[tuple[float, int, _Rank | _Channel]] = []
         self._pushed = 0
         self._channels: dict[tuple[str, int], _Channel] = {}  # by kind and source stage
-        self._posts: dict[
-            Task, list[Task]
-        ] = {}  # receives to post when a task starts, by the tasks that send
+        # Receives to post when a task starts, by the tasks that send.
+        self._posts: dict[Task, list[Task]] = {}
         for edge, ahead in enumerate(timing.receives_ahead):
             if ahead is not None and self._rank_of[edge] is not self._rank_of[edge + 1]:
                 self._open("F", edge, edge + 1, ahead[0])

@@ -31,8 +31,8 @@ class TiedParameters:
         parameters: trainable parameters of its module; see `ScheduleAsync2BW`.
 
     Raises:
-        ValueError: if one is no trainable parameter of the module, or the stage is neither the first nor the
-            last one.
+        ValueError: if one is not a trainable parameter of the module, or the stage is neither the first nor
+            the last one.
     """
 
     def __init__(self, stage: _PipelineStageBase, parameters: Sequence[nn.Parameter]) -> None:
@@ -59,8 +59,8 @@ class TiedParameters:
         trainable = {id(p): name for name, p in stage.submod.named_parameters() if p.requires_grad}
         if len({id(p) for p in parameters} & trainable.keys()) < len(parameters):
             raise ValueError(
-                "tied_parameters must be different trainable parameters of the stage's module, as they are "
-                "when the schedule is made"
+                "tied_parameters must be different trainable parameters of the stage's module at the time "
+                "the schedule is created"
             )
         self._names = [trainable[id(parameter)] for parameter in parameters]
 

@@ -114,9 +114,7 @@ class Versions:
 
         The gradients are ready on `side_stream`.
         """
-        deltas = self._buffers.deltas(
-            version
-        )  # before the next batch writes to the tensors they are read from
+        deltas = self._buffers.deltas(version)  # before the next batch writes to these buffers
         with side_stream.running():
             return BatchGrads(self.weights.pop_grads(version), deltas)
 
@@ -127,7 +125,7 @@ class Versions:
                 grad.add_(parameter.grad)
 
     def accumulated_grads(self, finished: BatchGrads) -> list[Tensor | None]:
-        """What `.grad` will be after accumulated gradients are published."""
+        """The gradients that `.grad` will hold after `publish_grads`."""
         return [
             parameter.grad if grad is None else grad
             for parameter, grad in zip(self.parameters, finished.grads, strict=True)

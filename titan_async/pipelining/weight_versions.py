@@ -111,7 +111,7 @@ class WeightVersions:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The module's own trainable parameters, which the optimizer knows."""
+        """The module's own trainable parameters, which the optimizer updates."""
         return [weight.master for weight in self._weights]
 
     @property
@@ -223,11 +223,11 @@ class WeightVersions:
         return grads
 
     def check_unchanged(self) -> None:
-        """Refuse to go on with a module whose trainable parameters are no longer those of the start.
+        """Refuse a module whose trainable parameters have changed since the start.
 
         Raises:
             RuntimeError: if one was replaced, frozen, added, or changed its dtype or device.
-            NotImplementedError: if one has got a hook.
+            NotImplementedError: if one has a hook now.
         """
         if self._watch.changed() or not all(
             weight.master.dtype == weight.shadows[_HOME].dtype

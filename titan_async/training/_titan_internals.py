@@ -1,6 +1,6 @@
 """All private names of torch and torchtitan that the training layer uses.
 
-`tests/training/test_titan_internals.py` fails when one of them is gone.
+`tests/training/test_titan_internals.py` fails when one of them is removed.
 """
 
 from collections.abc import Callable, Iterator
@@ -57,9 +57,9 @@ def stages_of(schedule: _PipelineSchedule) -> list[_PipelineStageBase]:
 
 
 def wrap_waits(around: Callable[[Callable[[], None]], None]) -> None:
-    """Let all of torch's schedules in this process call `around` with the function of each wait for messages.
+    """Let all of torch's schedules in this process call `around` with each function that waits for messages.
 
-    Until the next call.
+    A later call replaces `around`.
     """
     schedules._wait_batch_p2p = lambda works: around(partial(_wait_batch_p2p, works))
 

@@ -27,18 +27,18 @@ _OURS = {
     CheckpointManager.Config: AsyncCheckpointer.Config,
     Validator.Config: AsyncValidator.Config,
 }
-"""Replacements of torchtitan's own sections, which keep their settings. Subclasses of users are kept."""
+"""Replacements of torchtitan's own sections, which keep their settings. Users' subclasses are kept."""
 
 
 def adopt(config: Any, *, recipe: str) -> AsyncTrainer.Config:
-    """A configuration with the same settings, which trains under Async2BW too.
+    """A configuration with the same settings that also trains under Async2BW.
 
     Args:
-        config: of a recipe function; not changed. An `AsyncTrainer.Config` is returned as it is.
+        config: of a recipe function; not changed. An `AsyncTrainer.Config` is returned unchanged.
         recipe: the function's name, for messages.
 
     Raises:
-        UserError: it is no `Trainer.Config`, or that of another trainer.
+        UserError: it is not a `Trainer.Config`, or that of another trainer.
     """
     if isinstance(config, AsyncTrainer.Config):
         return config
@@ -49,14 +49,14 @@ def adopt(config: Any, *, recipe: str) -> AsyncTrainer.Config:
         )
     if type(config) is not Trainer.Config:
         raise UserError(
-            f"the recipe {recipe} is for a trainer of its own ({type(config).__qualname__}), whose loop "
-            "knows no delayed gradients: derive that from titan_async.training.trainer.AsyncTrainer, or "
-            "choose another recipe"
+            f"the recipe {recipe} is for its own trainer ({type(config).__qualname__}), whose loop does not "
+            "support delayed gradients: derive it from titan_async.training.trainer.AsyncTrainer, or choose "
+            "another recipe"
         )
     changes = {
         field.name: derive(section, _OURS[type(section)])
         for field in dataclasses.fields(config)
         if type(section := getattr(config, field.name)) in _OURS
     }
-    training = dataclasses.replace(config.training, disable_cuda_graphs=True)  # they support no pipelines
+    training = dataclasses.replace(config.training, disable_cuda_graphs=True)  # no pipelines
     return derive(config, AsyncTrainer.Config, **changes, training=training, adopted=True)

@@ -1,4 +1,4 @@
-"""Callbacks of the training loop: what happens around a step, each concern in a class of its own."""
+"""Callbacks of the training loop: one class for each concern around a step."""
 
 from typing import Literal, NamedTuple
 
@@ -24,7 +24,7 @@ class Update(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What a step leaves to be reported."""
+    """The values of a step that are reported."""
 
     loss: Tensor
     """This rank's share of the batch's loss; 0 on a rank without the last stage."""
@@ -37,7 +37,7 @@ class Callback:
 
     `AsyncTrainer` calls each hook of all its callbacks, in the order of `AsyncTrainer.callbacks`, and
     `after_training` in reverse order. A component of torchtitan's trainer (optimizers, metrics, checkpointer,
-    validator) that is a `Callback` comes first. `trainer` is the trainer that calls.
+    validator) that is a `Callback` comes first. `trainer` is the calling trainer.
     """
 
     def before_training(self, trainer: Trainer) -> None:
@@ -62,7 +62,7 @@ class Callback:
         """The step is over, with the drain of the pipeline if a validation or a save follows."""
 
     def before_pause(self, trainer: Trainer) -> None:
-        """A validation, a save or the end of training follows: here a callback may wait for the device."""
+        """A validation, a save or the end of training follows; a callback may wait for the device."""
 
     def after_training(self, trainer: Trainer, reason: EndReason) -> None:
-        """Training has ended, for whatever reason."""
+        """Training has ended, for any reason."""

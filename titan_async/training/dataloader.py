@@ -34,7 +34,7 @@ _PREFETCHED = 16
 
 
 class TextDataLoader(ParallelAwareDataloader):
-    """Batches of packed text, tokenized while it is read or before.
+    """Batches of packed text, tokenized on the fly or in advance.
 
     Incomplete batches are dropped, because pipeline stages expect one shape. A checkpoint holds the position
     as JSON text, one for each data-parallel rank.
@@ -50,8 +50,8 @@ class TextDataLoader(ParallelAwareDataloader):
         "tokens" for the token files there, or "owner/name" of a dataset of the Hugging Face hub."""
 
         dataset_path: str | None = None
-        """File or folder (with all folders in it) of .txt, .jsonl, .jsonl.gz or .parquet to read; or, with
-        the dataset "tokens", a folder that tools/prepare_data.py has made."""
+        """File or folder, read recursively, of .txt, .jsonl, .jsonl.gz or .parquet; or, with the dataset
+        "tokens", a folder written by tools/prepare_data.py."""
 
         dataset_config: str | None = None
         """Name of the hub dataset's configuration, where it has several."""
@@ -75,27 +75,27 @@ class TextDataLoader(ParallelAwareDataloader):
         CPU, which give the same batches, and as many as before in a run that resumes."""
 
         prefetch_factor: int | None = None
-        """Batches that each worker has ready, of a microbatch each; by default 16."""
+        """Batches, of one microbatch each, that each worker prefetches; by default 16."""
 
         infinite: bool = True
         """Start over at the end of the data, in a new order; False ends after one epoch."""
 
         shuffle: bool = True
-        """Read the documents in an order of their own in each epoch."""
+        """Read the documents in a different order in each epoch."""
 
         data_seed: int = 0
         """Seed of the orders of all epochs."""
 
         source: Annotated[Callable[..., Iterable[Any]] | None, tyro.conf.Suppress] = None
-        """A function that returns an iterable of documents, in the place of a dataset: texts, or arrays of
-        the tokens of each. It is called for each epoch, and given those of `epoch`, `split`, `rank` and
-        `world_size` for which it has parameters. By default each rank and worker takes its share of what it
-        gives, and validation its fraction. An iterable, or iterator, with `state_dict` and `load_state_dict`
-        resumes by them, any other by being read again."""
+        """A function that returns an iterable of documents, each a text or an array of tokens, instead of a
+        dataset. It is called for each epoch, with those of `epoch`, `split`, `rank` and `world_size` that it
+        has parameters for. By default each rank and worker uses its share of the documents, and validation
+        its fraction. An iterable or iterator resumes by `state_dict` and `load_state_dict` if it has them,
+        and is read again otherwise."""
 
         accept_changed_data: bool = False
-        """Resume where the checkpoint stopped although local files have changed since it was saved; some
-        documents may then come again, and others never."""
+        """Resume at the checkpoint's position even if local files have changed since it was saved; some
+        documents may then be repeated, and others skipped."""
 
         def text_source(self) -> TextSource:
             """The part of this configuration that selects the text.
@@ -207,7 +207,7 @@ def _check(setting: str, saved: int, now: int) -> None:
     if saved != now:
         raise UserError(
             f"The checkpoint's data position is one of {setting} {saved}, not {now}: resume with {setting} "
-            f"{saved}, or keep it out of loading with checkpoint.exclude_from_loading."
+            f"{saved}, or exclude it with checkpoint.exclude_from_loading."
         )
 
 
@@ -216,10 +216,10 @@ def _check_files(saved: list[str], now: list[str]) -> None:
     if changed:
         others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         raise UserError(
-            f"The data have changed since the checkpoint was saved ({changed[0]}{others}), so that some "
-            "documents would come again and others never: put the files back as they were, accept that with "
-            "--dataloader.accept_changed_data, or begin the data anew with --checkpoint.exclude_from_loading "
-            "dataloader."
+            f"The data have changed since the checkpoint was saved ({changed[0]}{others}), so some documents "
+            "would be repeated and others skipped: restore the files, accept that with "
+            "--dataloader.accept_changed_data, or read the data from the start with "
+            "--checkpoint.exclude_from_loading dataloader."
         )
 
 
@@ -242,8 +242,8 @@ def _encode(tokenizer: BaseTokenizer, document: Any) -> Any:
     if document.min() < 0 or document.max() >= size:
         wrong = document.min() if document.min() < 0 else document.max()
         raise UserError(
-            f"dataloader.source gives the token {wrong}, but the tokenizer in hf_assets_path has {size} "
-            "entries: set hf_assets_path to the one that they were made with"
+            f"dataloader.source returned the token {wrong}, but the tokenizer in hf_assets_path has {size} "
+            "entries: set hf_assets_path to the tokenizer of these tokens"
         )
     return document
 
@@ -278,7 +278,6 @@ def plain_worker_errors() -> Iterator[None]:
 
 def _worker_died(how: str) -> UserError:
     return UserError(
-        f"A process that loads data has ended ({how}): perhaps there was too little memory, of which fewer "
-        "dataloader.num_workers or a lower dataloader.prefetch_factor need less; start again, and the run "
-        "goes on from its last checkpoint."
+        f"A data loader worker has died ({how}), perhaps for lack of memory: lower dataloader.num_workers or "
+        "dataloader.prefetch_factor, and start the run again, which resumes from its last checkpoint."
     )

@@ -13,7 +13,7 @@ __all__ = ["adapt_to_cpu", "prepare_config"]
 
 
 def prepare_config(config: Any) -> Any:
-    """A copy of an `AsyncTrainer.Config` from which torchtitan's `Trainer` can build what it trains."""
+    """A copy of an `AsyncTrainer.Config` from which torchtitan's `Trainer` can be built."""
     config = overlap.adapt_config(adapt_to_cpu(config))
     model_spec = balance_model_spec(config.model_spec, config.pipeline)
     return dataclasses.replace(

@@ -81,7 +81,7 @@ class AsyncTrainer(Trainer):
         """Whether this was torchtitan's `Trainer.Config`; see `adopt`."""
 
         def __post_init__(self) -> None:
-            # By name: a dataclass with slots is another class than the one super() would look for.
+            # Not super(): `slots=True` replaces the class that super() refers to.
             Trainer.Config.__post_init__(self)
             if delays_gradients(self.parallelism):
                 check_supported(self)
@@ -119,7 +119,7 @@ class AsyncTrainer(Trainer):
             [(stage.stage_index, stage.submod) for stage in stages] or enumerate(self.model_parts)
         )
         gradients = GradientCheck(self.skipped, search, self._deferred, self.reporter)
-        # The forward and the backward of a pair take their time together.
+        # The two halves of an overlapped pair have no separate times.
         timed = stages if not overlaps(config) else []
         self.stage_timer = StageTimer(timed, self.device, self.reporter.warn) if timed else None
         validator = self.validator if config.validator.enable else None
@@ -165,7 +165,7 @@ class AsyncTrainer(Trainer):
                 callback.after_training(self, reason)
 
     def train_step(self, data_iterator: Iterator[Microbatch]) -> None:
-        """Train on one batch, and update with whichever batch's gradient is complete then."""
+        """Train on one batch, and update with the gradient that is complete then, if any."""
         if self._first_step is None:
             self._first_step = self.step - 1
             self._start()
@@ -208,7 +208,7 @@ class AsyncTrainer(Trainer):
         global_valid_tokens = global_valid_tokens.clamp(min=1)
 
         if self.delayed:
-            # The weights of the next batch, which a checkpoint holds too, are valid until now.
+            # A checkpoint that is being staged holds the weights of the next batch, valid until `step`.
             self.checkpointer.maybe_wait_for_staging()
             self._set_delay(self.step > self.synchronous_steps)
         for callback in self.callbacks:
@@ -260,7 +260,7 @@ class AsyncTrainer(Trainer):
         label_mbs: list[torch.Tensor],
         global_valid_tokens: torch.Tensor,
     ) -> torch.Tensor:
-        """As torchtitan's, which copies a loss of -1 on ranks without the last stage: that synchronizes."""
+        """Like torchtitan's, but without its copy of a loss of -1 on other stages, which synchronizes."""
         ready = [self.post_dataloading_process(*each) for each in zip(input_dict_mbs, label_mbs, strict=True)]
         losses: list[torch.Tensor] | None = [] if self.pp_has_last_stage else None
         with self.train_context():
@@ -277,7 +277,7 @@ class AsyncTrainer(Trainer):
         return torch.stack(losses).sum().to(self.device)
 
     def _update(self) -> None:
-        """Update, unless the gradient is not finite: decided on the device, if all optimizers can."""
+        """Update unless the gradient is not finite; decided on the device if all optimizers support it."""
         with self.recording.span(Kind.CLIP, self.step):
             for callback in self.callbacks:
                 callback.before_clip(self)
@@ -316,19 +316,19 @@ class AsyncTrainer(Trainer):
                 self.optimizers.zero_grad()
 
     def _settle(self) -> None:
-        """Do what synchronizes with the device, before a pause."""
+        """Run what may wait for the device, before a pause."""
         self._deferred.run()
         for callback in self.callbacks:
             callback.before_pause(self)
 
     def _save_at_the_end_of_data(self) -> None:
-        self.step -= 1  # the one for which there was no batch
+        self.step -= 1  # there was no batch for this step
         self.wait_limits.begin(["save"])
         self._drain_and_update()
         self._settle()
         self.checkpointer.save(self.step, last_step=True)
         self.reporter.log(
-            f"the data ended after step {self.step} of {self.config.training.steps}; give more text, or set "
+            f"the data ended after step {self.step} of {self.config.training.steps}; add more text, or set "
             "dataloader.infinite"
         )
 
@@ -350,7 +350,7 @@ class AsyncTrainer(Trainer):
         )
 
     def _collect_garbage(self, reason: str, generation: int = 1) -> None:
-        """Replaces torchtitan's function of the same arguments, which it calls between steps."""
+        """Replaces torchtitan's function with the same arguments, which it calls between steps."""
         with self.recording.span(Kind.GARBAGE_COLLECTION, self.step):
             GarbageCollection.collect(reason, generation)
 

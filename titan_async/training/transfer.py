@@ -19,7 +19,7 @@ Microbatch = tuple[dict[str, Tensor], Tensor]
 
 
 class HostCopy:
-    """A copy of a tensor's present values, for the host to read later."""
+    """A copy of a tensor's current values, for the host to read later."""
 
     def __init__(self, tensor: Tensor) -> None:
         on_device = tensor.device.type != "cpu"
@@ -31,7 +31,7 @@ class HostCopy:
             self._copied.record(torch.accelerator.current_stream(tensor.device))
 
     def read(self) -> Tensor:
-        """The values, on the host. Waits for the work that was launched before the copy, and no other."""
+        """The values, on the host. Waits only for the work that was launched before the copy."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._copy
@@ -57,10 +57,10 @@ class Deferred:
 
 
 class Upload:
-    """Copies batches to a device from pinned memory, on a stream of its own.
+    """Copies batches to a device from pinned memory, on its own stream.
 
     A batch is copied when it is read, just before its step is launched. The device is then still busy with
-    the previous step, so the copy overlaps with it, and no data are read ahead of a checkpoint's position.
+    the previous step, so the copy overlaps with it, and no data are read ahead of a checkpoint.
 
     Args:
         device: on a CPU nothing is copied.

@@ -31,7 +31,7 @@ class AsyncValidator(Validator, Recorded, Callback):
         """DataLoader configuration for validation"""
 
     last_step: int | None = None
-    """A step after which to validate, whatever `freq` says."""
+    """A step after which to validate, whatever `freq` is."""
 
     def before_first_step(self, trainer: Trainer) -> None:
         """Note the last step."""

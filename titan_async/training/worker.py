@@ -1,11 +1,11 @@
 """One training process: `python -m titan_async.training.worker RECIPE.toml [flags]`, started by the launcher.
 
-A user's mistake, and a rank that hangs, are one sentence, which the launcher prints once for all ranks. Any
+User errors and hung ranks are reported as one sentence, which the launcher prints once for all ranks. Any
 other exception is printed here with its traceback, before this process closes its connections; ranks that
 fail because of that print nothing. If NCCL's watchdog aborts this process, the launcher reads its message
 from stderr.
 
-The exit status is 0; 2 for a user's mistake; 128 plus the signal's number after a SIGTERM or Ctrl-C without a
+The exit status is 0; 2 for a user error; 128 plus the signal's number after a SIGTERM or Ctrl-C without a
 save; 1 otherwise. Without our launcher it is 130 after any Ctrl-C.
 """
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _enable_expandable_segments() -> None:
     """Avoid fragmentation of an accelerator's memory, unless the user has configured the allocator.
 
-    Torch reads the variable when it is imported.
+    torch reads the variable when it is imported.
     """
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     if not any(name in os.environ for name in names):
@@ -66,7 +66,7 @@ def _enable_expandable_segments() -> None:
 
 
 def _print_once(sentence: str) -> None:
-    """Print a sentence that all ranks have, on rank 0: there is no launcher of ours to print it."""
+    """Print on rank 0 a sentence that all ranks have, since no launcher of ours prints it."""
     if os.environ.get("RANK", "0") == "0":
         print(" ".join(sentence.split()), file=sys.stderr, flush=True)
     else:
@@ -74,12 +74,12 @@ def _print_once(sentence: str) -> None:
 
 
 def _discard_unwritten_output() -> None:
-    """Keep output that a full disk has not taken from changing the exit status."""
+    """Prevent output that cannot be written, to a full disk, from changing the exit status."""
     try:
         sys.stdout.flush()
     except OSError:
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 1)
+        with open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), 1)
 
 
 def _train(argv: list[str], until_end: contextlib.ExitStack) -> int:
@@ -126,10 +126,10 @@ def _train(argv: list[str], until_end: contextlib.ExitStack) -> int:
     except PreemptedError as stopped:
         status = 128 + stopped.request
     except (CheckpointException, FileNotFoundError) as error:
-        mistake = _checkpoint_mistake(error, config)
-        if mistake is None:
+        user_error = _checkpoint_error(error, config)
+        if user_error is None:
             raise
-        raise mistake from error
+        raise user_error from error
     except Exception as error:
         seconds = timeout_of(error)
         if seconds is None:
@@ -149,24 +149,24 @@ def _save_seed_checkpoint(trainer) -> None:
     if not trainer.checkpointer.save(curr_step=0, last_step=True):
         setting = "load_only" if checkpoint.enable else "no-enable"
         raise UserError(
-            f"checkpoint.create_seed_checkpoint saves nothing because of checkpoint.{setting}: remove either"
+            f"checkpoint.create_seed_checkpoint saves nothing because of checkpoint.{setting}: remove one"
         )
     folder = os.path.join(trainer.config.dump_folder, checkpoint.folder, "step-0")
     trainer.reporter.log(f"saved the seed checkpoint: {folder}")
 
 
 def check_restarts() -> None:
-    """Refuse a torchrun whose restarts fail.
+    """Refuse a torchrun whose restarts may fail.
 
-    It keeps one store for all attempts. Restarted processes sometimes find the addresses of dead ones there,
-    and cannot connect, or hang.
+    It keeps one store for all attempts, in which restarted processes may find the addresses of dead ones;
+    they then cannot connect, or hang.
     """
     environ = os.environ
     restarts = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     if restarts and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise UserError(
-            f"torchrun --max-restarts {restarts} lets processes that start again look for those that are "
-            "gone: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, on every node"
+            f"with torchrun --max-restarts {restarts}, restarted processes may connect to dead ones: set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, on every node"
         )
 
 
@@ -179,7 +179,7 @@ def _quiet() -> None:
     logging.getLogger("titan_async").setLevel(level or logging.WARNING)
     # torchtitan advises to add the last stage's rank to LOG_RANK; here rank 0 prints its loss.
     os.environ.setdefault("LOG_RANK", ",".join(map(str, range(int(os.environ.get("WORLD_SIZE", "1"))))))
-    for message in (  # warnings of libraries about libraries
+    for message in (  # warnings about calls inside libraries
         "'set_vital' is deprecated",
         "To get the last learning rate",
         "DTensor random operators",
@@ -194,7 +194,7 @@ def _quiet() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def _checkpoint_mistake(error: Exception, config) -> UserError | None:
+def _checkpoint_error(error: Exception, config) -> UserError | None:
     """The error for a checkpoint that does not match the recipe; None for any other error."""
     folder = os.path.join(config.dump_folder, config.checkpoint.folder)
     text = str(error)
@@ -202,13 +202,13 @@ def _checkpoint_mistake(error: Exception, config) -> UserError | None:
         return UserError(" ".join(text.split()))
     if "Missing key" in text and "dataloader" in text:
         return UserError(
-            f"the checkpoint in {folder} holds the model alone and cannot be resumed; set "
+            f"the checkpoint in {folder} holds only the model and cannot be resumed; set "
             "checkpoint.initial_load_path to it and choose another dump_folder"
         )
     if "Missing key" in text or "Size mismatch" in text or "size mismatch" in text:
         return UserError(
-            f"the checkpoint in {folder} is of another model or optimizer than this recipe; choose another "
-            "dump_folder, or remove the old checkpoint"
+            f"the checkpoint in {folder} does not match the model or optimizer of this recipe; choose "
+            "another dump_folder, or remove the old checkpoint"
         )
     return None
 

@@ -50,7 +50,7 @@ from titan_async.training.telemetry.recording import Recorded
 __all__ = ["AsyncCheckpointer", "existing_state", "save_for_resuming"]
 
 _POSITION = "dataloader.dp_rank_"
-"""In the key of each data-parallel rank's position in the data."""
+"""Part of the keys of the data-parallel ranks' positions in the data."""
 
 
 class AsyncCheckpointer(CheckpointManager, Recorded):
@@ -73,14 +73,14 @@ class AsyncCheckpointer(CheckpointManager, Recorded):
     def __init__(self, config: Config, **parts: Any) -> None:
         super().__init__(config, **parts)
         if self.enable and "://" not in self.folder:
-            # torchtitan's own removal skips the last save, and counts folders that are no checkpoints.
+            # torchtitan's own removal skips the last save, and counts folders that are not checkpoints.
             self._keep_latest_k, self.keep_latest_k = self.keep_latest_k, 0
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:
         """See `BaseCheckpointManager`.
 
         Raises:
-            UserError: the disk does not take this checkpoint, or the previous one, saved in the background.
+            UserError: this checkpoint, or the previous one saved in the background, cannot be written.
         """
         if not saves_at(self, curr_step, last_step):
             return super().save(curr_step, last_step)
@@ -96,7 +96,7 @@ class AsyncCheckpointer(CheckpointManager, Recorded):
     def load(self, step: int = -1) -> bool:
         """See `BaseCheckpointManager`. A collective.
 
-        Options of the optimizers and learning rates are those of this run, whatever the checkpoint holds.
+        Options of the optimizers and learning rates are those of this run, not the checkpoint's.
         """
         there = complete_steps(Path(self.folder)) if self.enable else []
         loaded = super().load(step)
@@ -104,8 +104,8 @@ class AsyncCheckpointer(CheckpointManager, Recorded):
             return False
         if there and self.initial_load_path:
             self.report(
-                f"checkpoint.initial_load_path is not read: {self.folder} has checkpoints, and the run goes "
-                f"on from step {there[-1] if step == -1 else step}"
+                f"checkpoint.initial_load_path is not read: {self.folder} has checkpoints, and the run "
+                f"resumes from step {there[-1] if step == -1 else step}"
             )
         schedulers, optimizers = self.states.get(LR_SCHEDULER), self.states.get(OPTIMIZER)
         if isinstance(schedulers, LRSchedulersContainer):
@@ -145,7 +145,7 @@ class AsyncCheckpointer(CheckpointManager, Recorded):
         folders = step_folders(Path(self.folder))
         saved = next((step for step, path in folders if path == self._saving), None)
         if saved is not None and self.async_mode != AsyncMode.DISABLED:
-            # A rank that knew earlier of the end of this save may have made the folder of the next one.
+            # A rank that has seen the end of this save earlier may have created the next save's folder.
             folders = [(step, path) for step, path in folders if step <= saved]
         others = [path for _, path in folders if path != self._saving]
         complete = [path for path in others if is_complete(path)]
@@ -169,7 +169,7 @@ class AsyncCheckpointer(CheckpointManager, Recorded):
             if not on_disk:
                 raise
             if dist.get_rank() == 0 and not (self._saving / INDEX).exists():
-                # No rank writes any more. An incomplete checkpoint takes space.
+                # No rank is writing any more, and an incomplete checkpoint takes space.
                 shutil.rmtree(self._saving, ignore_errors=True)
             raise write_error(self._saving, on_disk[0]) from error
 
@@ -200,7 +200,7 @@ class AsyncCheckpointer(CheckpointManager, Recorded):
     def _check_positions(self, state_dict: dict[str, Any], keys: Collection[str]) -> None:
         loader, positions = state_dict.get("dataloader"), [key for key in keys if _POSITION in key]
         if isinstance(loader, TextDataLoader) and positions:
-            loader.check_degree(len(positions))  # or there may be none of this rank
+            loader.check_degree(len(positions))  # with another degree this rank may have none
 
     def dcp_save(
         self,
@@ -284,7 +284,7 @@ def _set_learning_rates(schedulers: LRSchedulersContainer) -> None:
 
 
 def _of_all_ranks(lines: Sequence[str]) -> list[str]:
-    """The lines of all ranks without duplicates: a stage knows its own parameters only. A collective."""
+    """The lines of all ranks without duplicates: each stage has its own parameters only. A collective."""
     if dist.get_backend() == "fake":
         return list(lines)
     everyone: list[Any] = [()] * dist.get_world_size()

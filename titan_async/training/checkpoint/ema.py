@@ -21,7 +21,7 @@ class EmaConfig:
     decay: float = 0.0
     """The decay of the average at each update, such as 0.999; the weights are added with a share of 1 -
     decay. The average starts from the weights before the first update. 0 keeps no average. It costs a copy of
-    the parameters, sharded as they are."""
+    the parameters, with their sharding."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
@@ -37,7 +37,7 @@ def keeps_average(config: Trainer.Config) -> bool:
 
 
 class WeightAverage(Callback):
-    """An exponential moving average of trainable parameters, on each rank of its own shards.
+    """An exponential moving average of trainable parameters; each rank averages its own shards.
 
     Args:
         parts: modules whose parameters' names are unique among them. An average has its parameter's dtype,
@@ -57,8 +57,8 @@ class WeightAverage(Callback):
         self._begun = False
 
     def before_clip(self, trainer: Trainer) -> None:
-        """Start from the weights before the first update: later than the first batch, which makes the copies
-        of tied weights equal."""
+        """Start from the weights before the first update; the first batch has made copies of tied weights
+        equal."""
         self.begin()
 
     def after_update(self, trainer: Trainer, update: Update) -> None:
@@ -68,17 +68,17 @@ class WeightAverage(Callback):
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Start from the present weights, unless it has started or was loaded."""
+        """Start from the current weights, unless it has started or was loaded."""
         if not self._begun:
             torch._foreach_copy_(*self._local())
             self._begun = True
 
     @torch.no_grad()
     def update(self, skip: Tensor | None = None) -> None:
-        """Include the present weights, which an update has just changed. No communication.
+        """Include the weights of the latest update. No communication.
 
         Args:
-            skip: a scalar on the device; where it is true, the average stays as it is.
+            skip: a bool scalar on the device; if it is true, the average does not change.
         """
         for average, weight in zip(*self._local(), strict=True):
             average.lerp_(weight if skip is None else torch.where(skip, average, weight), 1 - self._decay)

@@ -24,18 +24,18 @@ __all__ = [
 
 
 def write_error(folder: Path, error: OSError) -> UserError:
-    """The error for a checkpoint that the file system did not take."""
+    """The error for a checkpoint that cannot be written."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    fix = "make room there" if full else "make that folder writable"
+    fix = "free some space there" if full else "make that folder writable"
     last = _last_other(folder)
-    then = "starts anew" if last is None else f"goes on from step {last}"
+    then = "starts from scratch" if last is None else f"resumes from step {last}"
     return UserError(
         f"cannot save {folder}: {os.strerror(error.errno or 0)}; {fix}, and the same command {then}"
     )
 
 
 def _last_other(folder: Path) -> int | None:
-    """The last complete step beside the one in `folder`."""
+    """The last complete step other than that of `folder`."""
     steps = [step for step in complete_steps(folder.parent) if folder.name != f"step-{step}"]
     return steps[-1] if steps else None
 
@@ -63,9 +63,9 @@ def explain_damage(folder: Path) -> Iterator[None]:
 def _damaged(folder: Path, why: str) -> UserError:
     last = _last_other(folder)
     if last is None:
-        fix = "take another checkpoint, or remove that folder to start anew"
+        fix = "use another checkpoint, or remove that folder to start from scratch"
     else:
-        fix = f"remove that folder to go on from step {last}"
+        fix = f"remove that folder to resume from step {last}"
     return UserError(f"the checkpoint {folder} is damaged: {why}; {fix}")
 
 
@@ -73,7 +73,7 @@ def check_index(folder: Path) -> None:
     """Check that a checkpoint has a readable index, without running anything that it may contain.
 
     Raises:
-        UserError: it has not.
+        UserError: the index is missing or damaged.
     """
     with explain_damage(folder):
         ChecksumReader(folder)

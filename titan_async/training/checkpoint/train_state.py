@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run beyond torchtitan's own state: the entries of `train_state` added here."""
+"""The entries that this project adds to torchtitan's `train_state` in checkpoints."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +25,7 @@ RANDOM_STATE = "random_state"
 
 
 class TrainState:
-    """State to be saved beside torchtitan's. What a loaded checkpoint lacks stays as it is.
+    """State that is saved in addition to torchtitan's. Loading leaves what a checkpoint lacks unchanged.
 
     Args:
         part: this rank's stage, or its first.
@@ -78,7 +78,7 @@ def _restore_random_state(states: Mapping[str, torch.Tensor], device: torch.devi
 
 
 def layout_key(dims: ParallelDims, rank: int, device: torch.device) -> str:
-    """Names one rank of one layout: a generator's state has a meaning there only.
+    """The name of a rank in a layout; a generator's state is valid only there.
 
     Without dots, which separate the levels of a checkpoint's keys.
     """

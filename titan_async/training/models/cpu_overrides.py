@@ -196,7 +196,7 @@ def applying(replacements: Mapping[type, str], config) -> list[str]:
 def _create_attention_mask(
     mask_mod: Callable, B: int, H: int | None, Q_LEN: int, KV_LEN: int, *, device: Any, **unused: Any
 ) -> Tensor:
-    """A bool mask [B, H or 1, Q_LEN, KV_LEN], computed once a microbatch for all layers.
+    """A bool mask [B, H or 1, Q_LEN, KV_LEN], computed once per microbatch for all layers.
 
     `mask_mod` is pointwise, as FlexAttention requires. It is called once, with index tensors that broadcast;
     `create_mask` computes the same by four nested `vmap`, which take longer than a small layer.

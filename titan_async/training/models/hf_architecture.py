@@ -58,7 +58,7 @@ def describe(spec: ModelSpec, seq_len: int) -> dict[str, Any]:
         seq_len: of training, which becomes `max_position_embeddings`.
 
     Raises:
-        UserError: no model of transformers computes the same, as far as is known here.
+        UserError: no architecture of transformers that is known here computes the same.
 
     Examples:
         >>> from titan_async.config.recipe_file import resolve
@@ -137,9 +137,7 @@ def _qwen3_moe(spec: ModelSpec, layer: Any) -> dict[str, Any]:
         or router.num_expert_groups is not None
         or router.route_scale != 1.0
     ):
-        raise _unknown(
-            spec, "its experts are not those of Qwen3's mixtures, without a shared one and a balancing bias"
-        )
+        raise _unknown(spec, "its experts are not Qwen3's, which have no shared expert and no balancing bias")
     return {
         **common,
         "moe_intermediate_size": moe.routed_experts.inner_experts.hidden_dim,
@@ -168,7 +166,7 @@ def _deepseek_v3(spec: ModelSpec, layer: Any) -> dict[str, Any]:
     if spec.model.mtp_layers:
         raise _unknown(spec, "it has layers that predict several tokens")
     if spec.model.enable_weight_tying:
-        raise _unknown(spec, "torchtitan writes no DeepSeek-V3 with tied embeddings")
+        raise _unknown(spec, "torchtitan does not support tied embeddings of DeepSeek-V3")
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
@@ -191,7 +189,7 @@ def _sigmoid_experts(spec: ModelSpec, layer: Any, family: str) -> dict[str, Any]
     dense = [layer.moe is None for layer in layers]
     common = {"first_k_dense_replace": sum(dense)}
     if dense != sorted(dense, reverse=True):
-        raise _unknown(spec, "layers without experts follow on layers with experts")
+        raise _unknown(spec, "layers without experts follow layers with experts")
     if layer.moe is None:
         return {**common, "intermediate_size": layer.feed_forward.w1.out_features}
     moe, router = layer.moe, layer.moe.router
@@ -268,7 +266,7 @@ def _fields_of(rope: RoPE.Config, names: dict[str, str]) -> dict[str, Any]:
 
 
 def _unknown(spec: ModelSpec, why: str) -> UserError:
-    return UserError(f"the model {spec.name} {spec.flavor} has no form in Hugging Face's format here: {why}")
+    return UserError(f"the model {spec.name} {spec.flavor} cannot be written in Hugging Face's format: {why}")
 
 
 def export_warning(config: Trainer.Config) -> str | None:

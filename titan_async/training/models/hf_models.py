@@ -86,7 +86,7 @@ class _Fields:
     def integer(self, name: str, *, least: int = 1, most: int = _MOST) -> int:
         value = self.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise self._wrong(name, f"a whole number from {least} to {most}")
+            raise self._wrong(name, f"an integer from {least} to {most}")
         return value
 
     def number(self, name: str) -> float:
@@ -201,7 +201,7 @@ def _spec(
 
 
 def _ends(fields: _Fields, *, tied: bool) -> dict[str, Any]:
-    """The fields of a decoder's configuration beside its layers."""
+    """The fields of a decoder's configuration other than its layers."""
     width, vocabulary = fields.integer("hidden_size"), fields.integer("vocab_size")
     return {
         "dim": width,
@@ -323,7 +323,7 @@ def _sigmoid_experts(fields: _Fields, layer: int) -> MoE.Config | None:
     if groups > 1 and fields.integer("n_routed_experts") < 2 * groups:
         raise ValueError(f"n_group is {groups}, and must leave two experts or more in a group")
     if chosen > groups:
-        raise ValueError(f"topk_group is {chosen}, of which n_group, {groups}, has not as many")
+        raise ValueError(f"topk_group is {chosen}, which exceeds n_group, {groups}")
     return _experts(
         fields,
         "n_routed_experts",
@@ -348,7 +348,7 @@ def _experts(
     width, experts = fields.integer("hidden_size"), fields.integer(number)
     top_k = fields.integer("num_experts_per_tok")
     if top_k > experts:
-        raise ValueError(f"num_experts_per_tok is {top_k}, of which {number}, {experts}, has not as many")
+        raise ValueError(f"num_experts_per_tok is {top_k}, which exceeds {number}, {experts}")
     return make_moe_config(
         num_experts=experts,
         router=make_router_config(

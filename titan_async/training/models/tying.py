@@ -85,7 +85,7 @@ def update_model(config: Trainer.Config, *, tied_stages: bool) -> None:
     ]
     if shardings[0] != shardings[1]:
         raise ValueError(
-            "its embedding and head are one weight, which tensor parallelism would divide in two ways on the "
+            "its embedding and head are tied, but tensor parallelism would shard them differently on the "
             f"first and the last stage ({shardings[0]} and {shardings[1]}): give both the same sharding, or "
             "set parallelism.pipeline_parallel_degree to 1"
         )

@@ -145,7 +145,7 @@ class SoapConfig(Configurable.Config):
     """Updates between two computations of the eigenbases."""
 
     max_precondition_dim: int = 10_000
-    """Sides of a matrix that are longer have no preconditioner."""
+    """Dimensions of a matrix that are longer have no preconditioner."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -207,7 +207,7 @@ def named_groups(config: Sections) -> list[ParamGroupConfig]:
 def _options(section: Configurable.Config) -> dict[str, Any]:
     """The settings of a section as arguments of its optimizer."""
     options = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
-    options.pop("bucket_mb", None)  # holds for all groups together
+    options.pop("bucket_mb", None)  # applies to all groups together
     if "beta1" in options:
         options["betas"] = options.pop("beta1"), options.pop("beta2")
     return options
@@ -223,7 +223,7 @@ def soap_class() -> type[torch.optim.Optimizer]:
         return importlib.import_module("pytorch_optimizer").SOAP  # type: ignore[no-any-return]
     except ImportError as error:
         raise UserError(
-            "the optimizer SOAP is that of the package pytorch-optimizer, which cannot be imported "
+            "the optimizer SOAP needs the package pytorch-optimizer, which cannot be imported "
             f'({error}): pip install "pytorch-optimizer>=4.1,<5", or choose another optimizer.name'
         ) from error
 
@@ -272,7 +272,7 @@ class AsyncLRSchedulers(LRSchedulersContainer):
         ) -> LRSchedulersContainer:
             """See `LRSchedulersContainer.Config`."""
             resolved = dataclasses.replace(self, warmup_steps=self.resolved_warmup_steps(training_steps))
-            # By name: a dataclass with slots is another class than the one super() would look for.
+            # Not super(): `slots=True` replaces the class that super() refers to.
             return LRSchedulersContainer.Config.build(  # type: ignore[no-any-return]
                 resolved, optimizers=optimizers, training_steps=training_steps
             )

@@ -104,8 +104,8 @@ class AsyncOptimizers(OptimizersContainer, Callback):
             """A copy in which an optimizer of any package updates the parameters whose names match.
 
             Other parameters keep theirs. Of two calls the later one takes precedence. Checkpoints, error
-            feedback and sharded parameters are supported; an optimizer that cannot is refused before training
-            starts.
+            feedback and sharded parameters work; an optimizer that does not support them is refused before
+            training starts.
 
             Args:
                 optimizer: any subclass of `torch.optim.Optimizer` whose step needs gradients alone.
@@ -114,9 +114,27 @@ class AsyncOptimizers(OptimizersContainer, Callback):
                     `optimizer.param_groups.0.optimizer_kwargs` in recipe files and flags.
 
             Raises:
-                UserError: it is no such class, or an option has another type.
+                UserError: it is not such a class, or an option has another type.
             """
-            return _using(self, optimizer, pattern, options)
+            if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
+                raise UserError(
+                    f"optimizer.using takes a subclass of torch.optim.Optimizer, not {optimizer!r}"
+                )
+            for key, value in options.items():
+                if not _is_plain(value):
+                    raise UserError(
+                        f"the option {key} of {optimizer.__name__} is a {type(value).__name__}, but a recipe "
+                        "holds numbers, strings, booleans and lists of them: set it in a subclass"
+                    )
+            name, classes = optimizer.__name__, self.classes
+            if FACTORIES.get(name) is not optimizer:
+                if name in FACTORIES or classes.get(name, optimizer) is not optimizer:
+                    name = f"{optimizer.__module__}.{name}"
+                classes = {**classes, name: optimizer}
+            first = ParamGroupConfig(pattern=pattern, optimizer_name=name, optimizer_kwargs=options)
+            # Groups after a pattern that matches everything are empty.
+            others = [] if pattern == ".*" else [g for g in self.resolved_groups() if g.pattern != pattern]
+            return dataclasses.replace(self, param_groups=[first, *others], classes=classes)
 
         def class_of(self, name: str) -> type[torch.optim.Optimizer] | None:
             """The optimizer of another package with this name in groups, or None.
@@ -138,7 +156,7 @@ class AsyncOptimizers(OptimizersContainer, Callback):
                     re.compile(group.pattern)
                 except re.error as error:
                     raise ValueError(
-                        f"optimizer.param_groups pattern '{group.pattern}' is no regular expression: {error}"
+                        f"optimizer.param_groups: {group.pattern!r} is not a regular expression: {error}"
                     ) from None
 
     changed: Sequence[str] = ()
@@ -300,8 +318,8 @@ class AsyncOptimizers(OptimizersContainer, Callback):
     def step_was_skipped(self) -> bool:
         """Whether an optimizer found a non-finite gradient, and skipped its step.
 
-        False if only the device knows (`set_found_inf`). Known on the ranks that share these parameters, and
-        not on other stages of a pipeline.
+        False if the decision is on the device (`set_found_inf`). True only on the ranks that share these
+        parameters, and not on other stages of a pipeline.
         """
         return any(getattr(optimizer, "step_was_skipped", False) for optimizer in self.optimizers)
 
@@ -328,7 +346,7 @@ class AsyncOptimizers(OptimizersContainer, Callback):
         }
 
     def notes(self) -> list[str]:
-        """Warnings of a cost: the optimizers for which parameters are gathered at each step."""
+        """Warnings about optimizers for which parameters are gathered at each step, which is costly."""
         gathering = {
             type(each.optimizer).__name__
             for optimizer in self.optimizers
@@ -346,34 +364,6 @@ class AsyncOptimizers(OptimizersContainer, Callback):
             while isinstance(optimizer, ErrorFeedback | PlainTensorOptimizer):
                 optimizer = optimizer.optimizer
             yield optimizer
-
-
-def _using(
-    config: AsyncOptimizers.Config,
-    optimizer: type[torch.optim.Optimizer],
-    pattern: str,
-    options: dict[str, Any],
-) -> AsyncOptimizers.Config:
-    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
-        raise UserError(
-            f"optimizer.using takes a class of optimizers, a subclass of torch.optim.Optimizer, "
-            f"not {optimizer!r}"
-        )
-    for key, value in options.items():
-        if not _is_plain(value):
-            raise UserError(
-                f"the option {key} of {optimizer.__name__} is a {type(value).__name__}, but a recipe holds "
-                "numbers, strings, truth values and lists of them: set it in a subclass"
-            )
-    name, classes = optimizer.__name__, config.classes
-    if FACTORIES.get(name) is not optimizer:
-        if name in FACTORIES or classes.get(name, optimizer) is not optimizer:
-            name = f"{optimizer.__module__}.{name}"
-        classes = {**classes, name: optimizer}
-    first = ParamGroupConfig(pattern=pattern, optimizer_name=name, optimizer_kwargs=options)
-    # Groups after a pattern that matches everything are empty.
-    others = [] if pattern == ".*" else [g for g in config.resolved_groups() if g.pattern != pattern]
-    return dataclasses.replace(config, param_groups=[first, *others], classes=classes)
 
 
 def _is_plain(value: object) -> bool:
@@ -411,7 +401,7 @@ def skip_on_device(optimizers: OptimizersContainer, skip: torch.Tensor) -> bool:
     """Make the next step a no-op where `skip`, a bool scalar on the device, is true.
 
     Returns:
-        Whether the optimizers can; else the host has to decide.
+        Whether the optimizers support that; if not, the host has to decide.
     """
     return isinstance(optimizers, AsyncOptimizers) and optimizers.set_found_inf(skip.float())
 

@@ -90,7 +90,7 @@ class _Trial:
             self.optimizer = PlainTensorOptimizer(optimizer, [group], traits=Traits(), **options)
         except Exception as error:  # the class's own code may raise anything
             raise UserError(
-                f"it cannot be made with parameters and these options alone "
+                "it cannot be created with only parameters and these options "
                 f"({type(error).__name__}: {_line(error)})"
             ) from error
 
@@ -105,7 +105,7 @@ class _Trial:
         except Exception as error:  # the class's own code may raise anything
             raise UserError(
                 f"its step() fails on plain gradients ({type(error).__name__}: {_line(error)}): choose an "
-                "optimizer that needs no closure and no more than gradients"
+                "optimizer that needs no closure, only gradients"
             ) from error
         self.optimizer.zero_grad()
         return not all(torch.equal(old, new) for old, new in zip(before, self.params, strict=True))
@@ -145,8 +145,8 @@ def _check_resuming(
     init_optim_state(resumed.optimizer)
     if any(bool(moved.any()) for moved in resumed.displacements(weights)):
         raise UserError(
-            "it changes parameters without gradient and learning rate, by which checkpoints are prepared: "
-            "choose another optimizer"
+            "it changes parameters in a step without gradient and learning rate, which initializes its state "
+            "before a checkpoint is loaded: choose another optimizer"
         )
     with torch.no_grad():
         for param, saved in zip(resumed.params, stopped.params, strict=True):

@@ -1,1 +1,1 @@
-"""How a model is split into pipeline stages, and which schedule runs them."""
+"""The split of a model into pipeline stages, and the schedules that run them."""

@@ -153,5 +153,5 @@ def _describe(counts: Sequence[int], costs: Costs) -> str:
     slowest, even = max(stages) / 1e6, sum(stages) / len(stages) / 1e6
     return (
         f"stages balanced by measurement: {'+'.join(map(str, counts))} layers, "
-        f"slowest stage {slowest:.1f} ms a microbatch ({even:.1f} ms if even)"
+        f"slowest stage {slowest:.1f} ms per microbatch ({even:.1f} ms if even)"
     )

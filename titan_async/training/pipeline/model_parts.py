@@ -1,4 +1,4 @@
-"""A model part by itself, as it computes on a pipeline stage: without the modules of other stages."""
+"""A model part alone, as on a pipeline stage: without the modules of other stages."""
 
 import copy
 import dataclasses
@@ -48,10 +48,7 @@ class PartInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class PartMaker:
-    """Builds parts of a model with the run's activation checkpointing and dtype.
-
-    Without other parallelisms, which divide the work of every part.
-    """
+    """Builds parts of a model with the run's activation checkpointing and dtype, without parallelism."""
 
     model: nn.Module
     """A decoder on the meta device; not changed."""

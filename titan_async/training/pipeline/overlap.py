@@ -96,7 +96,7 @@ def adapt_config(config: Trainer.Config) -> Trainer.Config:
 
 
 def why_nothing_overlaps(config: Trainer.Config) -> str | None:
-    """A warning if `pipeline.overlap` hides nothing; None if it does, or is off."""
+    """A warning if `pipeline.overlap` is on and hides nothing, else None."""
     if not config.pipeline.overlap:
         return None
     if not delays_gradients(config.parallelism):
@@ -108,7 +108,7 @@ def why_nothing_overlaps(config: Trainer.Config) -> str | None:
     kinds = _dispatchers(config)
     if not kinds or config.parallelism.expert_parallel_degree == 1:
         return (
-            "pipeline.overlap hides nothing, because no tokens travel (experts are not spread over ranks, "
+            "pipeline.overlap hides nothing, because no tokens are sent (experts are not spread over ranks, "
             f"parallelism.expert_parallel_degree is 1), {costs}"
         )
     if not kinds & {AllToAllTokenDispatcher.Config, HandOverTokenDispatcher.Config}:

@@ -47,7 +47,7 @@ class PipelineConfig:
 
     balance: Literal["layers", "measured"] = "layers"
     """How the model is split into stages. "layers" is torchtitan's way: the same number of layers on each,
-    where `parallelism.pipeline_parallel_first_stage_less_layers` and `..._last_stage_less_layers` say how
+    where `parallelism.pipeline_parallel_first_stage_less_layers` and `..._last_stage_less_layers` set how
     many layers the embedding and the head count for. "measured" instead times forward and backward of each
     kind of layer, of the embedding and of the head when training starts, and makes the slowest stage as
     fast as a split into whole layers can."""
@@ -95,7 +95,7 @@ def is_async(parallelism: ParallelismConfig) -> bool:
 
 
 def delays_gradients(parallelism: ParallelismConfig) -> bool:
-    """Whether training runs under `ScheduleAsync2BW`. One stage is no pipeline and trains synchronously."""
+    """Whether training runs under `ScheduleAsync2BW`. One stage trains synchronously."""
     return is_async(parallelism) and parallelism.pipeline_parallel_degree > 1
 
 
@@ -167,7 +167,7 @@ def check_supported(config: Trainer.Config) -> None:
         ValueError: one sentence that names the fields and the fix.
     """
     parallelism, training = config.parallelism, config.training
-    if training.global_batch_size < 0:  # else the degrees decide, which are not all known yet
+    if training.global_batch_size < 0:  # else it depends on degrees that are not all known yet
         check_microbatches(config, accumulation=1)
     if parallelism.fsdp_reshard_after_forward == "always":
         raise ValueError(
@@ -272,8 +272,8 @@ def _pipeline(
     kwargs |= {"training": training, "parallel_dims": parallel_dims}
     if not delays_gradients(parallelism):
         return pipelining_fn(model, parallelism=parallelism, **kwargs)
-    # torchtitan knows torch's schedules only: let it build the stages for one of them, and use these. GPipe
-    # supports any number of microbatches, whereas 1F1B checks those of one pass.
+    # torchtitan builds stages for torch's schedules only. GPipe supports any number of microbatches, whereas
+    # 1F1B checks those of one pass.
     parallelism = dataclasses.replace(parallelism, pipeline_parallel_schedule="GPipe")
     built, model_parts, has_first, has_last = pipelining_fn(model, parallelism=parallelism, **kwargs)
     parts = parts_of(built)

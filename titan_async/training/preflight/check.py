@@ -39,7 +39,7 @@ from titan_async.training.preflight.optimizer import check_optimizer
 __all__ = ["build_on_meta", "check", "check_messages"]
 
 _STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
-"""The parts of a checkpoint beside the model."""
+"""The parts of a checkpoint other than the model."""
 
 _FOR_GPUS = (
     DeepEPTokenDispatcher.Config,
@@ -97,13 +97,13 @@ def check_messages(config: Trainer.Config) -> None:
         return
     if config.checkpoint.enable and not config.checkpoint.load_only:
         raise UserError(
-            'comm.mode "fake_backend" leaves one rank, whose part is no checkpoint: turn checkpoint.enable '
-            "off"
+            'comm.mode "fake_backend" runs one rank, which cannot save a whole checkpoint: turn '
+            "checkpoint.enable off"
         )
     if config.parallelism.pipeline_parallel_degree > 1:
         raise UserError(
             'comm.mode "fake_backend" sends nothing, and a pipeline waits for messages: set it to "default", '
-            "or try such a run with titan-async rehearse, which makes them up"
+            "or use titan-async rehearse, which generates them"
         )
 
 
@@ -136,7 +136,7 @@ def _check_modules(config: Trainer.Config) -> None:
     if parallelism.context_parallel_degree > 1 and VarlenAttention.Config in kinds:
         raise UserError(
             f"parallelism.context_parallel_degree is {parallelism.context_parallel_degree}, but "
-            "VarlenAttention cannot be divided so: set it to 1, or choose a recipe with FlexAttention"
+            "VarlenAttention does not support it: set it to 1, or choose a recipe with FlexAttention"
         )
     if has_accelerator():
         return
@@ -195,11 +195,13 @@ def _check_checkpoints(config: Trainer.Config) -> None:
     if step == -1 and saved and saved[-1] > config.training.steps:
         raise UserError(
             f"training.steps is {config.training.steps}, but {folder} has a checkpoint "
-            f"of step {saved[-1]}: raise training.steps to go on from it, or choose another dump_folder"
+            f"of step {saved[-1]}: raise training.steps to continue it, or choose another dump_folder"
         )
     path = checkpoint.initial_load_path
     if path and os.path.isabs(path) and not os.path.isdir(path):
-        raise UserError(f"checkpoint.initial_load_path is {path}, which is not a folder: give a checkpoint's")
+        raise UserError(
+            f"checkpoint.initial_load_path is {path}, not a folder: set it to a checkpoint's folder"
+        )
     if saved:
         check_index(folder / f"step-{saved[-1] if step == -1 else step}")
     elif checkpoint.initial_load_in_hf:
@@ -242,13 +244,13 @@ def _check_writable(folder: Path, flag: str, *, make: bool) -> None:
 def _check_tokenizer(config: Trainer.Config) -> BaseTokenizer:
     folder = Path(config.hf_assets_path)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "vocab.txt")):
-        command = f"; the recipe's own comes with: {_DOWNLOAD} {folder}" if folder.name == _TOKENIZER else ""
+        command = f", for example with: {_DOWNLOAD} {folder}" if folder.name == _TOKENIZER else ""
         raise UserError(
             f"hf_assets_path is {folder}, which holds no tokenizer: set it to a folder with a "
             f"tokenizer.json{command}"
         )
     if (folder / "tokenizer.json").is_file():
-        DocumentEncoder(folder)  # which explains what is wrong with it
+        DocumentEncoder(folder)  # raises errors that explain what is wrong with it
     try:
         tokenizer = config.tokenizer.build(tokenizer_path=str(folder))
     except Exception as error:  # tokenizers raises nothing more specific
@@ -329,7 +331,7 @@ def _check_balance(config: Trainer.Config, model: nn.Module) -> None:
     for name in ("module_fqns_per_model_part", "pipeline_parallel_layers_per_stage"):
         if getattr(parallelism, name) is not None:
             raise UserError(
-                f'pipeline.balance = "measured" chooses itself what parallelism.{name} prescribes: '
+                f'pipeline.balance = "measured" chooses the split that parallelism.{name} sets: '
                 f'unset {name}, or set pipeline.balance to "layers"'
             )
     if parallelism.expert_parallel_degree > 1:

@@ -17,10 +17,10 @@ from titan_async.training.pipeline.schedule import accumulation_of
 
 __all__ = ["check_data"]
 
-_ANEW = "make the files anew with tools/prepare_data.py"
+_REMAKE = "create the files again with tools/prepare_data.py"
 
 _AMPLE = 4
-"""With so many documents and sequences for each reader, how they are shared is not checked."""
+"""With this many documents and sequences per reader, their distribution over readers is not checked."""
 
 
 def check_data(config: Trainer.Config, tokenizer: BaseTokenizer, *, data_parallel: int) -> None:
@@ -29,7 +29,7 @@ def check_data(config: Trainer.Config, tokenizer: BaseTokenizer, *, data_paralle
     Args:
         config: the resolved configuration; not changed.
         tokenizer: the run's.
-        data_parallel: ranks that each read data of their own.
+        data_parallel: ranks that read different data.
 
     Raises:
         UserError: one sentence that names the cause and the fix.
@@ -54,7 +54,7 @@ def check_data(config: Trainer.Config, tokenizer: BaseTokenizer, *, data_paralle
         enough = _AMPLE * readers
         documents = _count(_documents(loader), enough)
         if documents == 0 and loader.dataset != "tokens":
-            raise UserError(f"{name} reads no document: its {loader.split} split is empty; give more text")
+            raise UserError(f"{name} reads no document: its {loader.split} split is empty; add more text")
         if not loader.infinite:
             # Token files come in batches.
             _count(build(0, data_parallel, at_least=needed), 1 if loader.dataset == "tokens" else needed)
@@ -87,7 +87,7 @@ def _check_torchtitans(
         which = getattr(loader, "dataset", None)
         shown = f' (the data set "{which}")' if which and isinstance(which, str) else ""
         raise UserError(
-            f"{name}{shown} cannot be opened: {sentence}; set {name}.dataset_path to where it lies, or "
+            f"{name}{shown} cannot be opened: {sentence}; set {name}.dataset_path to its path, or "
             "choose another"
         ) from error
 
@@ -101,10 +101,10 @@ def _sequences(
     *,
     at_least: int | None = None,
 ) -> Iterable[object]:
-    """What a rank's loader reads, without its processes: endless, or one epoch of `at_least` so many.
+    """The sequences of a rank, read in this process: endless, or one epoch of at least `at_least`.
 
     Raises:
-        UserError: while it is read, if there are fewer; if endless, if there is none.
+        UserError: while they are read, if there are fewer, or none.
     """
     alone = dataclasses.replace(
         loader, infinite=at_least is None, num_workers=0, prefetch_factor=None, persistent_workers=False
@@ -138,20 +138,20 @@ def _check_token_files(name: str, loader: TextDataLoader.Config, config: Trainer
     if index.tokenizer_sha256 != encoder.sha256:
         raise UserError(
             f"{which} were made with another tokenizer than the one in hf_assets_path, "
-            f"{config.hf_assets_path}: set it to the folder of that tokenizer, or {_ANEW}"
+            f"{config.hf_assets_path}: set it to the folder of that tokenizer, or {_REMAKE}"
         )
     marks = (index.bos_id, index.eos_id)
     if marks != (encoder.bos_id, encoder.eos_id):
         raise UserError(
             f"{which} mark beginning and end of documents with the tokens {marks[0]} and {marks[1]}, but the "
             f"tokenizer_config.json in {config.hf_assets_path} names {encoder.bos_id} and {encoder.eos_id}: "
-            f"set hf_assets_path to the folder that they were made with, or {_ANEW}"
+            f"set hf_assets_path to the folder of the tokenizer used for them, or {_REMAKE}"
         )
     room = getattr(config.model_spec.model, "vocab_size", index.vocab_size)
     if index.vocab_size > room:
         raise UserError(
-            f"{which} are of a vocabulary of {index.vocab_size} entries but the model has room for {room}: "
-            f"choose a recipe of that vocabulary, or {_ANEW}"
+            f"{which} have a vocabulary of {index.vocab_size} entries but the model has room for {room}: "
+            f"choose a recipe of that vocabulary, or {_REMAKE}"
         )
 
 
@@ -167,5 +167,5 @@ def _check_split(train: BaseDataLoader.Config, validation: BaseDataLoader.Config
     if same_text and train.split != validation.split and fractions[0] != fractions[1]:
         raise UserError(
             f"dataloader.validation_fraction is {fractions[0]} but validator.dataloader.validation_fraction "
-            f"is {fractions[1]}, so that training reads what it validates on: set both to the same"
+            f"is {fractions[1]}, so that training reads validation data: set both to the same"
         )

@@ -61,7 +61,7 @@ def check_layout(config: Trainer.Config, *, world_size: int) -> None:
 
 
 def data_parallel_degree(config: Trainer.Config, world_size: int) -> int:
-    """The data-parallel degree of a run of so many processes."""
+    """The data-parallel degree of a run of `world_size` processes."""
     return max(world_size // non_data_parallel_size(config.parallelism), 1)
 
 
@@ -93,7 +93,7 @@ def _check_processes(config: Trainer.Config, world_size: int) -> None:
     if rest * shards != world_size:
         raise UserError(
             f"{world_size} processes were started, but the degrees of parallelism multiply to "
-            f"{rest * shards}: start as many, or change the degrees"
+            f"{rest * shards}: start that many, or change the degrees"
         )
     _check_experts(config, shards)
     _check_batch(config, shards * parallelism.data_parallel_replicate_degree)
@@ -138,7 +138,7 @@ def _check_loss(config: Trainer.Config) -> None:
 
 
 def takes_stages(parallelism: ParallelismConfig, stages: int) -> bool:
-    """Whether the schedule supports so many stages: one or two per rank; interleaved ones also more."""
+    """Whether the schedule supports this number of stages: one or two per rank, or more if interleaved."""
     usual, degree = count_stages(parallelism), parallelism.pipeline_parallel_degree
     two_a_rank = parallelism.pipeline_parallel_schedule.lower() in ("zbvzerobubble", "dualpipev")
     if usual == degree or two_a_rank:
@@ -190,13 +190,13 @@ def _check_passes(config: Trainer.Config) -> None:
     microbatches, stages = config.training.local_batch_size // size, count_stages(parallelism)
     rounds = max(1, microbatches // degree)
     if name.lower() in ("1f1b", "dualpipev") and microbatches < stages:
-        needs, fix = f"at least as many as the {stages} stages", f"at least {stages * size}"
+        needs, fix = f"at least as many microbatches as its {stages} stages", f"at least {stages * size}"
     elif name.lower() in ("interleaved1f1b", "interleavedzerobubble") and microbatches % rounds:
-        needs, fix = f"a multiple of its {rounds} rounds", f"a multiple of {degree * size}"
+        needs, fix = f"microbatches divisible by its {rounds} rounds", f"a multiple of {degree * size}"
     else:
         return
     raise UserError(
-        f"{name} needs {needs} in microbatches, not {microbatches} (training.local_batch_size / "
+        f"{name} needs {needs}, not {microbatches} (training.local_batch_size / "
         f"parallelism.pipeline_parallel_microbatch_size): set training.local_batch_size to {fix}"
     )
 
@@ -207,13 +207,13 @@ def _check_schedule(config: Trainer.Config) -> None:
     if table:
         if not os.path.isfile(table):
             raise UserError(
-                f"parallelism.pipeline_parallel_schedule_csv is {table}, which is no file: name one with a "
-                "schedule, or leave it out"
+                f"parallelism.pipeline_parallel_schedule_csv is {table}, which is not a file: set it to that "
+                "of a schedule, or leave it out"
             )
         if delays_gradients(config.parallelism):
             raise UserError(
-                "parallelism.pipeline_parallel_schedule_csv is for torch's schedules, and Async2BW has an "
-                "order of its own: leave it out"
+                "parallelism.pipeline_parallel_schedule_csv is for torch's schedules, and Async2BW has "
+                "its own order: leave it out"
             )
         return
     if name.lower() not in {known.lower() for known in SCHEDULES}:
@@ -227,7 +227,7 @@ def _check_stages(config: Trainer.Config) -> None:
     layers = getattr(config.model_spec.model, "layers", None)
     if degree < 2 or parallelism.pipeline_parallel_schedule_csv:
         return
-    if measures_balance(config):  # depends on no numbers of layers: `preflight.check` checks that split
+    if measures_balance(config):  # `preflight.check` checks that split
         if layers is None or count_stages(parallelism) <= len(layers) + 2:
             _check_passes(config)
         return
@@ -247,15 +247,15 @@ def check_tying(config: Trainer.Config) -> None:
         return
     if not delays_gradients(parallelism):
         raise UserError(
-            f"the model's embedding and head are one weight, which {parallelism.pipeline_parallel_schedule} "
-            f"cannot keep on two stages: choose {ASYNC_SCHEDULE} in parallelism.pipeline_parallel_schedule, "
-            "or set parallelism.pipeline_parallel_degree to 1"
+            f"the model's embedding and head are tied, which {parallelism.pipeline_parallel_schedule} does "
+            f"not support: set parallelism.pipeline_parallel_schedule to {ASYNC_SCHEDULE}, or "
+            "parallelism.pipeline_parallel_degree to 1"
         )
     if not isinstance(config.optimizer, AsyncOptimizers.Config):
         raise UserError(
-            "the model's embedding and head are one weight, with a copy on two stages, and "
-            f"{type(config.optimizer).__qualname__} may update each in a way of its own: let the section "
-            "optimizer be an AsyncOptimizers.Config, or set parallelism.pipeline_parallel_degree to 1"
+            "the model's embedding and head are tied, with a copy on two stages, and "
+            f"{type(config.optimizer).__qualname__} may update the copies differently: use an "
+            "AsyncOptimizers.Config for optimizer, or set parallelism.pipeline_parallel_degree to 1"
         )
 
 
@@ -276,7 +276,7 @@ def _check_split(config: Trainer.Config, layers: int) -> None:
 
 
 def _stages_by_layers(config: Trainer.Config, layers: int) -> int:
-    """The stages by `pipeline_parallel_layers_per_stage`, for so many layers, embedding and head included."""
+    """The stages by `pipeline_parallel_layers_per_stage`; `layers` include the embedding and the head."""
     parallelism, each = config.parallelism, config.parallelism.pipeline_parallel_layers_per_stage
     stages = math.ceil(layers / each)
     if not takes_stages(parallelism, stages):

@@ -1,4 +1,4 @@
-"""Warnings at the start of a run, about settings that are no mistake but change how it trains."""
+"""Warnings at the start of a run about valid settings that change how it trains."""
 
 import re
 from collections.abc import Iterable
@@ -46,7 +46,7 @@ def start_notes(
         notes.append(f"the checkpoint's run had {had} delay, this one has {has}: the training changes here")
     if delayed and _adam_without_feedback(config, names):
         notes.append(
-            "AdamW without error feedback learns badly under a delay (arXiv 2606.30634: 2.890 nats against "
+            "AdamW without error feedback trains poorly under a delay (arXiv 2606.30634: 2.890 nats against "
             '2.612 without one; Muon 2.590 against 2.578): set optimizer.name to "muon", or turn on '
             "optimizer.error_feedback"
         )

@@ -72,7 +72,7 @@ def _check_group(
         raise UserError(unknown_name(f"{field}.optimizer_name", group.optimizer_name, known))
     if not matched:
         taken = any(re.search(group.pattern, name) for name in names)
-        why = "earlier groups take all that it matches" if taken else "matches no parameter of the model"
+        why = "earlier groups match all its parameters" if taken else "matches no parameter of the model"
         raise UserError(
             f"{field}.pattern '{group.pattern}': {why}; parameters are named like {names[len(names) // 2]}"
         )
@@ -95,7 +95,7 @@ def _check_settings(
     takes_more = any(option.kind is inspect.Parameter.VAR_KEYWORD for option in options.values())
     for key, value in settings.items():
         if key in elsewhere:
-            raise UserError(f"{field}.{key} holds for all groups: set {elsewhere[key]} instead")
+            raise UserError(f"{field}.{key} applies to all groups: set {elsewhere[key]} instead")
         if key not in known and takes_more and not nearest(key, known, cutoff=0.7):
             continue
         if key not in known:
@@ -104,7 +104,7 @@ def _check_settings(
         if wanted:
             raise UserError(f"{field}.{key} must be {wanted}, not {format_value(value)}")
     if group.optimizer_name == "SGD" and settings.get("fused"):
-        raise UserError(f"{field}.fused: torch's fused SGD updates no sharded parameters; leave it out")
+        raise UserError(f"{field}.fused: torch's fused SGD does not support sharded parameters; leave it out")
     given: list[Any] = matched
     refusals: tuple[type[Exception], ...] = (ValueError, TypeError, NotImplementedError)
     if group.optimizer_name not in FACTORIES:
@@ -139,9 +139,9 @@ def _try_out(
         raise UserError(f"{field}: {group.optimizer_name} cannot train here: {error}") from error
     if traits.couples and is_divided:
         raise UserError(
-            f"{field}: {group.optimizer_name} with these options measures all gradients together, but here "
-            "each rank has a part of the model: turn that off (a clip of its own, for example; "
-            "training.max_norm clips by the norm of the whole model), or choose another optimizer"
+            f"{field}: {group.optimizer_name} with these options uses all gradients together, but here each "
+            "rank has a part of the model: turn that off (its own clipping, for example; training.max_norm "
+            "clips by the norm of the whole model), or choose another optimizer"
         )
 
 

@@ -1,1 +1,1 @@
-"""What the processes of a run agree on: failures, timeouts, signals, and the run's folder."""
+"""The processes of a run: failures, timeouts, signals, and the run's folder."""

@@ -1,7 +1,7 @@
 """Describes which rank a timed-out wait was for, and what that rank does.
 
-The error of the wait does not know it: a rank waits for its neighbour, which may itself wait for the next.
-But every rank writes what it does to the run's event files. Over gloo the wait raises an error; over NCCL a
+The error of the wait does not name it: a rank waits for its neighbor, which may itself wait for the next. But
+every rank records what it does in the run's event files. Over gloo the wait raises an error; over NCCL a
 watchdog aborts the process, and the launcher calls this module.
 """
 

@@ -84,7 +84,7 @@ def _lock(descriptor: int, file: Path) -> None:
     except (BlockingIOError, PermissionError):
         who = os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "a process"
         raise UserError(
-            f"another run is writing to {file.parent} ({who}): wait for its end, or choose another "
+            f"another run is writing to {file.parent} ({who}): wait until it ends, or choose another "
             "dump_folder"
         ) from None
     except OSError:  # a file system without locks

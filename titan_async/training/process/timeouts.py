@@ -1,4 +1,4 @@
-"""Timeouts of process groups: long while something is done for the first time, then adapted to the steps.
+"""Timeouts of process groups: long for what runs for the first time, then adapted to the steps.
 
 An operation over NCCL has the timeout that its group has when it is enqueued, and NCCL's watchdog counts from
 there. The host may enqueue a receive while the device still executes the previous step, and the sender may
@@ -28,7 +28,7 @@ _STEPS_OF_WAIT = 4
 one for safety."""
 
 _RECENT = 8
-"""Steps of each kind of which the longest counts."""
+"""Recent steps of each kind, of which the longest counts."""
 
 _FIRST_STEPS = 2
 """Under Async2BW the first step compiles the model, and the second makes the first update."""
@@ -92,7 +92,7 @@ class WaitLimits:
 
 
 def pauses_after(trainer: Any) -> list[str]:
-    """What follows the trainer's current step: "validation", "save", both or nothing."""
+    """Which of "validation" and "save" follow the trainer's current step."""
     step, config = trainer.step, trainer.config
     validates = config.validator.enable and trainer.validator.should_validate(step)
     saves = saves_at(trainer.checkpointer, step, step == config.training.steps)

@@ -1,1 +1,1 @@
-"""What a run reports: metrics, lines on the terminal, event files, stage times."""
+"""The output of a run: metrics, lines on the terminal, event files, stage times."""

@@ -43,7 +43,7 @@ class AsyncMetrics(MetricsProcessor, Recorded, Callback):
 
     has_last_stage: bool = True
     validation_loss: float | None = None
-    """The latest validation loss in nats a token, on every rank."""
+    """The latest validation loss in nats per token, on every rank."""
 
     def __init__(
         self,
@@ -79,7 +79,8 @@ class AsyncMetrics(MetricsProcessor, Recorded, Callback):
     ) -> None:
         """As torchtitan's; `grad_norm` is None before the first update."""
         seconds = time.perf_counter() - self.time_last_log
-        tokens = self.ntokens_since_last_log * self._data_parallel_degree()
+        dims = self.parallel_dims
+        tokens = self.ntokens_since_last_log * (dims.world_size // dims.non_data_parallel_size)
         extra = extra_metrics or {}
         rate = next((value for key, value in extra.items() if key.startswith("lr/")), float("nan"))
         norm = float("nan") if grad_norm is None else grad_norm
@@ -115,13 +116,9 @@ class AsyncMetrics(MetricsProcessor, Recorded, Callback):
         operations = self.num_flops_per_token * tokens_per_second / self.parallel_dims.world_size
         return operations / self.gpu_peak_flops
 
-    def _data_parallel_degree(self) -> int:
-        dims = self.parallel_dims
-        return dims.world_size // dims.non_data_parallel_size
-
 
 _CHOICES = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM")
-"""Environment variables by which a user chooses the run."""
+"""Environment variables with which a user chooses the run."""
 
 
 def run_id_file(dump_folder: str | os.PathLike[str], rank: int | None = None) -> Path:
@@ -159,6 +156,6 @@ def wandb_continues(file: Path, *, resumes: bool) -> Iterator[str]:
 
 
 def keep_run_id(file: Path, run_id: str) -> None:
-    """Write the id for the next start. A folder that is not writable is no error."""
+    """Write the id for the next start, unless the folder is not writable."""
     with contextlib.suppress(OSError), atomic_write(file) as partial:
         partial.write_text(f"{run_id}\n", encoding="utf-8")

@@ -29,7 +29,7 @@ class GradientCheck(Callback):
     Args:
         skipped: counts them.
         search: finds the cause.
-        deferred: runs the check of an update once the host knows its norm.
+        deferred: runs the check of an update once its norm is on the host.
         reporter: prints warnings.
     """
 
@@ -42,18 +42,18 @@ class GradientCheck(Callback):
     ) -> None:
         self.skipped, self._search, self._deferred, self._reporter = skipped, search, deferred, reporter
         self.grad_norm: float | None = None
-        """The norm of the gradient at the latest update that the host knows of."""
+        """The norm of the gradient, of the latest update whose norm is on the host."""
 
     def before_batch(self, trainer: Trainer) -> None:
         """Count the batch."""
         self._search.begin_batch()
 
     def before_clip(self, trainer: Trainer) -> None:
-        """Check the gradient, while a search goes on."""
+        """Check the gradient during a search."""
         self._search.check_gradients()
 
     def after_update(self, trainer: Trainer, update: Update) -> None:
-        """Check, once the host knows it, whether the update was made."""
+        """Check whether the update was made, once its norm is on the host."""
         self._deferred.add(trainer.step, partial(self._end_update, trainer.step, update))
 
     def _end_update(self, step: int, update: Update) -> None:
@@ -72,7 +72,7 @@ class SkippedUpdates:
     """
 
     max_in_a_row: int
-    """With this many in a row the run stops."""
+    """The run stops after this many in a row."""
     total: int = 0
     in_a_row: int = 0
 
@@ -91,8 +91,8 @@ class SkippedUpdates:
         if self.in_a_row >= self.max_in_a_row:
             raise UserError(
                 f"the gradient was not finite {self.in_a_row} times in a row up to step {step}{where}: "
-                "lower the learning rate or training.max_norm, or look at the data (max_skipped_updates says "
-                "how many)"
+                "lower the learning rate or training.max_norm, or look at the data (max_skipped_updates sets "
+                "the limit)"
             )
         if not finite:
             warn(
@@ -102,7 +102,7 @@ class SkippedUpdates:
 
 
 class _Found(NamedTuple):
-    """What one rank has found in a batch."""
+    """The findings of one rank in a batch."""
 
     forwards: list[int]
     """Its stages with non-finite output from finite input."""
@@ -165,7 +165,7 @@ class NonFiniteSearch:
         if not self._hooks:
             self._start()
             return ""
-        # All ranks decide alike, since they count the same batches.
+        # The same on all ranks, since they count the same batches.
         if self._updates < self._first_batch or dist.get_backend() == "fake":
             return ""
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -216,7 +216,7 @@ def _are_finite(values: Any) -> Tensor:
 def _first_in_backward(parameters: list[str]) -> str:
     """The first of these parameters in the order of the backward, or its layer if several are in it."""
     names = [canonical_fqn(name).split(".") for name in parameters]
-    # Layers are in the order of the forward; what is inside of one need not be.
+    # Layers are in the order of the forward; parameters inside a layer need not be.
     layer = names[-1][:2]
     inside = [name for name in names if name[:2] == layer]
     return ".".join(layer if len(inside) > 1 else names[-1])

@@ -1,4 +1,4 @@
-"""The section `[monitor]`, and what a run records: spans of every rank, and rank 0's journal."""
+"""The section `[monitor]`, and the recording of a run: spans of every rank, and rank 0's journal."""
 
 import contextlib
 import os
@@ -40,7 +40,7 @@ __all__ = ["MonitorConfig", "Recorded", "Recording"]
 
 @dataclass(kw_only=True, slots=True)
 class MonitorConfig:
-    """What is recorded for `titan-async watch`, `trace` and `plot`."""
+    """Recording for `titan-async watch`, `trace` and `plot`."""
 
     events: bool = True
     """Whether every rank records what it does, in `dump_folder/events`: its latest spans in 2 MiB, and a line
@@ -48,10 +48,10 @@ class MonitorConfig:
 
 
 class Recording(Callback):
-    """What a rank records, from before its first step to the end of training. Only rank 0 has a journal.
+    """Records a rank's spans from its first step to the end of training, and on rank 0 a journal.
 
-    Records nothing before the first step, with `monitor.no-events`, and with the fake backend. A rank that
-    cannot write its files, from the start or at some time, continues without.
+    Records nothing with `monitor.no-events`, and with the fake backend. A rank that cannot write its files
+    continues without them.
 
     Args:
         reporter: prints a warning if files cannot be written, and writes its lines to the journal too.
@@ -62,9 +62,9 @@ class Recording(Callback):
         self.events: EventRecorder | None = None
         self.journal: Journal | None = None
         self.folder: Path | None = None
-        """Where the files are."""
+        """The folder of the files."""
         self._spans: StageSpans | ModelSpans | None = None
-        self._interval_start = 0  # the first step of the present interval
+        self._interval_start = 0  # the first step of the current interval
 
     def before_first_step(self, trainer: Trainer) -> None:
         """Start to record. A collective over all ranks."""
@@ -101,14 +101,14 @@ class Recording(Callback):
         def failed(error: OSError) -> None:
             if self._reporter is not None:
                 self._reporter.warn_from_any_rank(
-                    f"rank {rank} no longer records events in {folder}: {error.strerror}; training goes on "
-                    "(monitor.no-events turns them off)"
+                    f"rank {rank} no longer records events in {folder}: {error.strerror}; training "
+                    "continues (monitor.no-events turns them off)"
                 )
 
         journal = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if os.environ.get("LOCAL_RANK", "0") == "0":  # nodes may have disks of their own
+            if os.environ.get("LOCAL_RANK", "0") == "0":  # nodes may have their own disks
                 info = RunInfo(
                     run_id=run_id,
                     started=time.time(),
@@ -143,7 +143,7 @@ class Recording(Callback):
             self._reporter.journal = journal
 
     def span(self, kind: Kind, step: int) -> AbstractContextManager[None]:
-        """Record what happens inside as part of a training step, from 1."""
+        """Record a span of a training step, counted from 1."""
         return contextlib.nullcontext() if self.events is None else self.events.span(kind, step)
 
     def record_pass(self, batch: int, first_microbatch: int) -> AbstractContextManager[None]:
@@ -173,7 +173,7 @@ class Recording(Callback):
         return {} if self.events is None else self.events.utilization()
 
     def after_training(self, trainer: Trainer, reason: EndReason) -> None:
-        """Write what is left, and close the files. Harmless to call again."""
+        """Write the end of the journal, and close the files. May be called again."""
         self.write("end", reason=reason)
         if self.events is not None:
             self.events.close()

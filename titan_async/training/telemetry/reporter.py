@@ -33,7 +33,7 @@ class Reporter:
 
     Args:
         is_logging_rank: whether this rank prints.
-        steps: the number of steps that the run is to reach.
+        steps: the last step of the run.
     """
 
     def __init__(self, is_logging_rank: bool, steps: int) -> None:
@@ -75,7 +75,7 @@ class Reporter:
         )
 
     def log(self, line: str) -> None:
-        """Print any other line."""
+        """Print a line."""
         self._write("log", line)
 
     def warn(self, line: str) -> None:
@@ -102,11 +102,11 @@ class Reporter:
         if not self._output_lost:
             self._output_lost = True
             self.warn_from_any_rank(
-                f"cannot write the lines of this run to its output: {error.strerror}; training goes on"
+                f"cannot write the lines of this run to its output: {error.strerror}; training continues"
             )
 
     def stop(self) -> None:
-        """Remove the progress bar. Harmless to call again."""
+        """Remove the progress bar. May be called again."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

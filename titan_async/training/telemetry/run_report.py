@@ -18,7 +18,7 @@ __all__ = ["RunReport"]
 
 
 class RunReport(Callback):
-    """Prints what is trained, and at the end how fast and how well.
+    """Prints a description of the run at the start, and a summary at the end.
 
     Args:
         reporter: prints the lines.
@@ -30,7 +30,7 @@ class RunReport(Callback):
         self._first_step: int | None = None
 
     def before_training(self, trainer: Trainer) -> None:
-        """Begin to measure the time."""
+        """Start the clock."""
         self._start = time.perf_counter()
 
     def before_first_step(self, trainer: Trainer) -> None:
@@ -66,7 +66,7 @@ class RunReport(Callback):
         if self._first_step is None:
             log(
                 f"nothing to do: the checkpoint is at step {trainer.step} of {config.training.steps};"
-                " raise training.steps to go on"
+                " raise training.steps to continue"
             )
         else:
             steps, seconds = trainer.step - self._first_step, time.perf_counter() - self._start
@@ -87,6 +87,6 @@ class RunReport(Callback):
             return
         entropy = trainer.validator.unigram_entropy()
         self._reporter.log(
-            f"validation loss {loss:.3f} nats a token; a model that sees no context reaches {entropy:.3f} "
+            f"validation loss {loss:.3f} nats per token; a model without context reaches {entropy:.3f} "
             "(the unigram entropy of that text)"
         )

@@ -1,4 +1,4 @@
-"""Spans of what calls no recorder by itself: torch's own schedules, and a model that is no pipeline."""
+"""Spans of torch's own schedules, and of a model without a pipeline, which do not call a recorder."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,8 +15,8 @@ __all__ = ["ModelSpans", "StageSpans"]
 class StageSpans:
     """Records the forwards, backwards and reductions of stages, and the waits of torch's schedules.
 
-    What FSDP gathers and reduces within a forward or backward counts as part of it. A wait is for all
-    messages of one exchange, so it is recorded without a microbatch, for the first stage.
+    FSDP's gathers and reductions within a forward or backward are part of it. A wait is for all messages of
+    one exchange, so it is recorded without a microbatch, for the first stage.
 
     Args:
         stages: of this rank.
@@ -43,7 +43,7 @@ class StageSpans:
         function = getattr(stage, name)
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            if not stage.has_backward:  # a validation, which is a span of its own
+            if not stage.has_backward:  # a validation, which has its own span
                 return function(*args, **kwargs)
             kind = kind_of(args, kwargs)
             chunk = None if kind is Kind.REDUCE else self._first + (args[0] if args else _chunk_of(kwargs))
@@ -65,7 +65,7 @@ class StageSpans:
 
 
 class ModelSpans:
-    """Records the forwards of a model, and what follows until the pass is over as its backward.
+    """Records the forward of a model, and the rest of the pass as its backward.
 
     Args:
         model: computes the logits.

@@ -25,7 +25,7 @@ MEASURED_FILE = "measured.json"
 SKIPPED = 5
 """Steps that are not timed: shapes are inferred in the first, and kernels compiled and chosen."""
 STEPS = 5
-"""Steps that are."""
+"""Steps that are timed."""
 
 _KINDS = {
     "forward_one_chunk": "forward",
@@ -48,10 +48,10 @@ class StageTimer(Callback):
         self._steps = 0
         self._written = False
         self._spans: dict[tuple[int, str], list[Callable[[], float]]] = {}
-        self._before: dict[tuple[int, str], Callable[..., Any]] = {}  # wrappers of others
+        self._before: dict[tuple[int, str], Callable[..., Any]] = {}  # other wrappers
 
     def after_batch(self, trainer: Trainer) -> None:
-        """Count a step; start or stop to time the stages."""
+        """Count a step; start or stop timing the stages."""
         self._steps += 1
         if self._steps == SKIPPED:
             for stage in self._stages:
@@ -81,7 +81,7 @@ class StageTimer(Callback):
                     if of == kind
                     for span in self._spans.get((stage.stage_index, name), [])
                 ]
-                # A backward may come whole or in two halves, and their numbers differ by those in flight.
+                # A backward is one call or two, and their numbers differ by the microbatches in flight.
                 entry[kind] = sum(spans) / max(len(forwards), 1)
             found.append(entry)
         return found
@@ -114,7 +114,7 @@ class StageTimer(Callback):
         try:
             write_json(file, record)
         except OSError as error:
-            self._warn(f"cannot write the stages' times to {file}: {error.strerror}; training goes on")
+            self._warn(f"cannot write the stages' times to {file}: {error.strerror}; training continues")
 
     def _watch(self, stage: Any) -> None:
         for name in _KINDS:

@@ -28,7 +28,7 @@ __all__ = ["StepMetrics", "pipeline_metrics"]
 
 
 class _Interval(NamedTuple):
-    """What a metrics processor has counted since the last report."""
+    """The counts of a metrics processor since the last report."""
 
     seconds: float
     tokens: int
@@ -39,9 +39,9 @@ class StepMetrics(Callback):
     """Logs the metrics of a step.
 
     Args:
-        recording: knows how busy the stages of this rank were.
-        gradients: knows the norm of the gradient, and how many updates were skipped.
-        deferred: runs the report once the host knows the values.
+        recording: has the utilization of this rank's stages.
+        gradients: has the norm of the gradient, and the number of skipped updates.
+        deferred: runs the report once the values are on the host.
         group: of all ranks, on the CPU; None if this rank is alone.
     """
 
@@ -85,7 +85,7 @@ class StepMetrics(Callback):
             average, largest, all_tokens_seen = self._reduce(trainer, loss, local_average, tokens_seen)
             norm = self._gradients.grad_norm
             if norm is None and not isinstance(processor, AsyncMetrics):
-                norm = math.nan  # torchtitan's processors take numbers alone
+                norm = math.nan  # torchtitan's processors take only numbers
             metrics = pipeline_metrics(
                 self._recording.utilization(),
                 squares if histories else None,
@@ -122,7 +122,7 @@ class StepMetrics(Callback):
         dist.all_reduce(sums, group=self._group)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         shares = dims.dp_replicate * dims.dp_shard * dims.cp
-        ranks = dist.get_world_size() // shares  # that read the same data; of each stage a part of them
+        ranks = dist.get_world_size() // shares  # that read the same data, on all stages
         average = float(sums[0]) / (ranks // dims.pp)
         return average, float(largest) if shares > 1 else average, int(sums[1]) // ranks
 

@@ -59,7 +59,7 @@ def damages(quick: bool) -> Iterator[tuple[str, list[Damage], str]]:
         (checkpoint / ".metadata").write_bytes(pickle.dumps(_Trap(str(checkpoint / "ran"))))
 
     few = slice(1 if quick else None)
-    damaged = r"the checkpoint run/checkpoint/step-8 is damaged: {}; remove that folder to go on from step 4"
+    damaged = r"the checkpoint run/checkpoint/step-8 is damaged: {}; remove that folder to resume from step 4"
     named = damaged.format(r"__\d_0\.distcp is not what was saved")
     yield "a truncated file", [cut, cut][few], named
     yield "a flipped bit", [flip, flip, flip][few], named
@@ -104,9 +104,7 @@ def try_damaged(
 def others_checkpoints(
     scratch: Path, baseline: Baseline, summary: Callable[[str, list[Attempt]], Result]
 ) -> Iterator[Result]:
-    other = (
-        r"the checkpoint in run/checkpoint is of another model or optimizer than this recipe; choose another"
-    )
+    other = r"the checkpoint in run/checkpoint does not match the model or optimizer of this recipe; choose"
     refused = {
         "of another width": ((), {"fault": {"kind": "width", "width": 96}}, other),
         "of another kind of model": ((), {"recipe": MOE_RECIPE}, other),

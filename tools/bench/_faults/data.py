@@ -78,7 +78,7 @@ TOKEN_FAULTS = (
     Fault("a memory-mapped token file is truncated",
           r"The token file \S*\.safetensors has \d+ bytes instead of \d+: copy",
           {"after": 1, "cut": "tokens-00001.safetensors"}),
-    Fault("a loader's process is killed", r"A process that loads data has ended \(.*\): perhaps there was",
+    Fault("a loader's process is killed", r"A data loader worker has died \(.*\), perhaps for lack of",
           {"after": 1, "kill_loader": True}),
 )  # fmt: skip
 

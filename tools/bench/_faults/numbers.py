@@ -193,7 +193,7 @@ def _permanent(folder: Path, recipe: Path, faults: Mapping[str, Fault], which: i
     last = max((step for step, _ in ended.run.steps()), default=0)
     sentence = (
         rf"the gradient was not finite {MOST_IN_A_ROW} times in a row up to step {last + 1}, first in "
-        rf"{re.escape(place)}: lower [^\n]*\(max_skipped_updates says how many\)"
+        rf"{re.escape(place)}: lower [^\n]*\(max_skipped_updates sets the limit\)"
     )
     err = "\n".join(line.text for line in ended.run.err)
     reported = ended.status == 2 and re.fullmatch(sentence, err) is not None

@@ -79,7 +79,7 @@ def _full_at_save(scratch: Path, baseline: Baseline, mode: str, megabytes: int) 
             out += line
         run = Run(process.wait(), out, process.communicate()[1])
         notice = time.perf_counter() - latest
-        said = error_line(run, r"cannot save run/checkpoint/step-8: No space left on device; make room")
+        said = error_line(run, r"cannot save run/checkpoint/step-8: No space left on device; free some")
         left = sorted(path.name for path in disk.folder.iterdir())
         disk.resize(1000)
         same, resume = resume_run(folder, baseline, *flags)
@@ -96,7 +96,7 @@ def _full_record(scratch: Path, baseline: Baseline) -> Attempt:
             if line.startswith("step  2/"):
                 disk.fill()
         _, err = process.communicate()
-        warned = [line for line in err.splitlines() if "training goes on" in line]
+        warned = [line for line in err.splitlines() if "training continues" in line]
         good = process.returncode == 0 and baseline.is_reached_in(folder) and "Traceback" not in err
     return Attempt(
         good, work_lost=0, said=warned[0] if good and warned else f"{process.returncode}: {err[-300:]}"
