@@ -1,6 +1,6 @@
 """The tables of docs/study_300.md, one function a question, in Markdown.
 
-Gaps are in nats a byte of the test split, above the synchronous run of the same optimizer, learning rate,
+Gaps are in nats per byte of the test split, above the synchronous run of the same optimizer, learning rate,
 momentum and seed; "±" is half of the 95 % interval over seeds.
 """
 
@@ -308,7 +308,17 @@ def wallclock_cells(results: Iterable[dict[str, Any]]) -> tuple[list[str], list[
                 test.shown(),
             ]
         )
-    headings = ["setting", "optimizer", "schedule", "seeds", "ms a step", "steps", "seconds", "busy", "late"]
+    headings = [
+        "setting",
+        "optimizer",
+        "schedule",
+        "seeds",
+        "ms per step",
+        "steps",
+        "seconds",
+        "busy",
+        "late",
+    ]
     return [*headings, "validation", "test"], rows
 
 
