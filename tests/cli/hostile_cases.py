@@ -231,7 +231,7 @@ FLAGS = [
     Case(
         "flag-schedule-table",
         "train RECIPE --parallelism.pipeline_parallel_schedule_csv x.csv",
-        ["x.csv", "no file", "name one"],
+        ["x.csv", "not a file", "set it to the CSV file of a schedule"],
     ),
     Case(
         "flag-prefetch",
@@ -663,34 +663,34 @@ CHECKPOINTS = [
         checkpoint(verb, name, make, [".metadata", *words])
         for verb in ("convert", "sample", "train", "initial")
         for name, make, words in [
-            ("empty", written(".metadata", b""), ["was not loaded", "take another checkpoint"]),
-            ("pickle", files.pickled(".metadata"), ["it names posix.mkdir", "take another checkpoint"]),
-            ("noise", written(".metadata", bytes(range(256))), ["was not loaded", "take another checkpoint"]),
+            ("empty", written(".metadata", b""), ["was not loaded", "use another checkpoint"]),
+            ("pickle", files.pickled(".metadata"), ["it names posix.mkdir", "use another checkpoint"]),
+            ("noise", written(".metadata", bytes(range(256))), ["was not loaded", "use another checkpoint"]),
         ]
     ],
-    checkpoint("train", "pipe", fifo(".metadata"), [".metadata", "pipe or a device", "take another"]),
+    checkpoint("train", "pipe", fifo(".metadata"), [".metadata", "pipe or a device", "use another"]),
     checkpoint(
         "train",
         "data-pipe",
         fifo("__0_0.distcp"),
-        ["__0_0.distcp", "not a regular file", "take another checkpoint"],
+        ["__0_0.distcp", "not a regular file", "use another checkpoint"],
     ),
     checkpoint(
         "convert",
         "data-pipe",
         fifo("__0_0.distcp"),
-        ["__0_0.distcp", "not a regular file", "take another checkpoint"],
+        ["__0_0.distcp", "not a regular file", "use another checkpoint"],
     ),
-    checkpoint("convert", "outside", files.spoiled_index(outside), ["outside of its folder", "take another"]),
-    checkpoint("train", "outside", files.spoiled_index(outside), ["outside of its folder", "take another"]),
+    checkpoint("convert", "outside", files.spoiled_index(outside), ["outside of its folder", "use another"]),
+    checkpoint("train", "outside", files.spoiled_index(outside), ["outside of its folder", "use another"]),
     checkpoint(
-        "convert", "beyond-the-end", files.spoiled_index(huge), ["__0_0.distcp", "take another checkpoint"]
+        "convert", "beyond-the-end", files.spoiled_index(huge), ["__0_0.distcp", "use another checkpoint"]
     ),
     checkpoint(
         "convert",
         "no-tensors",
         files.spoiled_index(without_tensors),
-        ["contains another object", "take another"],
+        ["contains another object", "use another"],
     ),
     checkpoint(
         "convert",

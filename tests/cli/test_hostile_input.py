@@ -220,5 +220,5 @@ def test_all_ranks_stop_when_one_cannot_load(good: Path, tmp_path: Path) -> None
     flags = ("--checkpoint.initial_load_path", initial, "--validator.no-enable")
     run = train(tmp_path, *flags, recipe=DENSE)
     assert (run.status, run.err.count("\n")) == (2, 1), run.err
-    assert "__0_0.distcp is missing" in run.err and "take another checkpoint" in run.err
+    assert "__0_0.distcp is missing" in run.err and "use another checkpoint" in run.err
     assert not list(tmp_path.glob("run/checkpoint/*"))

@@ -271,7 +271,7 @@ def test_missing_file_is_a_user_error(
     (tmp_path / "run/checkpoint/step-7/__0_0.distcp").unlink()
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
     captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1 and ": __0_0.distcp is missing; take another" in captured.err
+    assert captured.err.count("\n") == 1 and ": __0_0.distcp is missing; use another" in captured.err
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

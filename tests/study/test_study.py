@@ -515,7 +515,7 @@ def test_long_tables_report_the_number_of_seeds_and_leave_out_missing_runs(tmp_p
         "| Muon | delayed, gap | - | - | +0.500 ± 3.176 (2 seeds) | - |",
     ]
     assert "| Muon | synchronous | - | -0.100 ± 0.000 | - |" in made["averaged"]
-    assert "| Muon | 3000 | delay alone | +0.500 ± 3.176 (2 seeds) | - | - | - | - |" in made["start"]
+    assert "| Muon | 3000 | synchronous, delay | +0.500 ± 3.176 (2 seeds) | - | - | - | - |" in made["start"]
     assert "| nothing | - | +0.500 ± 3.176 (2 seeds) |" in made["remedies"]
     assert "| q10_length | 7 | 162 |" in made["progress"]
 

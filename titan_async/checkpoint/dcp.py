@@ -51,7 +51,7 @@ class SavedTensors:
         except OSError as error:
             raise UserError(f"cannot read {self.folder / INDEX}: {error.strerror}") from error
         except CorruptCheckpointError as error:
-            raise UserError(f"{self.folder}: {error}; take another checkpoint") from error
+            raise UserError(f"{self.folder}: {error}; use another checkpoint") from error
         index = self._reader.index
         self._saved = {
             key: entry
@@ -72,7 +72,7 @@ class SavedTensors:
         """
         info, chunks = self.tensors[key], self._saved[key].chunks
         if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(info.shape):
-            raise UserError(f"{self.folder} lacks chunks of {key}; take another checkpoint")
+            raise UserError(f"{self.folder} lacks chunks of {key}; use another checkpoint")
         tensor = torch.empty(info.shape, dtype=info.dtype)
         try:
             with _without_process_group():
@@ -80,7 +80,7 @@ class SavedTensors:
         except CheckpointException as error:
             [(cause, _)] = error.failures.values()
             raise UserError(
-                f"cannot read {key} of {self.folder}: {cause}; take another checkpoint"
+                f"cannot read {key} of {self.folder}: {cause}; use another checkpoint"
             ) from error
         return tensor
 

@@ -207,8 +207,8 @@ def _check_schedule(config: Trainer.Config) -> None:
     if table:
         if not os.path.isfile(table):
             raise UserError(
-                f"parallelism.pipeline_parallel_schedule_csv is {table}, which is not a file: set it to that "
-                "of a schedule, or leave it out"
+                f"parallelism.pipeline_parallel_schedule_csv is {table}, which is not a file: set it to the "
+                "CSV file of a schedule, or leave it out"
             )
         if delays_gradients(config.parallelism):
             raise UserError(
