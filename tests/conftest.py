@@ -4,6 +4,7 @@ hypothesis has no deadline, since the duration of an example depends on the load
 """
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +26,11 @@ settings.load_profile("no_deadline")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Calls `ensure_device` before a test imports torchtitan, except in the controller of pytest-xdist."""
+    """Calls `ensure_device` before a test imports torchtitan, except in the controller of pytest-xdist.
+
+    Restores the default for SIGINT, which a shell's background job ignores: tests of Ctrl-C would hang.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     is_controller = config.getoption("numprocesses", default=None) and not config.getoption("collectonly")
     if not is_controller:
         from titan_async.config.device import ensure_device
