@@ -364,7 +364,7 @@ class Executor:
             self.versions.accumulate(finished)
             if self._stage.is_first:  # the last stage, which is a batch ahead, would have to wait here
                 self.tied.finish(index, finished.grads)
-            self.clipper.start(index, self.versions.accumulated_grads(finished))
+            self.clipper.start(self.versions.accumulated_grads(finished))
         self._side_stream.record(index)
 
     def _publish(self, index: int) -> None:
@@ -375,7 +375,7 @@ class Executor:
         if not self._stage.is_first:
             self.tied.finish(index, finished.grads)
         self.versions.publish_grads(finished)
-        self.clipper.publish(index, self.versions.grads())
+        self.clipper.publish(self.versions.grads())
         self.delay = self._published - self._batches[index].updates
         self._published += 1
         self.gradient_ready = True

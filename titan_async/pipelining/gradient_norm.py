@@ -39,18 +39,19 @@ class GradientClipper:
         self._stage = stage
         self._exclude_shared = exclude_shared
         self._reducer: NormReducer | None = None
-        self._norms: dict[int, GradientNorm] = {}  # of batches that are not published yet
+        self._pending: GradientNorm | None = None  # of the gradient to publish next
         self._norm: GradientNorm | None = None  # of the gradient in .grad
         self._published: list[tuple[int, int] | None] | None = None  # tensor identities and versions
 
-    def start(self, batch: int, grads: _Grads) -> None:
-        """Start to reduce the norm of `grads`, which `.grad` will hold when `batch` is published."""
+    def start(self, grads: _Grads) -> None:
+        """Start to reduce the norm of `grads`, which `.grad` will hold after the next `publish`."""
+        assert self._pending is None
         if self._reducer is not None:
-            self._norms[batch] = self._reducer.start(self._exclude_shared(grads))
+            self._pending = self._reducer.start(self._exclude_shared(grads))
 
-    def publish(self, batch: int, grads: _Grads) -> None:
-        """Record that `.grad` now holds `grads`, those of `batch` included."""
-        self._norm = self._norms.pop(batch, None)
+    def publish(self, grads: _Grads) -> None:
+        """Record that `.grad` now holds `grads`."""
+        self._norm, self._pending = self._pending, None
         self._published = [identity_of(grad) for grad in grads]
 
     def clip(self, grads: _Grads, max_norm: float) -> Tensor:
