@@ -6,7 +6,7 @@ the layers, including experts, with momentum 0.95 as in its first uses and in Mo
 less with a higher momentum; AdamW for embedding, head, norms and routers.
 
 No synchronous start (`pipeline.synchronous_ratio`): in docs/study.md, the loss of Muon with error feedback
-after 3000 updates is 0.007 +- 0.011 nats per byte above that of its synchronous run, and 0.001 +- 0.005 above
+after 3000 updates is 0.008 +- 0.004 nats per byte above that of its synchronous run, and 0.001 +- 0.003 above
 it with a synchronous first quarter, while the bubbles of that start cost time in every run.
 """
 

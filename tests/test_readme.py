@@ -166,7 +166,7 @@ def test_results_in_the_readme_equal_those_of_other_pages():
             for arm in ("synchronous, loss", "delayed, gap", r"delayed \+ EF, gap")
         ]
         start = re.search(
-            rf"\| {optimizer} \| 3000 \| \+ EF \|.*\| ([^|]+?)(?: \(\d seeds\))? \|\n", studied
+            rf"\| {optimizer} \| 3000 \| synchronous, EF \|.*\| ([^|]+?)(?: \(\d seeds\))? \|\n", studied
         )[1]
         assert told[optimizer] == [*cells, start]
     recipe = " ".join((ROOT / "recipes" / "debug.py").read_text(encoding="utf-8").split())

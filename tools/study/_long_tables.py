@@ -1,7 +1,7 @@
 """The tables of docs/study.md about runs longer than 300 updates, one function each, in Markdown.
 
-Questions of many hours may be under way: a cell shows the mean over the seeds that have run, and their number
-if it is not five; "-" stands for none, and a row of which nothing has run is left out.
+Questions that take many hours may be incomplete: a cell shows the mean over the seeds that have run, and
+their number if it is not five; "-" stands for none, and a row without results is left out.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ __all__ = ["ARMS", "LENGTHS", "LONG", "LONG_TABLES", "RATES", "SHARES", "long_ru
 
 LENGTHS = (300, 1000, 3000, 10000)
 RATES = {"adamw": 4e-3, "muon": 1e-2, "soap": 16e-3}
-"""Those that synchronous runs of 300 updates chose; the files of the questions repeat them."""
+"""The best of synchronous runs of 300 updates; the question files repeat them."""
 LONG = 3000
 SHARES = (0.0, 0.02, 0.05, 0.1, 0.25)
 ARMS: dict[str, dict[str, int | str]] = {
@@ -40,7 +40,7 @@ def _cell(found: Interval | None, signed: bool = True) -> str:
 
 
 def _measured(headings: list[str], rows: list[list[str]], named: int) -> str:
-    """The table of the rows with a result; the first `named` columns say which they are."""
+    """The table of the rows with a result; the first `named` columns are labels."""
     kept = [row for row in rows if any(cell not in ("-", "") for cell in row[named:])]
     return table(headings, kept) if kept else "Not run yet."
 
@@ -60,7 +60,7 @@ def length(losses: Losses) -> str:
 
 
 def against_adamw(losses: Losses) -> str:
-    """Question 10: what matters to a user, test losses above those of synchronous AdamW."""
+    """Question 10: differences of test losses to synchronous AdamW."""
     rows = []
     for name in ("adamw", "muon", "soap"):
         for label, arm in ARMS.items():
@@ -85,13 +85,15 @@ def start(losses: Losses) -> str:
             ):
                 runs = [long_run(name, steps, delay=1, feedback=level, **{part: share}) for share in SHARES]
                 cells = [_cell(losses.gap(run)) for run in runs]
+                if part == "synchronous_end":
+                    cells[0] = ""  # without synchronous updates the order does not matter
                 rows.append([NAMES[name], str(steps), label, *cells])
     headings = ["optimizer", "updates", "order", *(f"{share:.0%}" for share in SHARES)]
     return _measured(headings, rows, 3)
 
 
 def own_rates(losses: Losses) -> str:
-    """Question 11: every arm at the rate that is best for it."""
+    """Question 11: every arm at its own best rate."""
     rows = []
     for name in RATES:
         for label, arm in ARMS.items():
@@ -108,7 +110,7 @@ def own_rates(losses: Losses) -> str:
                     _cell(losses.gap(long_run(name, **arm))) if arm else "",
                 ]
             )
-    headings = ["optimizer", "", "rate of its own", "loss", "gap", "gap at the one rate"]
+    headings = ["optimizer", "", "own rate", "loss", "gap", "gap at the one rate"]
     return _measured(headings, rows, 2)
 
 
@@ -147,7 +149,7 @@ def remedies(losses: Losses) -> str:
 
 
 def averaged(losses: Losses) -> str:
-    """By how much a moving average of the weights ends lower than the weights."""
+    """Changes of the loss by a moving average of the weights."""
     rows = [
         [
             NAMES[name],

@@ -1,4 +1,4 @@
-"""The tables of docs/study_300.md, one function a question, in Markdown.
+"""The tables of docs/study_300.md, one function per question, in Markdown.
 
 Gaps are in nats per byte of the test split, above the synchronous run of the same optimizer, learning rate,
 momentum and seed; "±" is half of the 95 % interval over seeds.
@@ -81,7 +81,9 @@ def optimizers(losses: Losses, base: Run) -> str:
         run = replace(base, optimizer=name)
         delayed = replace(run, delay=1)
         paper = PAPER.get(name)
-        told = [f"{value - paper[0]:+.3f}" if paper and value else "" for value in (paper or (0, 0, 0))[1:]]
+        reported = [
+            f"{value - paper[0]:+.3f}" if paper and value else "" for value in (paper or (0, 0, 0))[1:]
+        ]
         rows.append(
             [
                 NAMES[name],
@@ -89,7 +91,7 @@ def optimizers(losses: Losses, base: Run) -> str:
                 _loss(losses.loss(run)),
                 losses.shown_gap(delayed),
                 losses.shown_gap(replace(delayed, feedback="update")),
-                *told,
+                *reported,
             ]
         )
     headings = [
@@ -135,7 +137,7 @@ def momentum(losses: Losses, base: Run) -> str:
 
 
 def plain_momentum(optimizer: str, value: float) -> float | None:
-    """A momentum as runs have it, None for the default."""
+    """The `momentum` of a `Run`: None for the default."""
     return None if value == OPTIMIZERS[optimizer].momentum else value
 
 
@@ -162,7 +164,7 @@ def depth(losses: Losses, base: Run) -> str:
 
 
 def rates(losses: Losses, base: Run) -> str:
-    """Question 5: validation losses, by which rates are chosen."""
+    """Question 5: the validation losses that select the rates."""
     rows = []
     for name in COMPARED:
         grid = rates_of(base.model, name)
@@ -206,7 +208,7 @@ def mixture(losses: Losses, base: Run) -> str:
 
 
 def mitigations() -> list[tuple[str, Callable[[Run], Run]]]:
-    """Question 7: what each is called, and the run it is, made from the delayed one."""
+    """Question 7: the name of each mitigation, and a function from the delayed run to the mitigated one."""
     return [
         ("nothing", lambda run: run),
         ("error feedback, update", lambda run: replace(run, feedback="update")),
@@ -247,13 +249,13 @@ def mitigation_gaps(losses: Losses, base: Run) -> str:
             settled = [
                 losses.shown_gap(run, "settled_test", over=o) for run, o in zip(runs, over, strict=True)
             ]
-            rows.append(["the same, read without its look-ahead", *settled])
+            rows.append(["the same, look-ahead removed at the end", *settled])
     nesterov = replace(base, optimizer="nadam_99", delay=1)
     adamw = replace(base, optimizer="adamw")
     rows.append(["NAdam, 0.99 (AsyncPP), against AdamW", losses.shown_gap(nesterov, over=adamw), ""])
     rows.append(
         [
-            "the same without a delay, against AdamW",
+            "the same without delay, against AdamW",
             losses.shown_gap(replace(nesterov, delay=0), over=adamw),
             "",
         ]
@@ -323,7 +325,7 @@ def wallclock_cells(results: Iterable[dict[str, Any]]) -> tuple[list[str], list[
 
 
 BUDGETS = {"wallclock": 25.0, "wallclock_120": 120.0}
-"""The tables and figures of question 8, and the seconds that their runs had."""
+"""The budgets in seconds of the tables and figures of question 8, by name."""
 
 
 def wallclock(losses: Losses, base: Run, budget_s: float) -> str:

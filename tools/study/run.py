@@ -56,7 +56,7 @@ def run_questions(
     ):
         _run_phase(grids, results, pool, progress)
         while searched := [
-            Question(f"{question.name}, rates of its own", tuple(missing))
+            Question(f"{question.name}, own rates", tuple(missing))
             for question in questions
             if (missing := own_rate_runs(question.runs, results))
         ]:
