@@ -175,7 +175,7 @@ import importlib, os, sys, torch
 def check(layer):
     before = set(sys.modules)
     importlib.import_module(f"titan_async.{{layer}}")
-    others = {{"torchtitan", "tensordict", "datasets", "tokenizers", "pydantic", "rich"}}
+    others = {{"torchtitan", "datasets", "tokenizers", "pydantic", "rich"}}
     wrong = others & (set(sys.modules) - before)
     for name in sys.modules:
         top, _, rest = name.partition(".")
