@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -18,7 +17,6 @@ def begin_launcher(folder: str | Path) -> None:
     from torch.distributed.elastic.multiprocessing import PContext
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
     tempfile.tempdir = None  # TMPDIR may have changed
     subprocess_handler.Popen = subprocess.Popen  # type: ignore[misc] # workers that are not forks
     notes = os.open(Path(folder, "looks"), os.O_WRONLY | os.O_CREAT)

@@ -60,13 +60,13 @@ def stages_of(model: Decoder, count: int) -> list[list[nn.Parameter]]:
     The quarters of a layer are the input projections of attention, its output projection, the input
     projections of the MLP, and its output projection. Embedding and head belong to the first and last stage.
     """
-    quarters = [
-        [param for name, param in module.named_parameters() if name.startswith(("out", "down")) == writes]
-        + ([] if writes else list(norm.parameters()))
-        for layer in model.layers
-        for norm, module in ((layer.norm_attention, layer.attention), (layer.norm_mlp, layer.mlp))
-        for writes in (False, True)
-    ]
+    quarters: list[list[nn.Parameter]] = []
+    for layer in model.layers:
+        for norm, module in ((layer.norm_attention, layer.attention), (layer.norm_mlp, layer.mlp)):
+            inputs, outputs = list(norm.parameters()), []
+            for name, param in module.named_parameters():
+                (outputs if name.startswith(("out", "down")) else inputs).append(param)
+            quarters += [inputs, outputs]
     if count > len(quarters):
         raise ValueError(f"{len(model.layers)} layers make at most {len(quarters)} stages, not {count}")
     stages: list[list[nn.Parameter]] = [[] for _ in range(count)]
